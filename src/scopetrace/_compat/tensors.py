@@ -34,7 +34,6 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.fake_mode import fake_mode_of
 from scopetrace._compat.shape_env import SizeSource, WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 
@@ -298,7 +297,7 @@ class FakeFactory(FakeMaker):
 
     def __init__(self) -> None:
         self.shape_env = WatchedShapeEnv()
-        super().__init__(fake_mode_of(self.shape_env))
+        super().__init__(_fake_mode_of(self.shape_env))
         self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._real_of: dict[int, torch.Tensor] = {}
@@ -553,6 +552,46 @@ def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         return mode.shape_env.create_unbacked_symint()
+
+
+# The fake mode of a trace ---------------------------------------------------------------------------------------------
+
+_LOSS, _BACKWARD = torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss_backward.Tensor
+
+
+def _fake_mode_of(shape_env: ShapeEnv) -> FakeTensorMode:
+    """A FakeTensorMode of torch's own class, by which higher-order ops know it, that runs the parts of `ctc_loss`."""
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=True)
+    mode.dispatch = functools.partial(_dispatch, weakref.ref(mode))  # type: ignore[method-assign]
+    return mode
+
+
+def _dispatch(
+    mode_ref: Callable[[], FakeTensorMode | None], func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """As `FakeTensorMode.dispatch`: what an op gives for fake tensors."""
+    mode = mode_ref()
+    assert mode is not None
+    if func is _LOSS:
+        return _ctc_loss(mode, args[0])
+    if func is _BACKWARD:
+        return _empty_fake(mode, args[1].size(), args[1])
+    return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+
+
+def _ctc_loss(mode: FakeTensorMode, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each sequence, (N,), and what its backward reads, (N, T, 2 * the longest target + 1)."""
+    times, count, _ = log_probs.size()
+    env = mode.shape_env
+    assert env is not None
+    states = env.create_unbacked_symint()
+    env.ignorable_fresh_unbacked_symbols.append(states.node.expr)  # `ctc_loss` keeps it to itself
+    return _empty_fake(mode, (count,), log_probs), _empty_fake(mode, (count, times, states), log_probs)
+
+
+def _empty_fake(mode: FakeTensorMode, size: Any, like: torch.Tensor) -> torch.Tensor:
+    with mode:
+        return torch.empty(size, dtype=like.dtype, device=like.device)
 
 
 # Fakes of another mode -----------------------------------------------------------------------------------------------
