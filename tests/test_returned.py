@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from compare import sharing
 from torch.utils._pytree import tree_leaves
 
 import scopetrace as st
-from compare import sharing
 
 
 def value_compiler(gm, example_inputs):
