@@ -543,11 +543,10 @@ def autocast_rule(func: OpOverload, device: str) -> tuple[Callable[..., Any] | N
     return (functools.partial(run_parts, func) if is_composite else None), False
 
 
-_aten = torch.ops.aten
 CASTS_INSIDE = frozenset(
     {
-        *(FUSED, _aten._native_multi_head_attention.default, _aten._trilinear.default),
-        *(_aten.linalg_pinv.atol_rtol_tensor, _aten.linalg_pinv.atol_rtol_float),
+        *(FUSED, torch.ops.aten._native_multi_head_attention.default, torch.ops.aten._trilinear.default),
+        *(torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_pinv.atol_rtol_float),
     }
 )
 """Ops that autocast leaves alone, and of which the kernel calls ops that it casts. Found by torch's samples."""
