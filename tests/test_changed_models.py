@@ -213,6 +213,39 @@ def test_a_tensor_that_several_modules_hold_is_replaced_in_all():
     torch.testing.assert_close(tr(X), model(X))
 
 
+class OfParameters(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        self.dict = nn.ParameterDict({"a": torch.ones(4), "b": torch.ones(4)})
+        self.list = nn.ParameterList([torch.ones(4)])
+
+    def forward(self, x):
+        return x * self.read(self)
+
+
+READS = [
+    lambda m: sum(m.dict.values()) * sum(m.list),
+    lambda m: sum(p for _, p in m.dict.items()) * m.list[-1],
+    lambda m: len(m.dict) * len(m.list),
+    lambda m: 2.0 if "c" in m.dict else sum(p for p in m.list),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_entries_of_containers_of_parameters(kind, read):
+    model, new = OfParameters(read), nn.Parameter(torch.full((4,), 3.0))
+    tr = st.trace(model, (X,))
+    torch.testing.assert_close(tr(X), model(X))
+    if kind == "dict":
+        model.dict["c"] = new
+    else:
+        model.list.append(new)
+    with pytest.raises(StateMismatchError, match=kind):
+        tr(X)
+
+
 class Chooses(nn.Module):
     def __init__(self):
         super().__init__()

@@ -604,8 +604,9 @@ def _is_layer(cls: type) -> bool:
 
 @functools.cache
 def _names_in_layer(cls: Any) -> frozenset[str]:
-    """The names in the code of a layer's `forward`, and of methods that it names."""
-    found, pending = set[str](), ["forward"]
+    """The names in the code of a layer's `forward`, and of methods that it names; none of a container without one."""
+    is_container = class_attribute(cls, "forward")[0] is torch.nn.Module
+    found, pending = set[str](), [] if is_container else ["forward"]
     while pending:
         code = getattr(class_attribute(cls, pending.pop())[1], "__code__", None)
         if code is not None:
