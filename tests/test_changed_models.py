@@ -167,3 +167,101 @@ def test_but_not_where_each_call_would_compute_it_again():
     for _ in range(3):
         torch.testing.assert_close(tr(X), Memo()(X))
     assert tr.side_effects == []
+
+
+class Table(nn.Module):
+    def forward(self, x):
+        return x + self.table
+
+
+class Tables(nn.Module):
+    """Layers that hold one tensor, as a table of rotary embeddings; so may the model."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList([Table(), Table(), Table()])
+        table = nn.Parameter(torch.ones(4)) if kind == "parameter" else torch.ones(4)
+        for layer in self.layers:
+            layer.__dict__["table"] = table
+        if kind == "parameter":
+            self.table = table
+        elif kind == "buffer":
+            self.register_buffer("table", table)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("changed", [0, 2])
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_a_tensor_that_several_modules_hold_is_replaced_in_one(kind, changed):
+    model = Tables(kind)
+    tr = st.trace(model, (X,))
+    torch.testing.assert_close(tr(X), model(X))
+    model.layers[changed].__dict__["table"] = torch.zeros(4)
+    with pytest.raises(StateMismatchError, match=r"layers\.2\.table as one tensor: True when traced and False now"):
+        tr(X)
+
+
+def test_a_tensor_that_several_modules_hold_is_replaced_in_all():
+    model, table = Tables("attribute"), torch.randn(4)
+    tr = st.trace(model, (X,))
+    for layer in model.layers:
+        layer.table = table
+    torch.testing.assert_close(tr(X), model(X))
+
+
+class OfParameters(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        self.dict = nn.ParameterDict({"a": torch.ones(4), "b": torch.ones(4)})
+        self.list = nn.ParameterList([torch.ones(4)])
+
+    def forward(self, x):
+        return x * self.read(self)
+
+
+READS = [
+    lambda m: sum(m.dict.values()) * sum(m.list),
+    lambda m: sum(p for _, p in m.dict.items()) * m.list[-1],
+    lambda m: len(m.dict) * len(m.list),
+    lambda m: 2.0 if "c" in m.dict else sum(p for p in m.list),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_entries_of_containers_of_parameters(kind, read):
+    model, new = OfParameters(read), nn.Parameter(torch.full((4,), 3.0))
+    tr = st.trace(model, (X,))
+    torch.testing.assert_close(tr(X), model(X))
+    if kind == "dict":
+        model.dict["c"] = new
+    else:
+        model.list.append(new)
+    with pytest.raises(StateMismatchError, match=kind):
+        tr(X)
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kind = "twice"
+
+    def run_twice(self, x):
+        return x * 2
+
+    def forward(self, x):
+        return getattr(self, f"run_{self.kind}")(x)
+
+
+def test_a_method_that_is_found_by_a_computed_name(monkeypatch):
+    model = Chooses()
+    tr = st.trace(model, (X,))
+    torch.testing.assert_close(tr(X), model(X))
+    monkeypatch.setattr(Chooses, "run_twice", lambda self, x: x * 3)
+    with pytest.raises(StateMismatchError, match=r"Chooses\.run_twice"):
+        tr(X)

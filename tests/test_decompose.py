@@ -322,6 +322,19 @@ def test_ops_whose_gradient_is_zero_keep_it():
     assert aten.fill.Scalar not in ops(traced(f, x.detach()).decompose().graph_module.graph)
 
 
+def test_gradients_where_a_row_is_overwritten():
+    def f(x, value):
+        y = x * 2
+        y[0] = 0
+        y[1] = value
+        return y
+
+    given = torch.randn(3, 2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    found = st.trace(f, given).decompose()
+    gradients = [torch.autograd.grad(run(*given).sum(), given) for run in (found, f)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False), nn.GroupNorm(2, 4)])
 @pytest.mark.parametrize("by_func", [False, True])
 def test_gradients_of_gradients_go_through_mean_and_deviation(norm, by_func):

@@ -337,6 +337,18 @@ def test_classes_of_functions(tmp_path):
 # Pickles and copies ---------------------------------------------------------------------------------------------------
 
 
+def test_scripted_modules(tmp_path):
+    layers = [torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for _ in range(2)]
+    model, x = nn.Sequential(*layers), torch.randn(2, 4)
+    tr = st.trace(model, (x,))
+    tr.save(tmp_path / "first.st")
+    st.load(tmp_path / "first.st").save(tmp_path / "again.st")
+    loaded = st.load(tmp_path / "again.st")
+    assert loaded == tr and str(loaded) == str(tr)
+    assert [list(call.arguments) for call in loaded.calls] == [list(call.arguments) for call in tr.calls]
+    torch.testing.assert_close(loaded.outline(True)(x), model(x))
+
+
 def test_pickles_keep_what_files_cannot_hold():
     leaf = st.trace(nn.Sequential(nn.Linear(4, 4)), (X,), leaf_modules="0")
     torch.testing.assert_close(pickle.loads(pickle.dumps(leaf))(X), leaf(X))

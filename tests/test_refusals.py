@@ -1,5 +1,7 @@
 """What has no pure form is refused, with the reason: the list of docs/mutation.md."""
 
+import re
+
 import pytest
 import torch
 from compare import assert_like_eager
@@ -231,3 +233,29 @@ def test_a_custom_op_without_a_fake_implementation():
         with pytest.raises(st.errors.UnsupportedOpError, match="no fake impl registered") as error:
             st.trace(op, (torch.ones(3),))
         assert "register_fake" in error.value.hint
+
+
+LAYER = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+
+
+@pytest.mark.parametrize(
+    ("run", "hint"),
+    [
+        (LAYER, r"torch\.backends\.mha\.set_fastpath_enabled\(False\)"),
+        (lambda x: torch.nn.functional.bilinear(x, x, torch.ones(3, 8, 8)), "autocast.'cpu', enabled=False."),
+        (lambda x: torch.linalg.pinv(x), "autocast.'cpu', enabled=False."),
+    ],
+    ids=["encoder layer", "bilinear", "pinv"],
+)
+def test_ops_whose_kernels_cast_under_autocast(run, hint):
+    """In eager their results are those of bfloat16; without autocast they are traced."""
+    x = torch.randn(2, 4, 8)
+    with torch.no_grad():
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            pytest.raises(st.errors.UnsupportedOpError, match="autocast is on and casts inside of its kernel") as error,
+        ):
+            st.trace(run, (x,))
+        assert error.value.op and error.value.module and error.value.source
+        assert re.search(hint, error.value.hint)
+        torch.testing.assert_close(st.trace(run, (x,))(x), run(x))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compare import sharing
 from torch.utils._pytree import tree_leaves
 
 import scopetrace as st
@@ -82,6 +83,60 @@ def test_other_shapes_and_dtypes_raise(wrong):
     backend = st.functional_backend(lambda gm, example_inputs: lambda x: wrong(x + 1))
     with pytest.raises(st.CompiledGraphError, match="the compiled graph returned"):
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3, 4))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.last = y.detach()
+        return y, x[1:].t(), x, self.table[1:], self.fc.weight
+
+
+class Layers(torch.nn.Module):
+    """Its results are inputs, parameters, views of these and one tensor twice; two are also in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        found = []
+        for layer in self.layers:
+            y, *rest = layer(x)
+            found += [y, y, *rest]
+        return found
+
+
+FORMS = {
+    "outlined": lambda tr: tr.outline("layers"),
+    "compiled": lambda tr: tr.compile(backend="aot_eager"),
+    "by a compiler": lambda tr: lambda *args: tr.run(value_compiler(tr.graph_module, args), *args),
+}
+
+
+@pytest.mark.parametrize("strides", ["equal", "other"])
+@pytest.mark.parametrize("size", ["static", "dynamic"])
+@pytest.mark.parametrize("form", FORMS)
+def test_results_share_memory_as_in_eager(form, size, strides):
+    """With inputs, with parameters and with each other, also where inputs have other sizes and strides."""
+    model = Layers().requires_grad_(False)
+    x = torch.randn(5, 4)
+    tr = st.trace(model, (x,), dynamic_shapes={"x": {0: "n"}} if size == "dynamic" else None)
+    rows = 5 if size == "static" else 7
+    x = torch.randn(rows, 4) if strides == "equal" else torch.randn(4, rows).t()
+    run = FORMS[form](tr)
+    for _ in range(2):
+        expected, kept = model(x), [layer.last for layer in model.layers]
+        actual = run(x)
+        torch.testing.assert_close(actual, expected)
+        of_model = [x, *model.parameters(), *model.buffers()]
+        now = [*actual, *(layer.last for layer in model.layers)]
+        assert sharing(now, of_model) == sharing([*expected, *kept], of_model)
 
 
 def test_what_is_right_is_not_copied():

@@ -543,6 +543,15 @@ def autocast_rule(func: OpOverload, device: str) -> tuple[Callable[..., Any] | N
     return (functools.partial(run_parts, func) if is_composite else None), False
 
 
+CASTS_INSIDE = frozenset(
+    {
+        *(FUSED, torch.ops.aten._native_multi_head_attention.default, torch.ops.aten._trilinear.default),
+        *(torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_pinv.atol_rtol_float),
+    }
+)
+"""Ops that autocast leaves alone, and of which the kernel calls ops that it casts. Found by torch's samples."""
+
+
 # Higher-order ops ----------------------------------------------------------------------------------------------------
 
 

@@ -155,7 +155,9 @@ class Encoder:
         with self._to_show():
             row = self._fields(call, raised=raised, attributes=plain, module_type=None, signature=None)
             if kind is not None:
-                return {**row, "module_type": self.class_row(kind)}
+                row["module_type"] = self.class_row(kind)
+            if isinstance(call.module, torch.jit.ScriptModule):  # each has a forward of its own
+                row["signature"] = self._signature(call.module.forward)
             return row if call.signature is None else {**row, "signature": self._parameters(call.signature)}
 
     @contextlib.contextmanager
@@ -213,7 +215,7 @@ class Encoder:
         """The row of a class: its name and, of a module's class, the signature of forward."""
 
         def make() -> list[Any]:
-            forward = kind.forward if issubclass(kind, torch.nn.Module) else None
+            forward = getattr(kind, "forward", None) if issubclass(kind, torch.nn.Module) else None
             made = kind.__module__ == parametrize.__name__ and not hasattr(parametrize, kind.__name__)
             base = self.class_row(kind.__base__) if made and kind.__base__ else None
             return [kind.__module__, kind.__qualname__, base, forward and self._signature(forward)]
@@ -223,7 +225,7 @@ class Encoder:
     def _signature(self, forward: Any) -> list[Any] | None:
         try:
             return self._parameters(signature_of(forward))
-        except (TypeError, ValueError):  # scripted modules
+        except (TypeError, ValueError):
             return None
 
     def _parameters(self, signature: inspect.Signature) -> list[Any]:

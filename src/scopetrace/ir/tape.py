@@ -332,7 +332,7 @@ class Call:
     module_type: type | None = None
     """None of a function."""
     signature: inspect.Signature | None = None
-    """Of a function, if it has one."""
+    """Of a function, and of a scripted module in a loaded trace, if it has one."""
     replaced: tuple[str, ...] = ()
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
 
@@ -587,9 +587,9 @@ def forward_of(call: Call, root: Any) -> Any:
         return call.module.forward
     if root is not None:
         return root
-    if call.module_type is None:
-        return None if call.signature is None else Signed(call.signature)
     forward: Any = getattr(call.module_type, "forward", None)
+    if forward is None:  # of a function, or scripted
+        return None if call.signature is None else Signed(call.signature)
     return types.MethodType(forward, object())  # in a loaded trace, which has no modules
 
 

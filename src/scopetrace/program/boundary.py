@@ -342,7 +342,7 @@ class CallBoundary:
             args, kwargs = self._in_order(args, kwargs)
         inputs = Entered(self._match(args, kwargs))
         if self.check.facts:
-            self.check.run_facts(CallInputs(args, kwargs, inputs), self._number(inputs))
+            self.check.run_facts(CallInputs(args, kwargs, inputs), self.number(inputs))
         self.check.run_state()
         if self._writes_inputs and (self._enables_grad or torch.is_grad_enabled()):
             self._check_gradients(inputs)
@@ -446,7 +446,7 @@ class CallBoundary:
             )
         program = self.tape.write_back
         found = values[:count]
-        results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
+        results = iter(found if program is None else program.run(inputs, self.state.held, found, self.number(inputs)))
 
         def part(x: Any) -> Any:
             if type(x) is not Given:
@@ -462,7 +462,7 @@ class CallBoundary:
         apply_effects(out.effects, getattr(inputs, "containers", []))
         return out.result
 
-    def _number(self, inputs: Sequence[Any]) -> Callable[[Any], Any]:
+    def number(self, inputs: Sequence[Any]) -> Callable[[Any], Any]:
         """A function from a symbolic size to its value in a call with these inputs."""
         rules, count = self.tape.sizes, len(self.tape.inputs)
         return (lambda n: n) if rules is None else rules.values(inputs[:count], inputs[count:])

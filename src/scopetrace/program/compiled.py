@@ -4,22 +4,34 @@ A compiler may return values in other memory and with other strides than the gra
 `clone`, a copy where it says `view`. The write-back depends on memory, so `GraphValues` restores it first.
 
 Data flow:
-    values of a compiled graph, by the storage that the graph has for them
-    in that of an input -> the input, or a view of it; in that of an attribute -> as they are
-    in one of their own -> as they are where they share it as promised and nothing else has it, else copies
+    ops of the tape -> for each value in the memory of an input, parameter or buffer: that tensor, and views of it
+    values of a compiled graph -> those from the tensors of the call, whose sizes and strides may be other ones
+    values in memory of their own -> as they are where they share it as promised and nothing else has it, else copies
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.tensors import extent_of
+from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.errors import CompiledGraphError
-from scopetrace.ir.tape import Output, Tape, Value
+from scopetrace.ir.tape import Op, ProgramTape, Value, flat, values_in
+from scopetrace.ir.write_back import (
+    FromGraph,
+    GraphInput,
+    Number,
+    SameAs,
+    Source,
+    StateRef,
+    ViewOf,
+    ViewStep,
+    WriteBack,
+    resolved,
+)
 
 
 class GraphValues:
@@ -30,58 +42,149 @@ class GraphValues:
         promised: its outputs: tape values, numbers or None.
     """
 
-    def __init__(self, tape: Tape, promised: Sequence[Any]) -> None:
-        self._promised = promised
-        self._dense = [i for i, promise in enumerate(promised) if _is_plain(promise)]
-        given = [op.outputs for op in tape.ops if op.kind == "placeholder"]
-        self._inputs = [(i, value) for i, value in enumerate(given) if _is_plain(value)]
-        self._attributes = {v.storage for op in tape.ops if op.kind == "get_attr" for v in op.values()}
+    def __init__(self, tape: ProgramTape, promised: Sequence[Any]) -> None:
+        outside = _Outside(tape)
+        first: dict[Any, int] = {}
+        self._layouts = [_Layout.of(promise) for promise in promised]
+        self._sources: list[Source] = []
+        """What each value is, once those in memory of their own are restored."""
+        self._own: dict[int, list[int]] = {}
+        """The places of the distinct values in memory of their own, by storage."""
+        for i, promise in enumerate(promised):
+            place = first.setdefault(promise, i) if isinstance(promise, Value) else i
+            source = outside.source(promise) if isinstance(promise, Value) else None
+            self._sources.append(source or (FromGraph(i) if place == i else SameAs(place)))
+            if self._layouts[i] is not None and place == i and promise.storage not in outside.storages:
+                self._own.setdefault(promise.storage, []).append(i)
+        self._are_own = all(source == FromGraph(i) for i, source in enumerate(self._sources))
 
-    def restored(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    def restored(
+        self,
+        inputs: Sequence[Any],
+        values: Sequence[Any],
+        state: Callable[[str], torch.Tensor],
+        number: Number,
+    ) -> list[Any]:
         """The values of a compiled graph, copied or viewed where memory or strides differ from those of the graph.
 
         Args:
             inputs: the inputs of this call.
             values: what the compiled graph returned.
+            state: gives a parameter, buffer or constant by its name.
+            number: gives the value of a symbolic size in this call.
 
         Raises CompiledGraphError for another number of values, and for values of other shapes or dtypes.
         """
-        promised = self._promised
-        if len(values) != len(promised):
-            raise CompiledGraphError(f"the compiled graph returned {len(values)} values, the graph has {len(promised)}")
-        groups: dict[int, list[int]] = {}
-        for i in self._dense:
-            if isinstance(values[i], torch.Tensor):
-                _check(i, promised[i].fake, values[i])
-                groups.setdefault(promised[i].storage, []).append(i)
+        if len(values) != len(self._layouts):
+            was, wanted = len(values), len(self._layouts)
+            raise CompiledGraphError(f"the compiled graph returned {was} values, the graph has {wanted}")
         found = list(values)
-        owners = {value.storage: (value, inputs[i]) for i, value in reversed(self._inputs)}  # the first that has it
+        pairs: dict[int, tuple[_Layout, torch.Tensor]] = {}
+        for i, layout in enumerate(self._layouts):
+            if layout is not None and isinstance(values[i], torch.Tensor):
+                pairs[i] = layout if layout.is_static else layout.in_call(number), values[i]
+                _check(i, *pairs[i])
         taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
-        for storage, places in groups.items():
-            pairs = [(promised[i], values[i]) for i in places]
-            if storage in owners:
-                tensors = [_of_input(*owners[storage], *pair) for pair in pairs]
-            elif storage in self._attributes:
-                tensors = [value for _, value in pairs]
-            else:
-                tensors = _in_one_memory(pairs, taken)
-            for i, tensor in zip(places, tensors, strict=True):
+        for places in self._own.values():
+            given = [i for i in places if i in pairs]
+            restored = _in_one_memory([pairs[i] for i in given], taken) if given else []
+            for i, tensor in zip(given, restored, strict=True):
                 found[i] = tensor
+        return found if self._are_own else WriteBack([], self._sources).run(inputs, state, found, number)
+
+
+class _Layout(NamedTuple):
+    """How a dense tensor lies in its storage. The numbers may be symbolic."""
+
+    dtype: torch.dtype
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+    """In elements, as the strides."""
+
+    @classmethod
+    def of(cls, promise: Any) -> _Layout | None:
+        """That of a value; None where it is not dense, is conjugated or negated, or has sizes that depend on data."""
+        if not isinstance(promise, Value) or promise.fake.layout is not torch.strided:
+            return None
+        fake = promise.fake
+        found = cls(fake.dtype, tuple(fake.size()), tuple(fake.stride()), promise.offset)
+        numbers = (*found.size, *found.stride, found.offset)
+        if fake.is_conj() or fake.is_neg() or any(has_unbacked(to_expr(n)) for n in numbers):
+            return None
         return found
 
+    def in_call(self, number: Number) -> _Layout:
+        """With numbers in the place of symbolic ones."""
+        return _Layout(*resolved(tuple(self), number))
 
-def _is_plain(promise: Output) -> TypeGuard[Value]:
-    """Whether it is a dense tensor of static sizes without conjugate or negative bit."""
-    if not isinstance(promise, Value) or promise.fake.layout is not torch.strided:
-        return False
-    fake = promise.fake
-    numbers = (*fake.size(), *fake.stride(), fake.storage_offset())
-    return all(isinstance(n, int) for n in numbers) and not fake.is_conj() and not fake.is_neg()
+    @property
+    def is_static(self) -> bool:
+        """Whether all numbers are known."""
+        return all(type(n) is int for n in (*self.size, *self.stride, self.offset))
+
+    @property
+    def start(self) -> int:
+        """In bytes."""
+        return int(self.offset) * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        """The end of its last element, in elements."""
+        return self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True)) + 1
 
 
-def _check(i: int, fake: torch.Tensor, value: torch.Tensor) -> None:
-    if value.size() != fake.size() or value.dtype != fake.dtype:
-        was, wanted = (f"{t.dtype} of shape {list(t.size())}" for t in (value, fake))
+class _Outside:
+    """How values come from inputs, parameters and buffers.
+
+    Attributes:
+        storages: those of inputs, parameters, buffers and constants.
+    """
+
+    def __init__(self, tape: ProgramTape) -> None:
+        self._grad = tape.grad
+        self._known: dict[Value, Source | None] = {v: GraphInput(i, v.op.name) for i, v in enumerate(tape.inputs)}
+        self._known |= {v: StateRef(name) for name, v in tape.attribute_reads()}
+        self.storages = {v.storage for v in self._known}
+
+    def source(self, value: Value) -> Source | None:
+        """What gives a value in a call: the tensor that has its memory, and views of it.
+
+        None for one in other memory, and for one that is not made by views of one tensor.
+        """
+        if value not in self._known:
+            self._known[value] = self._view(value) if value.storage in self.storages else None
+        return self._known[value]
+
+    def _view(self, value: Value) -> Source | None:
+        op = value.op
+        base = op.args[0] if op.args else None
+        if isinstance(op.target, str) or not isinstance(base, Value) or base.storage != value.storage:
+            return None
+        given = self.source(base)
+        if given is None or isinstance(given, FromGraph | SameAs):
+            return None
+        if op.writes:  # it wrote, and gives back what it wrote to
+            return given if base.fake is value.fake else None
+        if _depends(op):
+            return None
+        slot = None if isinstance(op.outputs, Value) else value.slot
+        grad = None if op.grad == self._grad else op.grad
+        step = ViewStep(op.target, op.args[1:], op.kwargs, slot, grad)
+        return ViewOf(given.base, (*given.steps, step)) if isinstance(given, ViewOf) else ViewOf(given, (step,))
+
+
+def _depends(op: Op) -> bool:
+    """Whether an op takes other tensors than the first, numbers that depend on data, or functions."""
+    others = flat([*op.args[1:], op.kwargs])
+    numbers = [to_expr(x) for x in others if isinstance(x, Symbolic)]
+    return bool(values_in(others) or op.bodies() or any(map(has_unbacked, numbers)))
+
+
+def _check(i: int, layout: _Layout, value: torch.Tensor) -> None:
+    if value.size() != layout.size or value.dtype != layout.dtype:
+        was = f"{value.dtype} of shape {list(value.size())}"
+        wanted = f"{layout.dtype} of shape {list(layout.size)}"
         raise CompiledGraphError(f"the compiled graph returned {was} as value {i}, the graph has {wanted} there")
 
 
@@ -112,58 +215,39 @@ def _range(t: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes() if storage.data_ptr() else 0
 
 
-def _of_input(owner: Value, given: torch.Tensor, promise: Value, value: torch.Tensor) -> torch.Tensor:
-    """An output in the memory of an input: the input itself, or a view of it."""
-    if promise is owner:
-        return given
-    if _is_view(owner, given, promise, value):
-        return value
-    fake, size = promise.fake, promise.fake.element_size()
-    start = given.storage_offset() * given.element_size()
-    start += promise.offset * size - owner.offset * given.element_size()
-    if fake.dtype != given.dtype:
-        with torch.no_grad():
-            other = torch.empty(0, dtype=fake.dtype, device=given.device)
-            return other.set_(given.untyped_storage(), start // size, fake.size(), fake.stride())
-    view = given.as_strided(fake.size(), fake.stride(), start // size)
-    return view if fake.requires_grad else view.detach()
-
-
-def _in_one_memory(pairs: list[tuple[Value, torch.Tensor]], taken: _Ranges) -> list[torch.Tensor]:
+def _in_one_memory(pairs: list[tuple[_Layout, torch.Tensor]], taken: _Ranges) -> list[torch.Tensor]:
     """Outputs that share one storage, which no input and no other output may share."""
     (first, value), *_ = pairs
-    together = all(_is_view(first, value, p, v) for p, v in pairs) and value.stride() == first.fake.stride()
+    together = all(_lies_as(p, v, first, value) for p, v in pairs)
     if taken.take(value) and together:
         return [v for _, v in pairs]
     return _copied(pairs)
 
 
-def _is_view(root: Value, base: torch.Tensor, promise: Value, value: torch.Tensor) -> bool:
+def _lies_as(promise: _Layout, value: torch.Tensor, root: _Layout, base: torch.Tensor) -> bool:
     """Whether `value` lies at the same distance from `base` as `promise` from `root`, with its strides."""
-    distance = promise.offset * promise.fake.element_size() - root.offset * root.fake.element_size()
-    return value.numel() == 0 or (
-        value.data_ptr() - base.data_ptr() == distance and value.stride() == promise.fake.stride()
-    )
+    is_there = value.numel() == 0 or value.data_ptr() - base.data_ptr() == promise.start - root.start
+    return is_there and (value.stride() == promise.stride or (value is not base and value.numel() == 0))
 
 
-def _copied(pairs: list[tuple[Value, torch.Tensor]]) -> list[torch.Tensor]:
+def _copied(pairs: list[tuple[_Layout, torch.Tensor]]) -> list[torch.Tensor]:
     """Copies in one new storage, at the same relative offsets and with the same strides as in the graph."""
-    if len({p.fake.dtype for p, _ in pairs}) > 1 or any(_overlaps(p.fake) for p, _ in pairs):
+    if len({p.dtype for p, _ in pairs}) > 1 or any(_overlaps(p) for p, _ in pairs):
         return [v.clone() for _, v in pairs]
     start = min(p.offset for p, _ in pairs)
-    stop = max(p.offset + extent_of(p.fake) for p, _ in pairs)
+    stop = max(p.stop if v.numel() else p.offset for p, v in pairs)
     memory = pairs[0][1].new_empty(stop - start)
-    views = [memory.as_strided(p.fake.size(), p.fake.stride(), p.offset - start) for p, _ in pairs]
+    views = [memory.as_strided(p.size, p.stride, p.offset - start) for p, _ in pairs]
     for view, (promise, value) in zip(views, pairs, strict=True):
-        once = tuple(slice(0, 1) if s == 0 else slice(None) for s in promise.fake.stride())
+        once = tuple(slice(0, 1) if s == 0 else slice(None) for s in promise.stride)
         view[once].copy_(value[once])
     return views
 
 
-def _overlaps(fake: torch.Tensor) -> bool:
+def _overlaps(layout: _Layout) -> bool:
     """Whether elements share memory, expanded dimensions (stride 0) aside."""
     reach = 0
-    for stride, n in sorted((s, n) for n, s in zip(fake.size(), fake.stride(), strict=True) if s and n > 1):
+    for stride, n in sorted((s, n) for n, s in zip(layout.size, layout.stride, strict=True) if s and n > 1):
         if stride <= reach:
             return True
         reach += (n - 1) * stride

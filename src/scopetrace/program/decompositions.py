@@ -52,8 +52,8 @@ _BY_STRIDES = (
 )
 """Ops that depend on the strides of an operand."""
 
-_ZERO_GRADIENT = (_aten.fill.Scalar, _aten.zero.default)
-"""Ops whose result has a gradient, of zeros, and that of their decompositions has none."""
+_ZERO_GRADIENT = (_aten.fill.Scalar, _aten.fill.Tensor, _aten.zero.default)
+"""Ops that have a gradient, of zeros for what they fill, and of which what they decompose into has none."""
 
 _BY_STATISTICS = (
     _aten.native_layer_norm_backward.default,

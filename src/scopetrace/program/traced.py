@@ -481,7 +481,7 @@ class TracedProgram:
                 torch.set_grad_enabled(grad)  # a graph that raises half-way may have switched it
         if graph is not self.graph_module:
             values = (values,) if isinstance(values, torch.Tensor) else values
-            values = self._graph_values.restored(inputs, values)
+            values = self._graph_values.restored(inputs, values, self.boundary.state.held, self.boundary.number(inputs))
         return self.boundary.leave(inputs, values)
 
     def _in_other_grad_mode(self, graph: Callable[..., Any]) -> Callable[..., Any]:

@@ -277,12 +277,12 @@ class Reach(abc.ABC):
             operators = _OPERATORS if is_installed(base) else _OF_OBJECTS
             names, unnamed = self.names, self._unnamed
             for name, member in vars(base).items():
-                if name in names or name in operators or (self.takes_any and self._is_taken(base, member)):
+                if name in names or name in operators or self.may_take(base, member):
                     self._add_member(base, name, member)
                 else:
                     unnamed.setdefault(name, []).append(base)
 
-    def _is_taken(self, base: type, member: Any) -> bool:
+    def may_take(self, base: type, member: Any) -> bool:
         """Whether a method may be found by a computed name."""
         return self.takes_any and isinstance(member, types.FunctionType) and not is_installed(base)
 
@@ -291,7 +291,7 @@ class Reach(abc.ABC):
         self.takes_any = True
         for name, bases in list(self._unnamed.items()):
             for base in bases:
-                if self._is_taken(base, vars(base)[name]):
+                if self.may_take(base, vars(base)[name]):
                     self._add_member(base, name, vars(base)[name])
 
     def _add_member(self, base: type, name: str, member: Any) -> None:
@@ -497,7 +497,7 @@ def functions_read(ran: Reach, tape: Tape, written: Set[str]) -> Iterator[Read]:
     called = {call.module_type: None for call in calls if call.module_type is not None}
     wanted = ran.names | {"forward", "__call__", "__getitem__"}
     members = {
-        base: {name: vars(base)[name] for name in vars(base).keys() & wanted}
+        base: {k: x for k, x in vars(base).items() if k in wanted or (k[:2] != "__" and ran.may_take(base, x))}
         for base in {base: None for kind in called | ran.classes for base in kind.__mro__}
         if is_users_class(base)
     }

@@ -58,7 +58,7 @@ from scopetrace.record.code import (
     names_of,
     variables_read,
 )
-from scopetrace.record.model import BOOKKEEPING, Change, Model, SavedModule, attribute_tables
+from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables
 
 _BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
@@ -69,6 +69,9 @@ _REGISTERING = [f.__code__ for f in (_module.register_buffer, _module.register_p
 
 Noted = tuple[Frames, str]
 """Where something was read."""
+
+_Held = tuple[int, str, dict[str, Any], str]
+"""A place of a tensor in a module: the id of the tensor, the name of the place, a table and a key in it."""
 
 
 class ObjectReads:
@@ -247,16 +250,19 @@ class ObjectReads:
         To be called when the model is as it was before the forward.
         """
         changed = {(id(change.holder), change.key[1:]) for change in changes}
+        held: list[_Held] = []
         names = {id(s.owner): s.name for s in (*self._objects, *self._others)}
         names.update([(id(s.module), s.name) for s in self._modules])
         attributes: list[Read] = list(self._whole_dicts(names, changed))
         for owner, place, (frames, path) in self._attributes():
             value = place.now(NO_CALL)
+            outer = names.get(id(owner), owner.__name__ if isinstance(owner, type) else "")
+            name = f"{outer}.{place.key}".removeprefix("self.").lstrip(".")
             if isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module):
                 self._members[id(value)] = value
+                if isinstance(place, InTable) and (id(owner), place.key) not in changed:
+                    held.append((id(value), name, place.table, place.key))
             else:
-                outer = names.get(id(owner), owner.__name__ if isinstance(owner, type) else "")
-                name = f"{outer}.{place.key}".removeprefix("self.").lstrip(".")
                 read, key = Read(name, snapshot(value), place, frames, path), (id(owner), place.key)
                 if key in changed:
                     self.overwritten[key] = read
@@ -272,7 +278,7 @@ class ObjectReads:
             fn = fn.func
         ran = functions_that_ran(fn, [read.value for read in attributes], self._builder.tape, self._reach)
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
-        own = [*self._identities(ran), *self._layers(changed), *self._of_members(changed), *self._entries(ran)]
+        own = [*self._identities(ran), *self._layers(changed), *self._of_members(changed, held), *self._entries(ran)]
         return variables, [*attributes, *own]
 
     def _identities(self, ran: Reach) -> Iterator[Read]:
@@ -343,10 +349,10 @@ class ObjectReads:
             name, place = f"vars({names.get(id(owner), 'object')})", InDict(own, left_out)
             yield Read(name, snapshot(place.now(NO_CALL)), place, frames, path)
 
-    def _of_members(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
+    def _of_members(self, changed: Set[tuple[int, str]], held: Sequence[_Held]) -> Iterator[Read]:
         """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
 
-        Those in whose place the forward puts others are `overwritten`.
+        `held` are the plain attributes that were read. Those in whose place the forward puts others are `overwritten`.
         """
         used = set(map(id, self._builder.tape.attributes.values()))
         root = self._builder.tape.root.path
@@ -354,9 +360,9 @@ class ObjectReads:
             tables = saved.tables[1:3] if self._model.is_outside(saved.module) else []
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
-        for tied in self._tied(used):
-            names = " and ".join(f"{saved.fqn}.{name}".lstrip(".") for saved, name in tied)
-            places = tuple([(table, name) for saved, name in tied for table in saved.live[1:3] if name in table])
+        for tied in self._tied(used, held):
+            names = " and ".join([name for _, name, _, _ in tied])
+            places = tuple([(table, key) for _, _, table, key in tied])
             yield Read(f"{names} as one tensor", True, Tied(places), (), root)
         for key, t in self._members.items():
             owner = self._model.owner(t)
@@ -370,17 +376,19 @@ class ObjectReads:
             else:
                 yield read
 
-    def _tied(self, used: Set[int]) -> list[list[tuple[SavedModule, str]]]:
-        """The modules that hold each parameter or buffer that is held several times, if its id is in `used`."""
-        ids = [id(t) for saved in self._modules for t in saved.members if t is not None]
-        if len(set(ids)) == len(ids):
-            return []
-        holders: dict[int, list[tuple[SavedModule, str]]] = {}
+    def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
+        """Where each tensor of the model is that several places hold, if its id is in `used`."""
+        members = [id(t) for saved in self._modules for t in saved.members if t is not None]
+        if not held and len(set(members)) == len(members):
+            return
+        holders: dict[int, list[_Held]] = collections.defaultdict(list)
         for saved in self._modules:
-            for table in saved.tables[1:3]:
-                for name, t in table.items():
-                    holders.setdefault(id(t), []).append((saved, name))
-        return [found for key, found in holders.items() if len(found) > 1 and key in used]
+            for table, live in zip(saved.tables[1:3], saved.live[1:3], strict=True):
+                for key, t in table.items():
+                    holders[id(t)].append((id(t), f"{saved.fqn}.{key}".lstrip("."), live, key))
+        for place in held:
+            holders[place[0]].append(place)
+        yield from [found for key, found in holders.items() if len(found) > 1 and key in used]
 
     def _attributes(self) -> Iterator[tuple[Any, InTable | InTables | InSlot, Noted]]:
         """The attributes that were read, of layers only those that users' code names.
@@ -597,8 +605,9 @@ def _is_layer(cls: type) -> bool:
 
 @functools.cache
 def _names_in_layer(cls: Any) -> frozenset[str]:
-    """The names in the code of a layer's `forward`, and of methods that it names."""
-    found, pending = set[str](), ["forward"]
+    """The names in the code of a layer's `forward`, and of methods that it names; none of a container without one."""
+    is_container = class_attribute(cls, "forward")[0] is torch.nn.Module
+    found, pending = set[str](), [] if is_container else ["forward"]
     while pending:
         code = getattr(class_attribute(cls, pending.pop())[1], "__code__", None)
         if code is not None:

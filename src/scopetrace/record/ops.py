@@ -25,6 +25,7 @@ import torch.fx
 
 from scopetrace._compat.gradients import next_sequence_number
 from scopetrace._compat.ops import (
+    CASTS_INSIDE,
     BelowAutograd,
     PreDispatchMode,
     autocast_dtype,
@@ -282,11 +283,20 @@ class OpRecorder:
         rule, casts = autocast_rule(func, device)
         before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
         try:
+            if func in CASTS_INSIDE and any(t.dtype is not torch.float64 for t in _tensors((args, kwargs))):
+                raise self._casts_inside(func, device)
             if rule is None:
                 return self.record(func, args, kwargs)
             return self.recorded(lambda: rule(*args, **kwargs))
         finally:
             self._builder.autocast = before
+
+    def _casts_inside(self, func: Any, device: str) -> UnsupportedOpError:
+        hint = f"put it under torch.autocast({device!r}, enabled=False), and cast its inputs"
+        if _facts_of(func).is_fast_path:
+            hint = "call torch.backends.mha.set_fastpath_enabled(False), so that torch.nn runs its parts"
+        problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
+        return UnsupportedOpError(problem, op=str(func), **self._builder.where(), hint=hint)
 
     def updates(self, func: Any) -> bool:
         """Whether an op writes to arguments that it does not return."""
