@@ -1,7 +1,10 @@
 """What a new user writes first and wrong: each gives one line that says what to write."""
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import scopetrace as st
@@ -101,3 +104,49 @@ def test_an_error_inside_of_a_property_keeps_its_words(tr, monkeypatch):
     monkeypatch.setattr(type(tr), "mutations", property(lambda self: self.scope.missing))
     with pytest.raises(AttributeError, match="'Scope' object has no attribute 'missing'"):
         _ = tr.mutations
+
+
+# Ops of one dtype ----------------------------------------------------------------------------------------------------
+
+OF_ONE_DTYPE = {
+    "linear": (F.linear, (2, 4), (3, 4), (3,)),
+    "matmul": (torch.matmul, (5, 2, 4), (4, 3)),
+    "mm": (torch.mm, (2, 4), (4, 3)),
+    "bmm": (torch.bmm, (2, 3, 4), (2, 4, 3)),
+    "addmm": (torch.addmm, (3,), (2, 4), (4, 3)),
+    "addbmm": (torch.addbmm, (3, 3), (2, 3, 4), (2, 4, 3)),
+    "baddbmm": (torch.baddbmm, (2, 3, 3), (2, 3, 4), (2, 4, 3)),
+    "mv": (torch.mv, (2, 4), (4,)),
+    "addmv": (torch.addmv, (2,), (2, 4), (4,)),
+    "dot": (torch.dot, (4,), (4,)),
+    "vdot": (torch.vdot, (4,), (4,)),
+    "conv1d": (F.conv1d, (1, 2, 5), (3, 2, 3)),
+    "conv2d": (F.conv2d, (1, 2, 5, 5), (3, 2, 3, 3), (3,)),
+    "conv3d": (F.conv3d, (1, 2, 5, 5, 5), (3, 2, 3, 3, 3)),
+    "conv_transpose1d": (F.conv_transpose1d, (1, 2, 5), (2, 3, 3)),
+    "conv_transpose2d": (F.conv_transpose2d, (1, 2, 5, 5), (2, 3, 3, 3)),
+}
+
+
+def error_of(run, *args):
+    try:
+        run(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", OF_ONE_DTYPE)
+def test_tensors_of_several_dtypes_are_refused_where_eager_refuses_them(name):
+    function, *sizes = OF_ONE_DTYPE[name]
+    for dtypes in itertools.product((torch.float32, torch.float64, torch.bfloat16, torch.int64), repeat=len(sizes)):
+        args = tuple(torch.ones(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True))
+        found, expected = error_of(st.trace, function, args), error_of(function, *args)
+        assert (found is None) == (expected is None), (dtypes, found, expected)
+
+
+def test_an_input_of_another_dtype_than_the_model():
+    with pytest.raises(RuntimeError, match=r"of one dtype, and is given torch\.float64 and torch\.float32") as error:
+        st.trace(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4, dtype=torch.float64),))
+    assert "while tracing Sequential/Linear[0], at " in error.value.__notes__[0]
+    assert "return F.linear(input, self.weight, self.bias)" in error.value.__notes__[0]

@@ -279,8 +279,12 @@ _MACHINERY = (
         *("_dynamo/eval_frame.py", "nn/modules/module.py"),
     ),
 )
-_SYMBOLS = prefixes(TORCH_DIRECTORY, "__init__.py", "fx/experimental/", "_subclasses/")
-"""Where torch asks for the value of a symbol, below the code that needs it."""
+_FAKES = prefixes(
+    TORCH_DIRECTORY,
+    *("__init__.py", "fx/experimental/", "_subclasses/", "utils/_stats.py"),
+    *("_meta_registrations.py", "_prims_common/", "_prims/", "_refs/", "_decomp/"),
+)
+"""Where torch runs an op on fake tensors, or asks for the value of a symbol, below the code that needs it."""
 
 _hidden: dict[str, bool] = {}  # by file name; a cache, since frames are captured for each op
 
@@ -376,7 +380,7 @@ def user_line(frames: list[Frame]) -> str | None:
         return None
     shown = [f for f in frames if not is_hidden(f[0].co_filename)]
     users = [f for f in shown if not f[0].co_filename.startswith(TORCH) and not is_of_python(f[0].co_filename)]
-    code, line = (users or [f for f in shown if not f[0].co_filename.startswith(_SYMBOLS)] or shown or frames)[-1]
+    code, line = (users or [f for f in shown if not f[0].co_filename.startswith(_FAKES)] or shown or frames)[-1]
     source = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")
 

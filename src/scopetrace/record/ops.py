@@ -123,6 +123,7 @@ class OpFacts:
         self.may_be_cast = autocast_may_change(func)
         self.is_fast_path = schema.name == FAST_PATH
         self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
+        self.takes_one_dtype = schema.op_name in _OF_ONE_DTYPE
 
 
 def _facts_of(func: Any) -> OpFacts:
@@ -497,6 +498,8 @@ class OpRecorder:
         for value in call.inputs if self._pending else ():
             if value.storage in self._pending:
                 self._pending[value.storage].finish()
+        if facts.takes_one_dtype:
+            _refuse_other_dtypes(call)
         return call
 
     def _lift(self, a: Any, inputs: list[Value]) -> Any:
@@ -870,6 +873,24 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
 Two of them read numbers from a tensor: that is an op for each number. `torch.profiler.record_function` marks a stretch
 of time for the profiler: it runs, and is no part of the program.
 """
+
+
+_OF_ONE_DTYPE = frozenset(
+    {
+        *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "convolution"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    }
+)
+"""Ops of which the kernels raise for tensors of several dtypes, and torch's fake tensors do not."""
+
+
+def _refuse_other_dtypes(call: OpCall) -> None:
+    """Raise as eager does. On the meta device it does not."""
+    fakes = [t for t in call.fakes() if t.device.type != "meta"]
+    others = dict.fromkeys(t.dtype for t in fakes)
+    if len(others) > 1:
+        found = " and ".join(map(str, others))
+        raise RuntimeError(f"{call.facts.func} takes tensors of one dtype, and is given {found}")
 
 
 def _has_default_dtype(call: OpCall, outputs: Any) -> bool:
