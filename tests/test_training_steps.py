@@ -1246,6 +1246,28 @@ def test_a_call_keeps_nothing_of_what_backward_has_freed():
     ]
 
 
+@pytest.mark.parametrize("of", ["linear", "lstm"])
+def test_a_view_of_what_backward_has_freed(of):
+    """As the prediction of a head, `head(h).squeeze(-1)`. The LSTM of MKL-DNN runs with autograd in a call too."""
+    model = {"linear": torch.nn.Linear(4, 4), "lstm": torch.nn.LSTM(4, 4)}[of]
+
+    def step(x):
+        model.zero_grad()
+        out = model(x)
+        last = (out if of == "linear" else out[0])[:, -1]
+        last.square().sum().backward()
+        return last
+
+    x = torch.randn(3, 4)
+    trace = st.trace(step, (x,))
+    found, expected = trace(x), step(x)
+    assert equal(found, expected)
+    assert (found.requires_grad, found.is_leaf) == (expected.requires_grad, expected.is_leaf) == (True, False)
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        found.sum().backward()
+    assert equal(trace(x).mul_(2), expected.mul_(2))
+
+
 def test_what_backward_has_not_freed_has_its_history():
     model = torch.nn.Linear(4, 4)
 
