@@ -730,6 +730,43 @@ def test_a_derivative_of_a_derivative():
     run_beside_eager(make, model, [(torch.randn(5, 4, requires_grad=True),) for _ in range(3)])
 
 
+def test_an_inner_step_through_a_convolution():
+    """As MAML does: a derivative of the convolution's backward, by the weight alone."""
+
+    def make(model):
+        def step(x):
+            model.zero_grad()
+            loss = model(x).square().mean()
+            slopes = torch.autograd.grad(loss, [model.weight, model.bias], create_graph=True)
+            F.conv2d(x, model.weight - 0.1 * slopes[0], model.bias - 0.1 * slopes[1]).square().mean().backward()
+            return loss.detach()
+
+        return step
+
+    run_beside_eager(make, torch.nn.Conv2d(1, 2, 3), [(torch.randn(2, 1, 4, 4),) for _ in range(2)])
+
+
+def test_a_batch_norm_runs_again_after_its_weights_were_written():
+    """As sharpness-aware minimization does: the second forward is at other weights."""
+
+    def make(model):
+        def step(x):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad, alpha=0.01)
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        return step
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh())
+    run_beside_eager(make, model, [(torch.randn(5, 4),) for _ in range(3)])
+
+
 # Which forward each op of backward belongs to ------------------------------------------------------------------------
 
 
