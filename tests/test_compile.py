@@ -230,6 +230,34 @@ def test_training_steps_are_those_of_eager():
     assert_same(steps(compiled, traced), steps(eager, eager))
 
 
+def test_a_step_with_its_backward_is_compiled_without_autograd():
+    """It runs so in a call: neither `silu_backward` nor a fused optimizer has a derivative."""
+
+    def steps(compiles):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.SiLU()) for _ in range(2)))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+
+        def step(x):
+            loss = model(x).square().sum()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        backend = Counting()
+        inputs = [torch.linspace(-1, 1, 32).view(4, 8) + i for i in range(3)]
+        run = st.trace(step, (inputs[0],)).compile(backend if compiles == "counting" else compiles) if compiles else step
+        given = len(backend.given)
+        losses = [run(x) for x in inputs]
+        assert len(backend.given) == given  # no piece is compiled again when it is called
+        return losses, model.state_dict()
+
+    assert_same(steps("aot_eager"), steps(None))
+    assert_same(steps("counting"), steps(None))
+
+
 def test_layers_that_share_a_batch_norm():
     """The statistics that one layer hands to the next get no gradient."""
 
