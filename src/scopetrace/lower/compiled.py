@@ -29,11 +29,14 @@ from scopetrace._compat.symbols import Symbolic, all_hold, hint_of, to_expr
 from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import CompileError
+from scopetrace.ops.history import KEEP_MORE
 from scopetrace.record.dynamic_shapes import symbolic_strides
 
 _CALL = torch.ops.higher_order.invoke_subgraph
 BETWEEN = "between"
 """The name of pieces that are no functions."""
+_NOT_COMPILED = (*KEEP_MORE, torch.ops.aten.lstm.input)
+"""Ops that need autograd around them, and what comes apart into these."""
 _KEPT = ("custom", "nn_module_stack", "stack_trace")
 """What a backend gets of `node.meta`; values are made anew, in the environment of the examples."""
 
@@ -41,7 +44,8 @@ _KEPT = ("custom", "nn_module_stack", "stack_trace")
 class Piece:
     """A graph that is compiled apart: once, and again where autograd follows operands that it did not follow before.
 
-    Operands of other sizes or strides than the code is made for go through the graph, uncompiled.
+    Operands of other sizes or strides than the code is made for go through the graph, uncompiled. So do all of a graph
+    with an op that needs autograd around it: compilers run a forward without, and record its backward beside it.
 
     Attributes:
         name: that of the function, or `"between"` for nodes between calls.
@@ -55,6 +59,7 @@ class Piece:
         self.body, self.calls = body, 0
         self.forms: dict[frozenset[int], Callable[..., Any]] = {}
         self._inputs = ExampleInputs(examples)
+        self._can_be_compiled = self._inputs.are_known and not any(n.target in _NOT_COMPILED for n in body.graph.nodes)
         self._backend = backend
         self._tensors = [i for i, x in enumerate(examples) if isinstance(x, torch.Tensor)]
         self._followed: dict[bool, set[int]] = {}
@@ -69,12 +74,12 @@ class Piece:
 
     def compile(self) -> None:
         """Compile the forms for all calls that the program has: one with autograd, one without. Raises CompileError."""
-        if self._inputs.are_known:
+        if self._can_be_compiled:
             for followed in self._followed.values():
                 self._form(frozenset(followed))
 
     def __call__(self, *operands: Any) -> Any:
-        sizes = self._inputs.sizes_of(operands)
+        sizes = self._inputs.sizes_of(operands) if self._can_be_compiled else None
         if sizes is None:
             return self.body(*operands)
         require = tuple([operands[i].requires_grad for i in self._tensors]) if torch.is_grad_enabled() else ()
@@ -355,7 +360,7 @@ def _is_compiled(node: torch.fx.Node) -> bool:
     if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
         return _is_compiled(node.args[0])
     tensors = [x for x in leaves(node.meta.get("val"), torch.Tensor)]
-    return bool(tensors and node.users) and isinstance(node.target, OpOverload)
+    return bool(tensors and node.users) and isinstance(node.target, OpOverload) and node.target not in _NOT_COMPILED
 
 
 def _is_number(node: torch.fx.Node) -> bool:
