@@ -550,6 +550,53 @@ def test_a_file_of_a_step(tmp_path):
     assert all(torch.equal(held[f"model.{name}"].grad, p.grad) for name, p in model.named_parameters())
 
 
+def test_a_loaded_step_reads_the_gradients_that_its_calls_leave(tmp_path):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    model.weight.grad = torch.ones(4, 4)
+    twin = copy.deepcopy(model)
+
+    def step_of(model):
+        def step(x):
+            norm = model.weight.grad.norm()
+            model.weight.grad = None
+            model(x).square().sum().backward(inputs=[model.weight])
+            with torch.no_grad():
+                model.weight.sub_(model.weight.grad, alpha=0.1)
+            return norm
+
+        return step
+
+    st.trace(step_of(model), (x,)).save(tmp_path / "step.st")
+    twin.weight.grad = torch.ones(4, 4)
+    loaded, eager = st.load(tmp_path / "step.st"), step_of(twin)
+    assert [loaded(x).item() for _ in range(3)] == [eager(x).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("is_in_a_module", [False, True])
+def test_a_loaded_step_that_began_without_gradients_is_refused_where_there_are_some(tmp_path, is_in_a_module):
+    model, scale = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(4))
+    if is_in_a_module:
+        model.scale = scale
+    optimizer = torch.optim.SGD([*model.parameters(), *([] if is_in_a_module else [scale])], 0.1)
+
+    def step(x):
+        loss = (model(x) * scale).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.ones(2, 4)
+    st.trace(step, (x,)).save(tmp_path / "step.st")
+    loaded = st.load(tmp_path / "step.st")
+    loaded(x)
+    with pytest.raises(st.errors.StateMismatchError, match=r"grad is not None.*False when traced and True now"):
+        loaded(x)
+    for p in loaded.graph_module.parameters():
+        p.grad = None
+    loaded(x)
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_file_keeps_the_order_of_backward(tmp_path, checkpoints):
     model, args = Net(), batches(1)[0]

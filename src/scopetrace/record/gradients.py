@@ -29,11 +29,10 @@ from scopetrace._compat.gradients import (
 )
 from scopetrace._compat.ops import can_decompose, eager, in_transform, is_op, paused, unwrapped
 from scopetrace._compat.patches import exporting
-from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import Asked, GradientOfInput, OfInput, OfTensor, Place
+from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -323,7 +322,7 @@ class GradientRecorder:
         elif owner is not None:
             place = OfTensor(*owner[1:], "has_grad")
         else:
-            place = Asked(fact_of, (entry.tensor, "has_grad", ()))
+            place = HasGradient(entry.tensor)
         self._reads.note_once(f"{name}.grad is not None", answer, place)
 
     def _name(self, entry: _Gradient) -> str:
