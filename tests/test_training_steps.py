@@ -1248,6 +1248,21 @@ def test_what_python_decides_in_a_step_is_refused():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_a_learning_rate_that_the_step_changes_by_hand_is_refused():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def decays(x):
+        model(x).sum().backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    with pytest.raises(st.UnsupportedOpError, match=r"(?s)changes a setting of SGD, .lr.*after each call of the trace"):
+        st.trace(decays, (torch.ones(3, 4),))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_scheduler_steps_between_calls(kind):
     """Where an optimizer reads the number of its learning rate, a call with another one is refused."""

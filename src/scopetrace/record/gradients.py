@@ -32,7 +32,7 @@ from scopetrace._compat.patches import exporting
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place
+from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place, same
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -119,6 +119,7 @@ class GradientRecorder:
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_Step] = []  # those that have begun, the innermost last
         self._made: list[torch.optim.Optimizer] = []  # in the forward
+        self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
 
     # ---------------------------------------------------------------- differentiating
 
@@ -332,6 +333,7 @@ class GradientRecorder:
 
     def finish(self) -> None:
         """Put on the tape what the gradients are after the forward."""
+        self._refuse_other_settings()
         self._look_for_shared()
         for entry in self._gradients.values():
             name, value = self._name(entry), entry.value
@@ -412,6 +414,20 @@ class GradientRecorder:
             if isinstance(setting, torch.Tensor):
                 self._model.state_names[id(setting)] = f"{name}_{key}"
             self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
+            self._settings.append((optimizer, i, key, setting))
+
+    def _refuse_other_settings(self) -> None:
+        """Raise where the forward has changed what an optimizer stepped by, after it is put back."""
+        changed = [s for s in self._settings if not (s[3] is (now := setting_of(*s[:3])) or same(s[3], now))]
+        for optimizer, i, key, setting in reversed(changed):
+            optimizer.param_groups[i][key] = setting
+        if changed:
+            name, key = type(changed[0][0]).__name__, changed[0][2]
+            self._refuse(
+                f"the step changes a setting of {name}, {key!r}, by which it has stepped",
+                f"change it after each call of the trace; or give {name} its lr as a tensor, and write that in place",
+                f"{name}.param_groups",
+            )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step has ended."""
