@@ -62,6 +62,25 @@ def test_a_gradient_that_was_there_is_read():
         trace(*batches()[0])
 
 
+def test_new_gradients_are_detached_in_place():
+    """As old loops do. In eager they are no views, whatever op of backward gave them."""
+
+    def make(model):
+        def step(x, y):
+            model.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).sum()
+            for p in model.parameters():
+                p.grad.detach_()
+                p.grad.mul_(0.5)
+            return norm
+
+        return step
+
+    run_beside_eager(make)
+
+
 def test_the_gradient_of_an_input():
     model = Net().requires_grad_(False)
 

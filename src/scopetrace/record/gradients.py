@@ -246,6 +246,8 @@ class GradientRecorder:
             gradient = gradient.permute(order).clone(memory_format=torch.contiguous_format)
             gradient = gradient.permute([order.index(i) for i in range(leaf.dim())])
         self._taken.add(self._values.value_of(gradient).storage)
+        if not gradient.requires_grad:
+            self._builder.accumulated.add(id(gradient))
         return gradient
 
     # ---------------------------------------------------------------- the `grad` of tensors
