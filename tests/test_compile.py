@@ -230,6 +230,69 @@ def test_training_steps_are_those_of_eager():
     assert_same(steps(compiled, traced), steps(eager, eager))
 
 
+def test_a_step_with_its_backward_is_compiled_without_autograd():
+    """It runs so in a call: neither `silu_backward` nor a fused optimizer has a derivative."""
+
+    def steps(compiles):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.SiLU()) for _ in range(2)))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+
+        def step(x):
+            loss = model(x).square().sum()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        backend = Counting()
+        inputs = [torch.linspace(-1, 1, 32).view(4, 8) + i for i in range(3)]
+        run = st.trace(step, (inputs[0],)).compile(compiles or backend) if compiles is not None else step
+        given = len(backend.given)
+        losses = [run(x) for x in inputs]
+        assert len(backend.given) == given  # no piece is compiled again when it is called
+        return losses, model.state_dict()
+
+    assert_same(steps("aot_eager"), steps(None))
+    assert_same(steps(""), steps(None))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.fc = nn.LSTM(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(self.rnn(x)[0]).relu()
+
+
+SEQUENCE = torch.linspace(-1, 1, 48).view(2, 3, 8)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_an_lstm_whose_op_needs_autograd_runs_uncompiled(repeats):
+    """MKL-DNN's gives its workspace only where autograd records it, which it does in no graph of AOTAutograd."""
+    model = nn.Sequential(*(Recurrent() for _ in range(repeats)))
+    compiled = st.trace(model, (SEQUENCE,)).compile("aot_eager")
+    assert_same(gradients(compiled(SEQUENCE), model), gradients(model(SEQUENCE), model))
+
+
+def test_a_step_with_an_lstm():
+    model = Recurrent()
+
+    def step(x):
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    compiled = st.trace(step, (SEQUENCE,)).compile("aot_eager")
+    found = []
+    for run in (compiled, step):
+        run(SEQUENCE)
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert_same(*found)
+
+
 def test_layers_that_share_a_batch_norm():
     """The statistics that one layer hands to the next get no gradient."""
 

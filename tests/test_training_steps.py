@@ -62,6 +62,25 @@ def test_a_gradient_that_was_there_is_read():
         trace(*batches()[0])
 
 
+def test_new_gradients_are_detached_in_place():
+    """As old loops do. In eager they are no views, whatever op of backward gave them."""
+
+    def make(model):
+        def step(x, y):
+            model.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).sum()
+            for p in model.parameters():
+                p.grad.detach_()
+                p.grad.mul_(0.5)
+            return norm
+
+        return step
+
+    run_beside_eager(make)
+
+
 def test_the_gradient_of_an_input():
     model = Net().requires_grad_(False)
 
@@ -550,6 +569,53 @@ def test_a_file_of_a_step(tmp_path):
     assert all(torch.equal(held[f"model.{name}"].grad, p.grad) for name, p in model.named_parameters())
 
 
+def test_a_loaded_step_reads_the_gradients_that_its_calls_leave(tmp_path):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    model.weight.grad = torch.ones(4, 4)
+    twin = copy.deepcopy(model)
+
+    def step_of(model):
+        def step(x):
+            norm = model.weight.grad.norm()
+            model.weight.grad = None
+            model(x).square().sum().backward(inputs=[model.weight])
+            with torch.no_grad():
+                model.weight.sub_(model.weight.grad, alpha=0.1)
+            return norm
+
+        return step
+
+    st.trace(step_of(model), (x,)).save(tmp_path / "step.st")
+    twin.weight.grad = torch.ones(4, 4)
+    loaded, eager = st.load(tmp_path / "step.st"), step_of(twin)
+    assert [loaded(x).item() for _ in range(3)] == [eager(x).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("is_in_a_module", [False, True])
+def test_a_loaded_step_that_began_without_gradients_is_refused_where_there_are_some(tmp_path, is_in_a_module):
+    model, scale = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(4))
+    if is_in_a_module:
+        model.scale = scale
+    optimizer = torch.optim.SGD([*model.parameters(), *([] if is_in_a_module else [scale])], 0.1)
+
+    def step(x):
+        loss = (model(x) * scale).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.ones(2, 4)
+    st.trace(step, (x,)).save(tmp_path / "step.st")
+    loaded = st.load(tmp_path / "step.st")
+    loaded(x)
+    with pytest.raises(st.errors.StateMismatchError, match=r"grad is not None.*False when traced and True now"):
+        loaded(x)
+    for p in loaded.graph_module.parameters():
+        p.grad = None
+    loaded(x)
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_file_keeps_the_order_of_backward(tmp_path, checkpoints):
     model, args = Net(), batches(1)[0]
@@ -728,6 +794,43 @@ def test_a_derivative_of_a_derivative():
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     run_beside_eager(make, model, [(torch.randn(5, 4, requires_grad=True),) for _ in range(3)])
+
+
+def test_an_inner_step_through_a_convolution():
+    """As MAML does: a derivative of the convolution's backward, by the weight alone."""
+
+    def make(model):
+        def step(x):
+            model.zero_grad()
+            loss = model(x).square().mean()
+            slopes = torch.autograd.grad(loss, [model.weight, model.bias], create_graph=True)
+            F.conv2d(x, model.weight - 0.1 * slopes[0], model.bias - 0.1 * slopes[1]).square().mean().backward()
+            return loss.detach()
+
+        return step
+
+    run_beside_eager(make, torch.nn.Conv2d(1, 2, 3), [(torch.randn(2, 1, 4, 4),) for _ in range(2)])
+
+
+def test_a_batch_norm_runs_again_after_its_weights_were_written():
+    """As sharpness-aware minimization does: the second forward is at other weights."""
+
+    def make(model):
+        def step(x):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad, alpha=0.01)
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        return step
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh())
+    run_beside_eager(make, model, [(torch.randn(5, 4),) for _ in range(3)])
 
 
 # Which forward each op of backward belongs to ------------------------------------------------------------------------
@@ -1164,6 +1267,21 @@ def test_what_python_decides_in_a_step_is_refused():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_a_learning_rate_that_the_step_changes_by_hand_is_refused():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def decays(x):
+        model(x).sum().backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    with pytest.raises(st.UnsupportedOpError, match=r"(?s)changes a setting of SGD, .lr.*after each call of the trace"):
+        st.trace(decays, (torch.ones(3, 4),))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_scheduler_steps_between_calls(kind):
     """Where an optimizer reads the number of its learning rate, a call with another one is refused."""
@@ -1244,6 +1362,28 @@ def test_a_call_keeps_nothing_of_what_backward_has_freed():
         "result[1] = graph[4], its history freed by backward",
         "result[2] = graph[5]",
     ]
+
+
+@pytest.mark.parametrize("of", ["linear", "lstm"])
+def test_a_view_of_what_backward_has_freed(of):
+    """As the prediction of a head, `head(h).squeeze(-1)`. The LSTM of MKL-DNN runs with autograd in a call too."""
+    model = {"linear": torch.nn.Linear(4, 4), "lstm": torch.nn.LSTM(4, 4)}[of]
+
+    def step(x):
+        model.zero_grad()
+        out = model(x)
+        last = (out if of == "linear" else out[0])[:, -1]
+        last.square().sum().backward()
+        return last
+
+    x = torch.randn(3, 4)
+    trace = st.trace(step, (x,))
+    found, expected = trace(x), step(x)
+    assert equal(found, expected)
+    assert (found.requires_grad, found.is_leaf) == (expected.requires_grad, expected.is_leaf) == (True, False)
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        found.sum().backward()
+    assert equal(trace(x).mul_(2), expected.mul_(2))
 
 
 def test_what_backward_has_not_freed_has_its_history():

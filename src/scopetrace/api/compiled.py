@@ -71,10 +71,10 @@ def compile_program(
         said = textwrap.shorten(str(error), 160, placeholder=" …")
         raise ArgumentError(f"torch.compile does not take this backend, mode or options: {said}") from error
     outlined = outline_calls(program, targets)
-    pieces = Pieces(outlined.graph_module, compiler, outlined.boundary.state.table_of, OUTERMOST in targets)
-    with torch.set_grad_enabled(program.tape.grad):
-        for i, piece in enumerate(pieces.distinct):
-            if progress is not None:
-                progress(f"compiling {piece.name}, called {piece.calls}×, {i + 1} of {len(pieces.distinct)}")
-            piece.compile()
+    table_of, grad = outlined.boundary.state.table_of, program.tape.grad
+    pieces = Pieces(outlined.graph_module, compiler, table_of, OUTERMOST in targets, grad=grad)
+    for i, piece in enumerate(pieces.distinct):
+        if progress is not None:
+            progress(f"compiling {piece.name}, called {piece.calls}×, {i + 1} of {len(pieces.distinct)}")
+        piece.compile()
     return CompiledTrace(outlined, pieces, backend if isinstance(backend, str) else getattr(backend, "__name__", "?"))

@@ -122,7 +122,19 @@ def _read(file: IO[bytes], foreign: list[Any]) -> tuple[ProgramTape, ProgramTape
         if not isinstance(found, ProgramTape):
             raise TypeError("a tape is no program")
         verify(found, "the file")
+        _bind_gradients(found)
     return recorded, tape
+
+
+def _bind_gradients(tape: ProgramTape) -> None:
+    """Let tensors have the `grad` that the program reads, and the program follow it to the next one."""
+    for name, (module, attribute) in tape.owners.items():
+        tensor = tape.attributes.get(name.removesuffix("_grad"))
+        if module is None and attribute.endswith(".grad") and tensor is not None:
+            tensor.grad = tape.attributes[name]
+            holder = torch.nn.Module()
+            holder.__dict__[attribute.removesuffix(".grad")] = tensor
+            tape.owners[name] = holder, attribute
 
 
 def _refuse_pickle(file: IO[bytes]) -> None:

@@ -33,6 +33,7 @@ from scopetrace.errors import ScopetraceWarning
 from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
 from scopetrace.files.tensors import TensorWriter, can_hold
 from scopetrace.formatting import short_repr
+from scopetrace.ir.reads import in_a_file
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import BodyTape, Call, CallList, Op, OpList, ProgramTape, Tape, Value, is_plain, signature_of
 
@@ -123,7 +124,8 @@ class Encoder:
             self.row_of(call)
         given: dict[str, Any] = {"owners": {name: (None, at) for name, (_, at) in tape.owners.items()}}
         if isinstance(tape, ProgramTape):
-            given["reads"] = [read for read in tape.reads if read.place.stays]
+            found = (in_a_file(read, tape.attributes.values()) for read in tape.reads)
+            given["reads"] = [read for read in found if read is not None]
         for name in ("uses_absolute_offset", "written"):
             if hasattr(tape, name):
                 given[name] = sorted(map(self._storage, getattr(tape, name)))

@@ -14,13 +14,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-import torch
-
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import FunctionalTape, RecordedTape, Value
 from scopetrace.ir.write_back import CopyInto, FromGraph, SetTo, Source, ViewOf, WriteBack
-from scopetrace.ops.history import DETACHED, History, can_require_grad
+from scopetrace.ops.history import DETACHED, KEEP_MORE, History, can_require_grad
 
 
 def leave_out_freed_history(old: RecordedTape, new: FunctionalTape) -> None:
@@ -63,10 +61,6 @@ def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[Cop
             yield base
 
 
-_KEEPS_MORE = (torch.ops.aten.mkldnn_rnn_layer.default,)
-"""Ops that give what their backward reads only where autograd records them, whatever their arguments say."""
-
-
 def _switch_off(new: FunctionalTape, needed: set[Value]) -> None:
     """Switch autograd off for all ops but those of which the history of `needed` consists.
 
@@ -75,7 +69,7 @@ def _switch_off(new: FunctionalTape, needed: set[Value]) -> None:
     """
     for i in reversed(range(len(new.ops))):
         op = new.ops[i]
-        if not op.grad or op.kind != "call_function" or op.target in _KEEPS_MORE:
+        if not op.grad or op.kind != "call_function" or op.target in KEEP_MORE:
             continue
         made = op.values()
         if needed.isdisjoint(made):

@@ -286,6 +286,30 @@ class OfTensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class HasGradient:
+    """Whether a tensor that the program holds has a `grad`. A loaded trace has no model that it could ask."""
+
+    tensor: torch.Tensor
+    kind, stays = "tensor", True
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return self.tensor.grad is not None
+
+
+def in_a_file(read: Read, held: Collection[torch.Tensor]) -> Read | None:
+    """A read as a file has it, of a program that holds these tensors; None for one of which a file knows nothing."""
+    place = read.place
+    if isinstance(place, OfTensor) and place.fact == "has_grad":
+        tensor = _held(place.module, place.name)
+        is_held = any(t is tensor for t in held)
+        return dataclasses.replace(read, place=HasGradient(tensor)) if is_held and not read.value else None
+    if isinstance(place, HasGradient) and read.value:
+        return None  # a file has those that the program reads, which are compared as all that it holds
+    return read if place.stays else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Flag:
     """The state of the process, as a function of torch tells it; `torch.autocast` stands for `autocast_state()`."""
 

@@ -239,7 +239,7 @@ class WriteBack(Printed):
         for source in (*self.results, *self.bound):
             result = None if source is None else resolver.get(source)
             if result is not None and isinstance(source, FromGraph) and source.freed:
-                _mark_freed(result)
+                result = _freed(result)
             resolver.results.append(result)
         return resolver.results
 
@@ -358,11 +358,14 @@ class _Freed(torch.autograd.Function):
         )
 
 
-def _mark_freed(result: torch.Tensor) -> None:
-    """Let a result require grad, by a history that nobody can go back through."""
-    if not result.requires_grad:  # it does where an edited graph runs it under autograd
-        with torch.enable_grad():
-            _Freed.apply(result, torch.empty(0, requires_grad=True))
+def _freed(result: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of `result` that requires grad, by a history that nobody can go back through."""
+    if result.grad_fn is not None:  # where an edited graph runs it under autograd
+        return result
+    with torch.enable_grad():
+        # `data` is no view: autograd does not let one that was made without it be written
+        freed: torch.Tensor = _Freed.apply(result.data, torch.empty(0, requires_grad=True))
+    return freed
 
 
 def resolved(x: Any, number: Number) -> Any:

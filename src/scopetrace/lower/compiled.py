@@ -22,18 +22,21 @@ import torch
 import torch.fx
 
 from scopetrace._compat.compilers import COMPILING, Backend
-from scopetrace._compat.graph_module import method_of, switches_grad, without_grad_switches
+from scopetrace._compat.graph_module import method_of, set_grad_enabled, switches_grad, without_grad_switches
 from scopetrace._compat.ops import OpOverload
 from scopetrace._compat.shape_env import new_size
 from scopetrace._compat.symbols import Symbolic, all_hold, hint_of, to_expr
 from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import CompileError
+from scopetrace.ops.history import KEEP_MORE
 from scopetrace.record.dynamic_shapes import symbolic_strides
 
 _CALL = torch.ops.higher_order.invoke_subgraph
 BETWEEN = "between"
 """The name of pieces that are no functions."""
+_NOT_COMPILED = (*KEEP_MORE, torch.ops.aten.lstm.input)
+"""Ops that need autograd around them, and what comes apart into these."""
 _KEPT = ("custom", "nn_module_stack", "stack_trace")
 """What a backend gets of `node.meta`; values are made anew, in the environment of the examples."""
 
@@ -41,7 +44,8 @@ _KEPT = ("custom", "nn_module_stack", "stack_trace")
 class Piece:
     """A graph that is compiled apart: once, and again where autograd follows operands that it did not follow before.
 
-    Operands of other sizes or strides than the code is made for go through the graph, uncompiled.
+    Operands of other sizes or strides than the code is made for go through the graph, uncompiled. So do all of a graph
+    with an op that needs autograd around it: compilers run a forward without, and record its backward beside it.
 
     Attributes:
         name: that of the function, or `"between"` for nodes between calls.
@@ -55,24 +59,27 @@ class Piece:
         self.body, self.calls = body, 0
         self.forms: dict[frozenset[int], Callable[..., Any]] = {}
         self._inputs = ExampleInputs(examples)
+        self._can_be_compiled = self._inputs.are_known and not any(n.target in _NOT_COMPILED for n in body.graph.nodes)
         self._backend = backend
         self._tensors = [i for i, x in enumerate(examples) if isinstance(x, torch.Tensor)]
-        self._followed: set[int] = set()
+        self._followed: dict[bool, set[int]] = {}
         self._form_of: dict[tuple[bool, ...], Callable[..., Any]] = {}
         """By which of the tensors among the operands require gradients."""
 
-    def add_call(self, operands: Sequence[Any]) -> None:
-        """Count a call of the program, which has these operands in the trace."""
+    def add_call(self, operands: Sequence[Any], grad: bool) -> None:
+        """Count a call of the program, which has these operands in the trace, with autograd on or off."""
         self.calls += 1
-        self._followed |= {i for i in self._tensors if operands[i].requires_grad}
+        followed = self._followed.setdefault(grad, set())
+        followed |= {i for i in self._tensors if grad and operands[i].requires_grad}
 
     def compile(self) -> None:
-        """Compile the form for all calls that the program has. Raises CompileError."""
-        if self._inputs.are_known:
-            self._form(frozenset(self._followed) if torch.is_grad_enabled() else frozenset())
+        """Compile the forms for all calls that the program has: one with autograd, one without. Raises CompileError."""
+        if self._can_be_compiled:
+            for followed in self._followed.values():
+                self._form(frozenset(followed))
 
     def __call__(self, *operands: Any) -> Any:
-        sizes = self._inputs.sizes_of(operands)
+        sizes = self._inputs.sizes_of(operands) if self._can_be_compiled else None
         if sizes is None:
             return self.body(*operands)
         require = tuple([operands[i].requires_grad for i in self._tensors]) if torch.is_grad_enabled() else ()
@@ -212,6 +219,7 @@ class Pieces:
         backend: what compiles a piece.
         table_of: where the tensor behind a `get_attr` target is held; None for targets that are no tensors.
         inlines_single_ops: whether calls of functions of at most one op are part of what is between the other calls.
+        grad: whether autograd is on where the program begins.
     """
 
     def __init__(
@@ -220,8 +228,11 @@ class Pieces:
         backend: Backend,
         table_of: Callable[[str], Table | None],
         inlines_single_ops: bool,
+        *,
+        grad: bool,
     ) -> None:
         self._graph_module, self._backend = graph_module, backend
+        self._grad = grad
         self._known: dict[Any, Piece] = {}
         self._graph = torch.fx.Graph()
         self._now: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -263,6 +274,8 @@ class Pieces:
         elif _is_compiled(first) or len(nodes) > 1:
             self._add_between(nodes)
         else:
+            if first.target is set_grad_enabled:
+                self._grad = bool(first.args[0])
             self._now[first] = self._graph.node_copy(first, self._now.__getitem__)
 
     def _add_between(self, nodes: list[torch.fx.Node]) -> None:
@@ -282,7 +295,7 @@ class Pieces:
     def _call(self, name: str, code: str, body: torch.fx.GraphModule, operands: list[Any]) -> torch.fx.Node:
         examples = [x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in operands]
         piece = self._known.setdefault((code, *map(_kind, examples)), Piece(name, body, examples, self._backend))
-        piece.add_call(examples)
+        piece.add_call(examples, self._grad)
         return self._graph.call_function(piece, torch.fx.node.map_arg(tuple(operands), self._now.__getitem__))
 
 
@@ -347,7 +360,7 @@ def _is_compiled(node: torch.fx.Node) -> bool:
     if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
         return _is_compiled(node.args[0])
     tensors = [x for x in leaves(node.meta.get("val"), torch.Tensor)]
-    return bool(tensors and node.users) and isinstance(node.target, OpOverload)
+    return bool(tensors and node.users) and isinstance(node.target, OpOverload) and node.target not in _NOT_COMPILED
 
 
 def _is_number(node: torch.fx.Node) -> bool:

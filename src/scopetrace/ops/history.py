@@ -44,6 +44,8 @@ def _setup(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Te
 
 overwrite.register_autograd(_backward, setup_context=_setup)
 
+KEEP_MORE = (torch.ops.aten.mkldnn_rnn_layer.default,)
+"""Ops that give what their backward reads only where autograd records them, whatever their arguments say."""
 OVERWRITE = torch.ops.scopetrace.overwrite.default
 torch.library.define("scopetrace::once_differentiable", "(Tensor gradient, Tensor[] given) -> Tensor")
 

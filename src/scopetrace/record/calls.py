@@ -387,6 +387,8 @@ class CallRecorder:
             if not requires_grad_of(value.fake):
                 return False
             self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
+        if id(t) in self._builder.accumulated:
+            return False
         if any(map(is_view, self._values.names_of(t))):
             self._refuse_flag("detaches a view in place, which torch forbids", "detach_")
         sharing = self._values.sharing(t)

@@ -138,7 +138,8 @@ class OpCopier:
             builder.op_frames, builder.phase = before
         new = ops[-1]
         same = len(ops) == start + 1 and new.target is op.target and len(new.writes) == len(op.writes)
-        if not same or any(a is not b for a, b in zip(new.inputs(), inputs, strict=True)):
+        # a tensor that was written has one value for each write, and may be here by another than the last
+        if not same or any(a.fake is not b.fake for a, b in zip(new.inputs(), inputs, strict=True)):
             raise NotRepeated
         now.update(zip(step.values, new.values(), strict=True))
 

@@ -29,11 +29,10 @@ from scopetrace._compat.gradients import (
 )
 from scopetrace._compat.ops import can_decompose, eager, in_transform, is_op, paused, unwrapped
 from scopetrace._compat.patches import exporting
-from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import Asked, GradientOfInput, OfInput, OfTensor, Place
+from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place, same
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -120,6 +119,7 @@ class GradientRecorder:
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_Step] = []  # those that have begun, the innermost last
         self._made: list[torch.optim.Optimizer] = []  # in the forward
+        self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
 
     # ---------------------------------------------------------------- differentiating
 
@@ -246,6 +246,8 @@ class GradientRecorder:
             gradient = gradient.permute(order).clone(memory_format=torch.contiguous_format)
             gradient = gradient.permute([order.index(i) for i in range(leaf.dim())])
         self._taken.add(self._values.value_of(gradient).storage)
+        if not gradient.requires_grad:
+            self._builder.accumulated.add(id(gradient))
         return gradient
 
     # ---------------------------------------------------------------- the `grad` of tensors
@@ -323,7 +325,7 @@ class GradientRecorder:
         elif owner is not None:
             place = OfTensor(*owner[1:], "has_grad")
         else:
-            place = Asked(fact_of, (entry.tensor, "has_grad", ()))
+            place = HasGradient(entry.tensor)
         self._reads.note_once(f"{name}.grad is not None", answer, place)
 
     def _name(self, entry: _Gradient) -> str:
@@ -333,6 +335,7 @@ class GradientRecorder:
 
     def finish(self) -> None:
         """Put on the tape what the gradients are after the forward."""
+        self._refuse_other_settings()
         self._look_for_shared()
         for entry in self._gradients.values():
             name, value = self._name(entry), entry.value
@@ -413,6 +416,20 @@ class GradientRecorder:
             if isinstance(setting, torch.Tensor):
                 self._model.state_names[id(setting)] = f"{name}_{key}"
             self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
+            self._settings.append((optimizer, i, key, setting))
+
+    def _refuse_other_settings(self) -> None:
+        """Raise where the forward has changed what an optimizer stepped by, after it is put back."""
+        changed = [s for s in self._settings if not (s[3] is (now := setting_of(*s[:3])) or same(s[3], now))]
+        for optimizer, i, key, setting in reversed(changed):
+            optimizer.param_groups[i][key] = setting
+        if changed:
+            name, key = type(changed[0][0]).__name__, changed[0][2]
+            self._refuse(
+                f"the step changes a setting of {name}, {key!r}, by which it has stepped",
+                f"change it after each call of the trace; or give {name} its lr as a tensor, and write that in place",
+                f"{name}.param_groups",
+            )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step has ended."""

@@ -681,7 +681,7 @@ class OpRecorder:
         """What torch returns for fake tensors."""
         facts = call.facts
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
-        free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
+        free = facts.convolves and not any(isinstance(n, torch.SymInt) for t in call.fakes() for n in t.size()[1:2])
         compared = facts.is_custom and self.factory.mode.propagate_real_tensors
         has_history = self._exact and any(requires_grad_of(v.fake) for v in call.inputs)
         with (
