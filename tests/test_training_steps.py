@@ -1417,3 +1417,24 @@ def test_a_graph_that_is_kept_can_be_differentiated_again(way):
     loss, _ = st.trace(step, (x,))(x)
     loss.backward()
     assert weight.grad.tolist() == [6.0, 20.0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_under_functional_call(kind):
+    """They list their parameters in attributes, and do so anew where these are others: nothing that a step changes."""
+    layer, x = kind(3, 4), torch.randn(5, 2, 3)
+
+    def step(x):
+        weights = {name: p * 1.01 for name, p in layer.named_parameters()}
+        loss = torch.func.functional_call(layer, weights, (x,))[0].sum()
+        loss.backward()
+        return loss.detach()
+
+    trace = st.trace(step, (x,))
+    assert not trace.side_effects
+    for _ in range(3):
+        found = trace(x), [p.grad.clone() for p in layer.parameters()]
+        layer.zero_grad()
+        expected = step(x), [p.grad.clone() for p in layer.parameters()]
+        layer.zero_grad()
+        torch.testing.assert_close(found, expected)

@@ -118,7 +118,8 @@ class Value:
         return new
 
     def __repr__(self) -> str:
-        return f"Value({self.op.kind} {self.op.target}, {self.slot})"
+        made_by = "of no op yet" if self.op is None else f"{self.op.kind} {self.op.target}"
+        return f"Value({made_by}, {self.slot})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,13 @@ from scopetrace.record.code import ATOMS, MEMO, is_users_class, methods_of
 _TABLES = ("_parameters", "_buffers", "_modules")
 BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 """The attributes of a module by which nn.Module works, and no model."""
+_OF_RECURRENT_LAYERS = BOOKKEEPING | {"_flat_weights", "_flat_weight_refs"}
+"""They list their parameters anew where these are others than at the last call, as under `functional_call`."""
+
+
+def bookkeeping_of(kind: type) -> frozenset[str]:
+    """The attributes of a class of modules by which the classes of torch work."""
+    return _OF_RECURRENT_LAYERS if issubclass(kind, torch.nn.RNNBase) else BOOKKEEPING
 
 
 @functools.lru_cache(maxsize=4096)
@@ -345,9 +352,10 @@ class SavedModule:
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
+        bookkeeping = bookkeeping_of(type(self.module))
         for name in dict.fromkeys((*old, *table)):
             before, now = old.get(name, MISSING), table.get(name, MISSING)
-            if name in BOOKKEEPING or (compiles and name[0] == "_") or same(before, now):
+            if name in bookkeeping or (compiles and name[0] == "_") or same(before, now):
                 continue
             if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
                 found = Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
