@@ -119,3 +119,25 @@ def test_what_is_made_of_a_step(tmp_path):
     tr.save(tmp_path / "step")
     assert str(st.load(tmp_path / "step")) == str(tr)
     torch.testing.assert_close(after(tr.split_backward(), model, *given), expected)
+
+
+LOG_PROBS, (IN, OUT) = torch.randn(T, N, CLASSES).log_softmax(-1), LENGTHS["tensors"]
+MISTAKES = {
+    "too few lengths": (LOG_PROBS, TARGETS["padded"], IN[:1], OUT),
+    "too many lengths of targets": (LOG_PROBS, TARGETS["padded"], IN, torch.tensor([3, 2, 1])),
+    "lengths that are no integers": (LOG_PROBS, TARGETS["padded"], IN.float(), OUT),
+    "targets of another batch": (LOG_PROBS, TARGETS["padded"][:1], IN, OUT),
+    "targets of three dimensions": (LOG_PROBS, TARGETS["padded"][None], IN, OUT),
+    "one dimension": (LOG_PROBS[0, 0], TARGETS["padded"], IN, OUT),
+    "four dimensions": (LOG_PROBS[None], TARGETS["padded"], IN, OUT),
+    "half precision": (LOG_PROBS.half(), TARGETS["padded"], IN, OUT),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_eager_refuses(mistake):
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        F.ctc_loss(*MISTAKES[mistake])
+    with pytest.raises(RuntimeError, match="ctc_loss takes") as error:
+        st.trace(F.ctc_loss, MISTAKES[mistake])
+    assert "while tracing ctc_loss, at " in error.value.__notes__[0]

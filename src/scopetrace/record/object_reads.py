@@ -199,7 +199,7 @@ class ObjectReads:
             return  # an Enum, which nobody changes; attributes in C++
         watched = self._watched[cls] = {}
         names = names | {name for base in cls.__mro__ if is_users_class(base) for name in _class_level(base)}
-        for name in names - _BOOKKEEPING - bookkeeping_of(cls):
+        for name in names - bookkeeping_of(cls) - {"forward"}:
             base, below = class_attribute(cls, name)
             if name[:2] != "__" and not hasattr(type(below), "__set__"):
                 watched[name] = Watched(self._builder, cls, name, base, below)
@@ -614,7 +614,7 @@ def _names_in_layer(cls: Any) -> frozenset[str]:
             new = names_of(code).all - found
             found |= new
             pending += new
-    return frozenset(found - _BOOKKEEPING - bookkeeping_of(cls))
+    return frozenset(found - bookkeeping_of(cls) - {"forward"})
 
 
 def _outside_of(calls: Container[int], module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -890,7 +890,8 @@ def _refuse_other_dtypes(call: OpCall) -> None:
     others = dict.fromkeys(t.dtype for t in fakes)
     if len(others) > 1:
         found = " and ".join(map(str, others))
-        raise RuntimeError(f"{call.facts.func} takes tensors of one dtype, and is given {found}")
+        hint = f"convert the input, as by x.to({fakes[-1].dtype}), or the model"
+        raise RuntimeError(f"{call.facts.func} takes tensors of one dtype, and is given {found}: {hint}")
 
 
 def _has_default_dtype(call: OpCall, outputs: Any) -> bool:
