@@ -60,6 +60,24 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([name for name in names if name not in BOOKKEEPING])
 
 
+class Layout:
+    """The names in the tables of a module: of equal ones there is one object, which all such modules share."""
+
+    __slots__ = ("ends", "names", "own")
+
+    def __init__(self, names: tuple[tuple[str, ...], ...]) -> None:
+        self.names = names
+        """Of each of `attribute_tables`."""
+        self.own = own_names(names[0])
+        self.ends = tuple(itertools.accumulate(map(len, names)))
+        """Where each table ends if one follows the other."""
+
+
+_layout_of = functools.lru_cache(maxsize=4096)(Layout)
+_flat = itertools.chain.from_iterable
+_values_of = operator.methodcaller("values")
+
+
 def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
     """Of the `__dict__` of a module: what is neither tensors, modules nor nn.Module's own bookkeeping."""
     return {
@@ -256,7 +274,7 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("_names", "_values", "contents", "fqn", "hooks", "live", "module", "name", "unsaved")
+    __slots__ = ("contents", "fqn", "hooks", "layout", "live", "module", "name", "unsaved", "values")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
@@ -264,12 +282,13 @@ class SavedModule:
         self.name = name
         self.live = tuple(attribute_tables(module))
         # Not as dicts, which take four times the memory: to go through it takes most of the time to compare them.
-        self._names = tuple(map(tuple, self.live))
-        self._values = tuple([tuple(table.values()) for table in self.live])
+        self.layout = _layout_of(tuple(map(tuple, self.live)))
+        self.values = tuple(_flat(map(_values_of, self.live)))
+        """What was in the tables, one after the other."""
         own = module.__dict__
         unsaved = unsaved_buffers_of(module) if len(self.live) > 1 else None
         self.unsaved = frozenset(unsaved) if unsaved else _NOTHING
-        self.contents = {k: own[k] for k in own_names(self._names[0]) if type(own[k]) not in ATOMS} or _EMPTY
+        self.contents = {k: own[k] for k in self.layout.own if type(own[k]) not in ATOMS} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
@@ -281,35 +300,33 @@ class SavedModule:
 
     def is_unchanged(self) -> bool:
         """Whether all attributes are the objects that they were, in the same order."""
-        for now, names, values in zip(self.live, self._names, self._values, strict=True):
-            if not names:
-                if now:
-                    return False
-            elif tuple(now) != names or not all(map(_is, now.values(), values)):
-                return False
-        return True
+        live = self.live
+        return tuple(map(tuple, live)) == self.layout.names and all(map(_is, _flat(map(_values_of, live)), self.values))
 
     @property
     def tables(self) -> list[dict[str, Any]]:
         """What `live` held."""
-        return [dict(zip(*pair, strict=True)) for pair in zip(self._names, self._values, strict=True)]
+        values = iter(self.values)
+        return [dict(zip(names, values, strict=False)) for names in self.layout.names]
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter | None, ...]:
         """Those of its own, in the order of its table."""
-        return self._values[1] if len(self._values) > 1 else ()
+        ends = self.layout.ends
+        return self.values[ends[0] : ends[1]] if len(ends) > 1 else ()
 
     @property
-    def members(self) -> Iterable[torch.Tensor | None]:
+    def members(self) -> tuple[torch.Tensor | None, ...]:
         """Its own parameters and buffers."""
-        return itertools.chain(*self._values[1:3])
+        ends = self.layout.ends
+        return self.values[ends[0] : ends[min(2, len(ends) - 1)]]
 
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
         now = self.module.__dict__.get("_parameters")
         if not isinstance(now, dict) or not self.parameters:  # a scripted module makes them anew each time
             return ()
-        before = zip(self._names[1], self.parameters, strict=True)
+        before = zip(self.layout.names[1], self.parameters, strict=True)
         changed = [name for name, p in before if p is not None and now.get(name) is not p]
         return tuple([f"{self.fqn}.{name}" if self.fqn else name for name in changed])
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import sys
 import types
 import weakref
@@ -171,13 +172,12 @@ class Watch:
 class _Seen(NamedTuple):
     """What two modules are compared by, of the first one."""
 
-    params: dict[str, Any]
-    buffers: dict[str, Any]
-    modules: dict[str, Any]
-    own: dict[str, Any]
-    """Its `__dict__`."""
-    read: list[tuple[str, Any, bool]]
-    """The attributes of its own that the forward may have read, and whether their values have no content."""
+    saved: SavedModule
+    compared: list[tuple[int, str, Any, bool]]
+    """Its parameters, buffers and submodules, and the attributes of its own that the forward may have read.
+
+    Each with its place in `SavedModule.values`, and whether the value has no content.
+    """
 
 
 class Pairs:
@@ -232,28 +232,24 @@ class Pairs:
             raise Differs(f" differs: {type(a).__name__}, {type(b).__name__}", "the class")
         if isinstance(a, torch.jit.ScriptModule):
             raise Differs(" is scripted", "it")
-        seen = self._facts.get(id(a)) or self._seen(a)
-        self._usual(b)
+        first, compared = self._facts.get(id(a)) or self._seen(a)
+        second = self._usual(b)
         self.owners.append(a)
-        own = b.__dict__
-        tables = (seen.params, own["_parameters"]), (seen.buffers, own["_buffers"]), (seen.modules, own["_modules"])
-        for i, (left, right) in enumerate(tables):
-            if left or right:
-                if list(left) != list(right):
-                    raise Differs(" differ", _TABLES[i], "the ")
-                self._items(left, right)
-        if len(own) != len(seen.own) or own.keys() != seen.own.keys():
-            self._attributes(seen.own, own, a, own_names(tuple(dict.fromkeys((*seen.own, *own)))))
+        if first.layout is not second.layout:
+            self._tables(a, first, second)
             return
-        for key, x, is_atom in seen.read:
-            y = own[key]
+        values = second.values
+        for i, key, x, is_atom in compared:
+            y = values[i]
             if not (is_atom and x is y):
                 self._value(key, x, y)
 
     def _seen(self, a: torch.nn.Module) -> _Seen:
-        own, params, buffers, modules = self._usual(a).tables
-        read = [(k, own[k], type(own[k]) in ATOMS) for k in own_names(tuple(own)) if self._may_have_read(a, k)]
-        found = self._facts[id(a)] = _Seen(params, buffers, modules, own, read)
+        saved = self._usual(a)
+        names, end = list(itertools.chain(*saved.layout.names)), saved.layout.ends[0]
+        own = [i for i in range(end) if names[i] in saved.layout.own and self._may_have_read(a, names[i])]
+        compared = [(i, names[i], saved.values[i]) for i in (*range(end, len(names)), *own)]
+        found = self._facts[id(a)] = _Seen(saved, [(*each, type(each[-1]) in ATOMS) for each in compared])
         return found
 
     def _usual(self, module: torch.nn.Module) -> SavedModule:
@@ -268,6 +264,16 @@ class Pairs:
         if type(module).__basicsize__ != _SIZE:
             raise Differs(" has __slots__, or is a list or dict too", "it")
         return saved
+
+    def _tables(self, a: torch.nn.Module, first: SavedModule, second: SavedModule) -> None:
+        """Pair what two modules have that have not the same names, or not in the same order."""
+        (own, *left), (other, *right) = first.tables, second.tables
+        for what, x, y in zip(_TABLES, left, right, strict=True):
+            if list(x) != list(y):
+                raise Differs(" differ", what, "the ")
+            for name, value in x.items():
+                self._value(name, value, y[name])
+        self._attributes(own, other, a, own_names(tuple(dict.fromkeys((*own, *other)))))
 
     def _attributes(self, left: dict[str, Any], right: dict[str, Any], a: Any, names: Iterable[str]) -> None:
         for key in names:
@@ -301,15 +307,6 @@ class Pairs:
     def _value(self, name: str, a: Any, b: Any) -> None:
         try:
             self.value(a, b)
-        except Differs as unlike:
-            raise unlike.inside(name) from None
-
-    def _items(self, left: dict[str, Any], right: dict[str, Any]) -> None:
-        """Pair the items of two tables that have the same keys."""
-        name = ""
-        try:
-            for name, x in left.items():
-                self.value(x, right[name])
         except Differs as unlike:
             raise unlike.inside(name) from None
 
