@@ -818,6 +818,34 @@ def test_what_torch_has_no_eager_call_of_a_function_for(make):
         assert torch.equal(*(torch.autograd.grad(y.sum(), weight)[0] for y in (out, wanted)))
 
 
+class Rotary(nn.Module):
+    """Computes its angles under no_grad, from a buffer, so that the flat program needs no switch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("speed", torch.arange(4.0))
+
+    def forward(self, x):
+        """Run it."""
+        with torch.no_grad():
+            angle = torch.outer(torch.arange(x.shape[0]), self.speed)
+        return x * angle.cos()
+
+
+def test_a_call_under_no_grad_of_layers_with_such_a_block():
+    model, x = nn.Sequential(nn.Linear(4, 4), Rotary(), Rotary(), nn.Linear(4, 4)), torch.randn(3, 4)
+    trace = st.trace(model, (x,))
+    outlined, compiled = trace.outline("layers"), trace.compile("eager", functions=Rotary)
+    with torch.no_grad():
+        assert torch.equal(outlined(x), model(x))
+        assert not outlined(x).requires_grad
+        with pytest.raises(st.errors.StateMismatchError, match="functions, branches or compiled code"):
+            outlined.run(lambda *inputs: outlined.graph_module(*inputs), x)
+        with pytest.raises(st.errors.StateMismatchError, match="functions, branches or compiled code"):
+            compiled(x)
+    assert outlined(x).requires_grad and compiled(x).requires_grad
+
+
 class Squashed(nn.Module):
     def __init__(self):
         super().__init__()

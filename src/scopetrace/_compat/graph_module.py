@@ -86,7 +86,7 @@ def _make_code(graph_module: TracedGraphModule) -> None:
     if graph_module.made_of is type(graph_module).forward:
         return  # Dynamo, which may start over, has to meet the same code again
     graph_module.made_of = type(graph_module).forward
-    if any(switches_grad(m) for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)):
+    if parts_that_switch_grad(graph_module):
         for module in graph_module.modules():
             if isinstance(module, TracedGraphModule):
                 module.has_regions = False  # Dynamo takes one region for calls with autograd on and off
@@ -201,6 +201,11 @@ def _set_random_state(cpu: torch.Tensor, devices: list[torch.Tensor]) -> None:
 def switches_grad(graph_module: torch.fx.GraphModule) -> bool:
     """Whether a node switches autograd on or off."""
     return bool(graph_module.graph.find_nodes(op="call_function", target=set_grad_enabled))
+
+
+def parts_that_switch_grad(module: torch.nn.Module) -> list[torch.fx.GraphModule]:
+    """The graphs in a module, such as those of functions and branches, of which a node switches autograd on or off."""
+    return [m for m in module.modules() if isinstance(m, torch.fx.GraphModule) and switches_grad(m)]
 
 
 def without_grad_switches(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.graph_module import switches_grad
+from scopetrace._compat.graph_module import parts_that_switch_grad
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import Returned, map_structure
 from scopetrace.errors import ExportError, InputMismatchError, StateMismatchError
@@ -37,7 +37,7 @@ class PlainCall:
         tape = boundary.tape
         _refuse(tape)
         self.boundary, self.graph_module, self.grad = boundary, graph_module, tape.grad
-        self.switches = any(switches_grad(m) for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule))
+        self.switches = bool(parts_that_switch_grad(graph_module))
         self.sizes_hold = None if tape.sizes is None else tape.sizes.all_hold()
         first = [id(value.fake) for value in tape.inputs]
         self.first = [first.index(one) for one in first]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import switches_grad
+from scopetrace._compat.graph_module import parts_that_switch_grad, switches_grad
 from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
@@ -110,28 +110,47 @@ class OutlinedTrace(TracedProgram):
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call of `source`, with the graph of this program, or another one in its place."""
+        is_own = graph is self.graph_module
         if self.current.tape.edited:
-            return super().run(self._run_inlined if graph is self.graph_module else graph, *args, **kwargs)
-        return self.run_compiled(self._run_graph if graph is self.graph_module else graph, *args, **kwargs)
+            return super().run(self._run_inlined if is_own else graph, *args, **kwargs)
+        return self.run_compiled(_Calls(self) if is_own else graph, *args, **kwargs)
 
     def run_compiled(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `run`, with a function that does what the graph did when this program was made."""
         if self.tape.edited:
             return super().run(run, *args, **kwargs)
         self.boundary.state.refresh()
+        if torch.is_grad_enabled() != self.tape.grad:
+            self.in_other_grad_mode(
+                run
+            )  # bodies of functions may have blocks that the source, where they are inline, has not
         return self.source.run(run, *args, **kwargs)
 
     def _run_inlined(self, *inputs: Any) -> Any:
         return _Inlining(self.graph_module).run(*inputs)
 
-    def _run_graph(self, *inputs: Any) -> Any:
-        module = self.graph_module
+
+class _Calls:
+    """Runs the graph of a program with calls of functions, or the flat one where torch cannot run such calls."""
+
+    def __init__(self, program: OutlinedTrace) -> None:
+        self._module, self._source = program.graph_module, program.source
+
+    def __call__(self, *inputs: Any) -> Any:
+        module = self._module
         tensors = [x for x in (*inputs, *module.parameters(), *module.buffers()) if isinstance(x, torch.Tensor)]
         # torch has no eager backward of invoke_subgraph, and no kernel of it for these views
         is_recorded = (torch.is_grad_enabled() or switches_grad(module)) and any(t.requires_grad for t in tensors)
         if is_recorded or any(t.is_conj() or t.is_neg() for t in tensors):
-            return self.source.graph_module(*inputs)
+            return self._source.graph_module(*inputs)
         return module(*inputs)
+
+    @property
+    def in_other_grad_mode(self) -> Callable[..., Any]:
+        """Where a graph switches autograd on or off, the flat one without the nodes that do."""
+        if not parts_that_switch_grad(self._module):
+            return self
+        return self._source.in_other_grad_mode(self._source.graph_module)
 
 
 class _Inlining(torch.fx.Interpreter):

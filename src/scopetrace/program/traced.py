@@ -29,7 +29,7 @@ from scopetrace._compat.graph_module import (
     loads,
     look_up,
     method_of,
-    switches_grad,
+    parts_that_switch_grad,
     was_erased,
     without_grad_switches,
 )
@@ -466,7 +466,7 @@ class TracedProgram:
         """As `run`, for a comparison with the model: it does not count as a call."""
         inputs = self.boundary.enter(args, kwargs)
         grad = torch.is_grad_enabled()
-        runnable = graph if grad == self.tape.grad else self._in_other_grad_mode(graph)
+        runnable = graph if grad == self.tape.grad else self.in_other_grad_mode(graph)
         try:
             with without_autocast():
                 values = runnable(*inputs)
@@ -484,14 +484,14 @@ class TracedProgram:
             values = self._graph_values.restored(inputs, values, self.boundary.state.held, self.boundary.number(inputs))
         return self.boundary.leave(inputs, values)
 
-    def _in_other_grad_mode(self, graph: Callable[..., Any]) -> Callable[..., Any]:
+    def in_other_grad_mode(self, graph: Callable[..., Any]) -> Callable[..., Any]:
         """What runs `graph` where autograd is on and was off when traced, or the other way round.
 
         The check at `enter` let the call pass, so each block of the forward sets the mode that the call has anyway.
         Raises StateMismatchError where the graph has such blocks, is not this program's own, and has no
         `in_other_grad_mode`, a function that does the same without them.
         """
-        parts = [m for m in self.graph_module.modules() if isinstance(m, torch.fx.GraphModule) and switches_grad(m)]
+        parts = parts_that_switch_grad(self.graph_module)
         without: Callable[..., Any] | None = getattr(graph, "in_other_grad_mode", None)
         if not parts or without is not None:
             return without or graph
