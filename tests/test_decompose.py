@@ -368,3 +368,11 @@ def test_a_table_has_ops():
     for wrong in ("gelu", aten.gelu):
         with pytest.raises(st.errors.ArgumentTypeError, match="write ops with overloads"):
             traced(torch.nn.GELU(), torch.ones(2)).decompose({wrong: torch.relu})
+
+
+def test_a_loaded_trace_of_dynamic_sizes(tmp_path):
+    model, sizes = nn.Conv1d(8, 8, 3, padding=1), {0: torch.export.Dim("b"), 2: torch.export.Dim("l")}
+    st.trace(model, (torch.randn(2, 8, 6),), dynamic_shapes=(sizes,)).save(tmp_path / "conv.st")
+    loaded = st.load(tmp_path / "conv.st")
+    x = torch.randn(3, 8, 7)
+    torch.testing.assert_close(loaded.decompose()(x), model(x))

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import scopetrace as st
 from scopetrace.api.runnable import program_of
+from scopetrace.errors import StateMismatchError
 from scopetrace.ir.unmade import UnmadeValue
 
 _aten = torch.ops.aten
@@ -733,3 +734,59 @@ def test_random_programs(programs, options):
         assert not found, (seed, found[:2])
         repeated += count > 0
     assert repeated > len(programs) // 4
+
+
+class Scale:
+    def __init__(self):
+        self.factor = 2.0
+
+
+class Reads(nn.Module):
+    """Reads attributes of its own, of an object, of a list, and of layers of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.scale, self.shifts = nn.Linear(4, 4), nn.LayerNorm(4), Scale(), [1, 2]
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.fc(x)) * self.scale.factor + sum(self.shifts))
+
+
+class Around(nn.Module):
+    """Four equal layers, and code around them that reads or writes an attribute of the third one."""
+
+    def __init__(self, around):
+        super().__init__()
+        self.layers, self.around = nn.ModuleList(Reads() for _ in range(4)), around
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            if i == 2 and self.around == "read before":
+                x = x + len(layer.shifts)
+            x = layer(x)
+            if i == 2 and self.around == "read after":
+                x = x + len(layer.shifts)
+            if i == 3 and self.around == "write":
+                self.layers[2].shifts = self.layers[2].shifts
+        return self.layers[2](x) if self.around == "call again" else x
+
+
+CHANGES_OF_A_LAYER = {
+    "scale.factor": lambda layer: setattr(layer.scale, "factor", 3.0),
+    "scale": lambda layer: setattr(layer, "scale", Scale()) or setattr(layer.scale, "factor", 5.0),
+    "shifts": lambda layer: layer.shifts.append(3),
+    "norm.eps": lambda layer: setattr(layer.norm, "eps", 0.5),
+    "fc": lambda layer: setattr(layer, "fc", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("around", ["nothing", "read before", "read after", "write", "call again"])
+@pytest.mark.parametrize("change", CHANGES_OF_A_LAYER)
+def test_what_a_copied_layer_read_is_compared(around, change):
+    x = torch.randn(2, 4)
+    for i in range(4):
+        model = Around(around)
+        tr = st.trace(model, (x,), reuse=True)
+        CHANGES_OF_A_LAYER[change](model.layers[i])
+        with pytest.raises(StateMismatchError, match=rf"layers\.{i}"):
+            tr(x)

@@ -94,7 +94,7 @@ NAMES = {
     "torch.fx.experimental.sym_node:SymNode": "expect_true expr guard_bool guard_or_false has_hint hint maybe_as_int",
     "torch.fx.experimental.symbolic_shapes": """
         CallMethodKey ConvertIntKey DimDynamic DivideByKey GuardOnDataDependentSymNode PendingUnbackedSymbolNotFound
-        RuntimeAssert SLoc ShapeEnv
+        RuntimeAssert SLoc ShapeEnv ValueRangesSLoc
         ShapeGuard StrictMinMaxConstraint compute_unbacked_bindings""",
     "torch.fx.experimental.symbolic_shapes:DimDynamic": "DYNAMIC",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": """
@@ -143,7 +143,8 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
 
 SHAPE_ENV = """
     _replacements_version_counter axioms backed_var_to_val deferred_runtime_asserts guards
-    ignorable_fresh_unbacked_symbols pending_fresh_unbacked_symbols replacements unbacked_renamings var_to_range"""
+    ignorable_fresh_unbacked_symbols pending_fresh_unbacked_symbols replacements unbacked_renamings var_to_range
+    var_to_range_sloc"""
 """Attributes of ShapeEnvs, checked when the first is made, as that imports `torch._dynamo`."""
 
 EXPORTED_PROGRAM = "_guards_code"

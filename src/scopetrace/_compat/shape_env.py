@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined
     ShapeGuard,
     SLoc,
     StrictMinMaxConstraint,
+    ValueRangesSLoc,
 )
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
@@ -379,6 +380,8 @@ class WatchedShapeEnv(ShapeEnv):
         """Set the state that `saved` returned."""
         for name in _SAVED:
             setattr(self, name, state[name])
+        nowhere = SLoc("", "")  # a bound that an op refines is noted with its place
+        self.var_to_range_sloc = {symbol: ValueRangesSLoc(nowhere, nowhere) for symbol in self.var_to_range}
         self._update_version_counter()
         self.guards = []
         for condition in state["guards"]:
