@@ -313,13 +313,15 @@ class ObjectReads:
     def _note_changed(self, changed: Set[int]) -> None:
         """Note each attribute of repetitions where they, or their originals, have what was changed, or read tensors."""
         self._note_repeated(changed)
+        by_original: dict[Original, list[Repeated]] = collections.defaultdict(list)
         for repeated in dict.fromkeys(self._repeated.values()):
-            original = repeated.original
-            if not changed.isdisjoint(original.owners) or any(
-                noted is None or isinstance(place.now(NO_CALL), torch.Tensor)
-                for _, place, noted in self._read_of(original)
-            ):
-                self._note_all(repeated)
+            by_original[repeated.original].append(repeated)
+        for original, found in by_original.items():
+            reads = self._read_of(original)
+            special = any(noted is None or isinstance(place.now(NO_CALL), torch.Tensor) for _, place, noted in reads)
+            if special or not changed.isdisjoint(original.owners):
+                for repeated in found:
+                    self._note_all(repeated)
 
     def _read_of(self, original: Original) -> Iterator[tuple[Any, InTable, Noted | None]]:
         """The attributes that were read of the modules and objects of an original, or written first."""
@@ -338,7 +340,7 @@ class ObjectReads:
                 found = of_originals[original] = [(x, read) for x, read in layers if id(x) in original.owners]
                 for owner, place, noted in self._read_of(original):
                     assert noted is not None
-                    found.append((owner, Read(names[id(owner)], MISSING, place, *noted)))
+                    found.append((owner, Read(names.get(id(owner), ""), MISSING, place, *noted)))
             if of_originals[original]:
                 yield RepeatedReads(repeated, of_originals[original], names)
 

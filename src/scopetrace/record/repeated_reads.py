@@ -92,7 +92,7 @@ class RepeatedReads:
         """One for each."""
         elsewhere, found = Elsewhere(*self._calls), []
         for owner, value, read in zip(self._owners, self.values, self._reads, strict=True):
-            own, place, name = own_dict(owner), read.place, self._names[id(owner)]
+            own, place, name = own_dict(owner), read.place, self._names.get(id(owner), "")
             if isinstance(place, InLayer):
                 place = InLayer(own, place.keys, place.lacks)
             else:
