@@ -61,7 +61,7 @@ from scopetrace.record.code import (
 from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, bookkeeping_of
 from scopetrace.record.original import Original
 from scopetrace.record.reads import Noted, Notes, Watched, class_attribute, noted_at
-from scopetrace.record.repeated_reads import Elsewhere, Repeated, RepeatedReads
+from scopetrace.record.repeated_reads import Repeated, RepeatedReads
 
 _BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
@@ -107,7 +107,7 @@ class ObjectReads:
         """By id, the modules and objects whose `__dict__` was asked for."""
         self.overwritten: dict[tuple[int, str], Read] = {}
         """By the id of an object and a name, what was read of it that the forward changes."""
-        self._notes = Notes(self._note_repeated)
+        self._notes = Notes()
         self._repeated: dict[int, Repeated] = self._notes.repeated
 
     @contextlib.contextmanager
@@ -210,7 +210,7 @@ class ObjectReads:
 
     def may_have_read(self, owner: Any, key: str) -> bool:
         """Whether the forward may have read an attribute of a module or object so far."""
-        self._note_repeated([id(owner)])
+        self._notes.note_repeated([id(owner)])
         watched = self._watched.get(type(owner), {}).get(key)
         return watched is None or id(owner) in watched.first or id(owner) in self._dicts
 
@@ -230,7 +230,7 @@ class ObjectReads:
     def seen(self, owners: Iterable[Any]) -> list[tuple[Watched, int]]:
         """What was read of these modules and objects so far, by id, in the order in which it was."""
         by_class: dict[type, dict[int, Any]] = {}
-        self._note_repeated(map(id, owners))
+        self._notes.note_repeated(map(id, owners))
         for owner in owners:
             by_class.setdefault(type(owner), {})[id(owner)] = owner
         watched = [(each, ids) for kind, ids in by_class.items() for each in self._watched.get(kind, {}).values()]
@@ -243,28 +243,11 @@ class ObjectReads:
         """
         pairs = [(owner, repeated.partner(owner)) for owner in repeated.original.owners.values()]
         ids = repeated.owners = [id(new) for owner, new in pairs if new is not owner]
-        self._note_repeated(ids)
+        self._notes.note_repeated(ids)
         if at_once or not self._notes.touched.isdisjoint(ids):
-            self._note_all(repeated)
+            self._notes.note_all(repeated)
         else:
             self._repeated.update(dict.fromkeys(ids, repeated))
-
-    def _note_repeated(self, owners: Iterable[int]) -> None:
-        """Note each attribute that repetitions have read of modules and objects, given by id."""
-        if self._repeated:
-            for found in {self._repeated[key]: None for key in owners if key in self._repeated}:
-                self._note_all(found)
-
-    def _note_all(self, repeated: Repeated) -> None:
-        for key in repeated.owners:
-            self._repeated.pop(key, None)
-        self._notes.touched.update(repeated.owners)
-        noted_in = Elsewhere(repeated.original.call, repeated.call).noted
-        for watched, key in repeated.original.seen:
-            owner, noted = watched.first[key]
-            new = repeated.partner(owner)
-            if id(new) not in watched.first:
-                watched.first[id(new)] = new, noted and noted_in(noted)
 
     # ---------------------------------------------------------------- after the forward
 
@@ -312,7 +295,7 @@ class ObjectReads:
 
     def _note_changed(self, changed: Set[int]) -> None:
         """Note each attribute of repetitions where they, or their originals, have what was changed, or read tensors."""
-        self._note_repeated(changed)
+        self._notes.note_repeated(changed)
         by_original: dict[Original, list[Repeated]] = collections.defaultdict(list)
         for repeated in dict.fromkeys(self._repeated.values()):
             by_original[repeated.original].append(repeated)
@@ -321,7 +304,7 @@ class ObjectReads:
             special = any(noted is None or isinstance(place.now(NO_CALL), torch.Tensor) for _, place, noted in reads)
             if special or not changed.isdisjoint(original.owners):
                 for repeated in found:
-                    self._note_all(repeated)
+                    self._notes.note_all(repeated)
 
     def _read_of(self, original: Original) -> Iterator[tuple[Any, InTable, Noted | None]]:
         """The attributes that were read of the modules and objects of an original, or written first."""

@@ -442,8 +442,6 @@ def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
 class Notes:
     """What all attributes that are watched have in common."""
 
-    note_repeated: Callable[[Iterable[int]], None]
-    """Notes each attribute of modules and objects in `repeated`, given by id."""
     touched: set[int] = dataclasses.field(default_factory=set)
     """The ids of modules and objects of which an attribute is noted."""
     repeated: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -451,6 +449,19 @@ class Notes:
 
     Its attributes are not noted one by one, and nothing else has asked for them.
     """
+
+    def note_repeated(self, owners: Iterable[int]) -> None:
+        """Note each attribute that repetitions have read of modules and objects, given by id."""
+        if self.repeated:
+            for found in {self.repeated[key]: None for key in owners if key in self.repeated}:
+                self.note_all(found)
+
+    def note_all(self, repeated: Any) -> None:
+        """Note each attribute that a repetition has read."""
+        for key in repeated.owners:
+            self.repeated.pop(key, None)
+        self.touched.update(repeated.owners)
+        repeated.note()
 
 
 class Watched:

@@ -65,6 +65,15 @@ class Repeated:
     owners: list[int] = dataclasses.field(default_factory=list)
     """The ids of what stands for `Original.owners`."""
 
+    def note(self) -> None:
+        """Note each attribute where it is watched, unless it was read or written before."""
+        noted_in = Elsewhere(self.original.call, self.call).noted
+        for watched, key in self.original.seen:
+            owner, noted = watched.first[key]
+            new = self.partner(owner)
+            if id(new) not in watched.first:
+                watched.first[id(new)] = new, noted and noted_in(noted)
+
 
 class RepeatedReads:
     """What one repetition read, as items of `tape.ReadList`."""
