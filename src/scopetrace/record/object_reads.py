@@ -291,6 +291,7 @@ class ObjectReads:
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
         of_layers = [read for _, read in layers]
         own = [*self._identities(ran), *of_layers, *self._of_members(changed, held), *self._entries(ran)]
+        self._repeated.clear()  # what is watched would hold itself
         return variables, [*attributes, *own], repeated
 
     def _note_changed(self, changed: Set[int]) -> None:
