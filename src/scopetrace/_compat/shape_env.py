@@ -82,6 +82,9 @@ _SAVED = (
 )
 
 
+_NOWHERE = SLoc("", "")
+
+
 def _nobody() -> None:
     return None
 
@@ -351,7 +354,7 @@ class WatchedShapeEnv(ShapeEnv):
 
     def add_guard(self, condition: Any) -> None:
         """Add a condition on symbols to the guards."""
-        self.guards.append(ShapeGuard(condition, SLoc("", ""), False))
+        self.guards.append(ShapeGuard(condition, _NOWHERE, False))
 
     def _others(self, expr: Any, answer: bool) -> Iterator[tuple[sympy.Symbol, int]]:
         """The (symbol, value) pairs, with values below 2 that are allowed, for which the answer changes."""
@@ -380,8 +383,8 @@ class WatchedShapeEnv(ShapeEnv):
         """Set the state that `saved` returned."""
         for name in _SAVED:
             setattr(self, name, state[name])
-        nowhere = SLoc("", "")  # a bound that an op refines is noted with its place
-        self.var_to_range_sloc = {symbol: ValueRangesSLoc(nowhere, nowhere) for symbol in self.var_to_range}
+        # each with places of its own: where an op refines a bound, torch notes its place in this
+        self.var_to_range_sloc = {symbol: ValueRangesSLoc(_NOWHERE, _NOWHERE) for symbol in self.var_to_range}
         self._update_version_counter()
         self.guards = []
         for condition in state["guards"]:

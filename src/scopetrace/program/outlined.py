@@ -121,9 +121,8 @@ class OutlinedTrace(TracedProgram):
             return super().run(run, *args, **kwargs)
         self.boundary.state.refresh()
         if torch.is_grad_enabled() != self.tape.grad:
-            self.in_other_grad_mode(
-                run
-            )  # bodies of functions may have blocks that the source, where they are inline, has not
+            # refuses bodies of functions that switch autograd: in the source, where they are inline, no node may do so
+            self.in_other_grad_mode(run)
         return self.source.run(run, *args, **kwargs)
 
     def _run_inlined(self, *inputs: Any) -> Any:

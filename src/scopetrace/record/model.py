@@ -61,7 +61,10 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Layout:
-    """The names in the tables of a module: of equal ones there is one object, which all such modules share."""
+    """The names in the tables of a module. Modules with the same names in the same order share one.
+
+    Two objects may be equal too, where many others were made between them; to compare these only takes longer.
+    """
 
     __slots__ = ("ends", "names", "own")
 
