@@ -20,7 +20,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, Union
 
 import torch
 
@@ -39,6 +39,7 @@ from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.SymFloat
 """A number of the program, known or symbolic."""
@@ -389,7 +390,7 @@ class Repetition(Protocol):
 _one_fills = threading.RLock()
 
 
-class _PartlyMade(list[_T]):
+class _PartlyMade(list[_T], Generic[_T, _R]):
     """A list of what was recorded. What is in calls that repeat others is made when somebody reads the list.
 
     `recorded` gives what is there.
@@ -397,20 +398,20 @@ class _PartlyMade(list[_T]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: list[tuple[int, Repetition]] = []
+        self.waiting: list[tuple[int, _R]] = []
         """What is not made yet: before which of the items that are there, and what makes it."""
         self._missing = 0
         self._is_filling = False
 
-    def _count(self, repetition: Repetition) -> int:
+    def _count(self, repetition: _R) -> int:
         """How many items a repetition makes."""
         raise NotImplementedError
 
-    def _made(self, repetition: Repetition) -> list[_T]:
+    def _made(self, repetition: _R) -> list[_T]:
         """These items."""
         raise NotImplementedError
 
-    def wait(self, repetition: Repetition) -> None:
+    def wait(self, repetition: _R) -> None:
         """At the end of the list are items that `repetition` makes."""
         self.waiting.append((super().__len__(), repetition))
         self._missing += self._count(repetition)
@@ -455,7 +456,7 @@ class _PartlyMade(list[_T]):
             return super().__getitem__(i)
 
 
-class OpList(_PartlyMade[Op]):
+class OpList(_PartlyMade[Op, Repetition]):
     """The ops of a recording.
 
     Of a repetition the ops that are there tell what kinds of ops there are, since it has the same ones, and no op that
@@ -483,7 +484,7 @@ class OpList(_PartlyMade[Op]):
         return list.__getitem__(self, slice(start - before, stop - before))
 
 
-class CallList(_PartlyMade[Call]):
+class CallList(_PartlyMade[Call, Repetition]):
     """The module calls of a recording. Their scopes are made with them: see `Tape.scopes`."""
 
     def _count(self, repetition: Repetition) -> int:
@@ -493,11 +494,32 @@ class CallList(_PartlyMade[Call]):
         return repetition.calls()
 
 
+class UnmadeReads(Protocol):
+    """What a call that repeats another one has read."""
+
+    @property
+    def count(self) -> int:
+        """How many reads there are."""
+
+    def reads(self) -> list[Read]:
+        """One for each."""
+
+
+class ReadList(_PartlyMade[Read, UnmadeReads]):
+    """What a recording has read."""
+
+    def _count(self, repetition: UnmadeReads) -> int:
+        return repetition.count
+
+    def _made(self, repetition: UnmadeReads) -> list[Read]:
+        return repetition.reads()
+
+
 def _of_whole(name: str) -> Callable[..., Any]:
     method = getattr(list, name)
 
     @functools.wraps(method)
-    def of_whole(self: _PartlyMade[Any], *args: Any) -> Any:
+    def of_whole(self: _PartlyMade[Any, Any], *args: Any) -> Any:
         self.fill()
         return method(self, *args)
 
@@ -554,15 +576,21 @@ def recorded(items: list[_T]) -> list[_T]:
     return items.recorded() if isinstance(items, _PartlyMade) else items
 
 
-def called_modules(calls: list[Call]) -> Iterator[tuple[torch.nn.Module | None, Frames, str]]:
-    """The modules that are called, in order, with the frames and the paths of the scopes, but for leaves."""
+def called_modules(
+    calls: list[Call], without: Container[Call] = ()
+) -> Iterator[tuple[torch.nn.Module | None, Frames, str]]:
+    """The modules that are called, in order, with the frames and the paths of the scopes, but for leaves.
+
+    Of repetitions that are not made yet, those of the calls `without` are left out.
+    """
     waiting = iter(calls.waiting if isinstance(calls, CallList) else ())
     there = next(waiting, None)
     for i, call in enumerate(recorded(calls), 1):
         if not call.leaf:
             yield call.module, call.frames, call.scope.path
         while there is not None and there[0] <= i:
-            yield from there[1].called()
+            if there[1].call not in without:
+                yield from there[1].called()
             there = next(waiting, None)
 
 

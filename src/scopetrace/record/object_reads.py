@@ -44,7 +44,7 @@ from scopetrace.ir.reads import (
     own_dict,
     snapshot,
 )
-from scopetrace.ir.scopes import Frame, Frames, source_of
+from scopetrace.ir.scopes import Frame, source_of
 from scopetrace.ir.tape import called_modules
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.code import (
@@ -59,6 +59,9 @@ from scopetrace.record.code import (
     variables_read,
 )
 from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, bookkeeping_of
+from scopetrace.record.original import Original
+from scopetrace.record.reads import Noted, Notes, Watched, class_attribute, noted_at
+from scopetrace.record.repeated_reads import Repeated, RepeatedReads
 
 _BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
@@ -66,9 +69,6 @@ _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, wh
 _module: Any = torch.nn.Module
 _REGISTERING = [f.__code__ for f in (_module.register_buffer, _module.register_parameter, _module.add_module)]
 """They ask whether there is an attribute of the name that they are given."""
-
-Noted = tuple[Frames, str]
-"""Where something was read."""
 
 _Held = tuple[int, str, dict[str, Any], str]
 """A place of a tensor in a module: the id of the tensor, the name of the place, a table and a key in it."""
@@ -107,6 +107,8 @@ class ObjectReads:
         """By id, the modules and objects whose `__dict__` was asked for."""
         self.overwritten: dict[tuple[int, str], Read] = {}
         """By the id of an object and a name, what was read of it that the forward changes."""
+        self._notes = Notes()
+        self._repeated: dict[int, Repeated] = self._notes.repeated
 
     @contextlib.contextmanager
     def watching(self, mine: Mine) -> Iterator[None]:
@@ -202,12 +204,13 @@ class ObjectReads:
         for name in names - bookkeeping_of(cls) - {"forward"}:
             base, below = class_attribute(cls, name)
             if name[:2] != "__" and not hasattr(type(below), "__set__"):
-                watched[name] = Watched(self._builder, cls, name, base, below)
+                watched[name] = Watched(self._builder, self._notes, cls, name, base, below)
 
     # ---------------------------------------------------------------- calls that repeat others
 
     def may_have_read(self, owner: Any, key: str) -> bool:
         """Whether the forward may have read an attribute of a module or object so far."""
+        self._notes.note_repeated([id(owner)])
         watched = self._watched.get(type(owner), {}).get(key)
         return watched is None or id(owner) in watched.first or id(owner) in self._dicts
 
@@ -227,29 +230,34 @@ class ObjectReads:
     def seen(self, owners: Iterable[Any]) -> list[tuple[Watched, int]]:
         """What was read of these modules and objects so far, by id, in the order in which it was."""
         by_class: dict[type, dict[int, Any]] = {}
+        self._notes.note_repeated(map(id, owners))
         for owner in owners:
             by_class.setdefault(type(owner), {})[id(owner)] = owner
         watched = [(each, ids) for kind, ids in by_class.items() for each in self._watched.get(kind, {}).values()]
         return [(each, key) for each, ids in watched for key in each.first if key in ids]
 
-    def repeat(
-        self, seen: Iterable[tuple[Watched, int]], partner: Callable[[Any], Any], place: Callable[[Noted], Noted]
-    ) -> None:
-        """Note of the partner of each owner what was read of that one, at the `place` that stands for where it was."""
-        for watched, key in seen:
-            owner, noted = watched.first[key]
-            new = partner(owner)
-            if id(new) not in watched.first:
-                watched.first[id(new)] = new, noted and place(noted)
+    def repeat(self, repeated: Repeated, *, at_once: bool) -> None:
+        """A call has read of its modules and objects what another one has read of those in their place.
+
+        It is noted for each attribute when somebody asks, or writes it; `at_once` where something else may have asked.
+        """
+        pairs = [(owner, repeated.partner(owner)) for owner in repeated.original.owners.values()]
+        ids = repeated.owners = [id(new) for owner, new in pairs if new is not owner]
+        self._notes.note_repeated(ids)
+        if at_once or not self._notes.touched.isdisjoint(ids):
+            self._notes.note_all(repeated)
+        else:
+            self._repeated.update(dict.fromkeys(ids, repeated))
 
     # ---------------------------------------------------------------- after the forward
 
-    def found(self, fn: Any, changes: list[Change]) -> tuple[list[Read], list[Read]]:
-        """What `fn` read of variables, and of attributes; `changes` are what it changed.
+    def found(self, fn: Any, changes: list[Change]) -> tuple[list[Read], list[Read], list[RepeatedReads]]:
+        """What `fn` read of variables, of attributes, and in repetitions; `changes` are what it changed.
 
         To be called when the model is as it was before the forward.
         """
         changed = {(id(change.holder), change.key[1:]) for change in changes}
+        self._note_changed({key for key, _ in changed})
         held: list[_Held] = []
         names = {id(s.owner): s.name for s in (*self._objects, *self._others)}
         names.update([(id(s.module), s.name) for s in self._modules])
@@ -268,6 +276,8 @@ class ObjectReads:
                     self.overwritten[key] = read
                 else:
                     attributes.append(read)
+        layers = list(self._layers(changed))
+        repeated = list(self._in_repetitions(layers, names))
         written, root = {change.key for change in changes if change.holder is None}, self._builder.tape.root.path
         while isinstance(fn, functools.partial):
             attributes += [
@@ -276,10 +286,47 @@ class ObjectReads:
                 if not isinstance(x, torch.Tensor)
             ]
             fn = fn.func
-        ran = functions_that_ran(fn, [read.value for read in attributes], self._builder.tape, self._reach)
+        values = [*(read.value for read in attributes), *(value for found in repeated for value in found.values)]
+        ran = functions_that_ran(fn, values, self._builder.tape, self._reach)
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
-        own = [*self._identities(ran), *self._layers(changed), *self._of_members(changed, held), *self._entries(ran)]
-        return variables, [*attributes, *own]
+        of_layers = [read for _, read in layers]
+        own = [*self._identities(ran), *of_layers, *self._of_members(changed, held), *self._entries(ran)]
+        self._repeated.clear()  # what is watched would hold itself
+        return variables, [*attributes, *own], repeated
+
+    def _note_changed(self, changed: Set[int]) -> None:
+        """Note each attribute of repetitions where they, or their originals, have what was changed, or read tensors."""
+        self._notes.note_repeated(changed)
+        by_original: dict[Original, list[Repeated]] = collections.defaultdict(list)
+        for repeated in dict.fromkeys(self._repeated.values()):
+            by_original[repeated.original].append(repeated)
+        for original, found in by_original.items():
+            reads = self._read_of(original)
+            special = any(noted is None or isinstance(place.now(NO_CALL), torch.Tensor) for _, place, noted in reads)
+            if special or not changed.isdisjoint(original.owners):
+                for repeated in found:
+                    self._notes.note_all(repeated)
+
+    def _read_of(self, original: Original) -> Iterator[tuple[Any, InTable, Noted | None]]:
+        """The attributes that were read of the modules and objects of an original, or written first."""
+        for watched, key in original.seen:
+            owner, noted = watched.first[key]
+            yield from [(owner, place, noted) for asked, place in watched.places(owner) if asked is owner]
+
+    def _in_repetitions(
+        self, layers: list[tuple[torch.nn.Module, Read]], names: dict[int, str]
+    ) -> Iterator[RepeatedReads]:
+        """What repetitions read of which it was not noted for each attribute; `layers` are as `_layers` gives them."""
+        of_originals: dict[Original, list[tuple[Any, Read]]] = {}
+        for repeated in dict.fromkeys(self._repeated.values()):
+            original = repeated.original
+            if original not in of_originals:
+                found = of_originals[original] = [(x, read) for x, read in layers if id(x) in original.owners]
+                for owner, place, noted in self._read_of(original):
+                    assert noted is not None
+                    found.append((owner, Read(names.get(id(owner), ""), MISSING, place, *noted)))
+            if of_originals[original]:
+                yield RepeatedReads(repeated, of_originals[original], names)
 
     def _identities(self, ran: Reach) -> Iterator[Read]:
         """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.
@@ -410,11 +457,9 @@ class ObjectReads:
                 if key in found.before or place.now(NO_CALL) is MISSING:
                     yield found.owner, place, noted
 
-    def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
-        """What torch's own code read of its layers."""
-        calls: dict[int, Noted] = {}  # of each module the first one
-        for module, frames, path in called_modules(self._builder.tape.calls):
-            calls.setdefault(id(module), (frames, path))
+    def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[tuple[torch.nn.Module, Read]]:
+        """What torch's own code read of its layers, but for those in `_repeated`."""
+        calls = self._first_calls()
         around = self._read_by_others(calls)
         unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]] | None] = {}
         for saved in self._modules:
@@ -443,9 +488,20 @@ class ObjectReads:
             value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in keys])
             place = InLayer(own, tuple(keys), tuple(lacks))
             name, frames = saved.name.removeprefix("self."), (noted[0], inner)
-            yield Read(name, (*value, *[None] * len(lacks)), place, frames, noted[1])
+            yield module, Read(name, (*value, *[None] * len(lacks)), place, frames, noted[1])
 
-    def _read_by_others(self, calls: dict[int, Noted]) -> dict[int, type]:
+    def _first_calls(self) -> dict[int, Noted | None]:
+        """By id of each module that was called, where it first was; None of those in `_repeated`."""
+        repeated = {each.call: each for each in self._repeated.values()}
+        found: dict[int, Noted | None] = {}
+        for module, frames, path in called_modules(self._builder.tape.calls, repeated):
+            found.setdefault(id(module), (frames, path))
+        for each in repeated.values():
+            called = (each.original.call, *each.original.calls)
+            found.update([(id(each.partner(inner.module)), None) for inner in called])
+        return found
+
+    def _read_by_others(self, calls: dict[int, Noted | None]) -> dict[int, type]:
         """The modules that did not run, in a layer of torch that did: `nn.TransformerEncoderLayer` has such a way.
 
         Each with the class of that layer, whose code may have read their attributes. They get its place in `calls`.
@@ -458,74 +514,6 @@ class ObjectReads:
             for inner in list(_outside_of(calls, module)):
                 calls[id(inner)], found[id(inner)] = noted, type(module)
         return found
-
-
-class Watched:
-    """Stands for an attribute of a class while the forward runs, and tells who reads it.
-
-    `value` is what `base`, the class or one that it inherits from, has under that name; MISSING if there is nothing.
-    """
-
-    __slots__ = ("base", "builder", "cls", "first", "key", "value")
-
-    def __init__(self, builder: TapeBuilder, cls: type, key: str, base: type, value: Any) -> None:
-        self.builder, self.cls, self.key, self.base, self.value = builder, cls, key, base, value
-        self.first: dict[int, tuple[Any, Noted | None]] = {}
-        """By id, each owner with where it was first read; None where it was written before."""
-
-    def __bool__(self) -> bool:
-        raise TypeError(f"{Watched.__name__!r} is no value")
-
-    def __get__(self, owner: Any, cls: type) -> Any:
-        place = self.base if owner is None else owner
-        if id(place) not in self.first and not self.builder.looks_at_objects:
-            asker = sys._getframe(1)
-            if asker.f_code.co_filename == __file__ and asker.f_back is not None:  # a replaced __getattribute__
-                asker = asker.f_back
-            self.first[id(place)] = place, noted_at(self.builder, asker)
-        value = MISSING if owner is None else own_dict(owner).get(self.key, MISSING)
-        if value is not MISSING:
-            return value
-        if self.value is MISSING:
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {self.key!r}")
-        return self.value.__get__(owner, cls) if hasattr(type(self.value), "__get__") else self.value
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        self.first.setdefault(id(owner), (owner, None))
-        own_dict(owner)[self.key] = value
-
-    def __delete__(self, owner: Any) -> None:
-        self.first.setdefault(id(owner), (owner, None))
-        try:
-            del own_dict(owner)[self.key]
-        except KeyError:
-            raise AttributeError(self.key) from None
-
-    def places(self, owner: Any) -> list[tuple[Any, InTable]]:
-        """What an `owner` of `first` was asked: itself, and the class where that has the attribute in its place.
-
-        `nn.Module.__getattr__` tells of a module that does not have it.
-        """
-        own = {} if owner is self.base else own_dict(owner)
-        if self.key in own:
-            return [(owner, InTable(own, self.key))]
-        from_class = self.value is not MISSING
-        if from_class and hasattr(type(self.value), "__get__"):
-            return []  # a method
-        found: list[tuple[Any, InTable]] = []
-        if owner is not self.base and (from_class or not isinstance(owner, torch.nn.Module)):
-            found.append((owner, InTable(own, self.key)))
-        if from_class:
-            found.append((self.base, InTable(vars(self.base), self.key)))
-        return found
-
-    def put_back(self) -> None:
-        """Give the class back what it had, unless the forward has set the name itself."""
-        if vars(self.cls).get(self.key) is self:
-            if self.base is self.cls and self.value is not MISSING:
-                setattr(self.cls, self.key, self.value)
-            else:
-                delattr(self.cls, self.key)
 
 
 def _asker(owner: Any, asker: types.FrameType) -> types.FrameType | None:
@@ -564,20 +552,6 @@ def _no_attribute(owner: Any, name: str) -> Any:
 def _table_of(owner: Any) -> dict[str, Any]:
     """The `__dict__` of an object; none of a `threading.local`, which has one for each thread."""
     return {} if isinstance(owner, threading.local) else getattr(owner, "__dict__", {})
-
-
-def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
-    """Where the forward is, in `frame`."""
-    outer: Frames = builder.call.frames if builder.call is not None else ()
-    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
-
-
-def class_attribute(cls: type, name: str) -> tuple[type, Any]:
-    """The class that defines an attribute of `cls`, and its value there; MISSING where none does."""
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base, base.__dict__[name]
-    return cls, MISSING
 
 
 def _getattr_owners(cls: type) -> list[type]:

@@ -8,6 +8,7 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import Call, Op, Value
 from scopetrace.record.copying import Step
-from scopetrace.record.object_reads import Noted, ObjectReads, Watched
+from scopetrace.record.reads import Noted, Watched
 
 _aten = torch.ops.aten
 _LITERAL = _aten.lift_fresh_copy.default
@@ -79,7 +80,7 @@ class Original:
     """The tensors that it makes and gives back, each with its number among the outputs of its op."""
     sharing: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """By value that it makes in memory of its arguments, of what was there before, or of its results: one of these."""
-    owners: set[int] = dataclasses.field(default_factory=set)
+    owners: dict[int, Any] = dataclasses.field(default_factory=dict)
     """By id, those of its modules and objects of which the next three are known."""
     seen: list[tuple[Watched, int]] = dataclasses.field(default_factory=list)
     """What was read of its modules and objects, by id of these."""
@@ -144,20 +145,18 @@ class Original:
             self.inside.setdefault(inner.parent, []).append(inner)
         self.can_wait = self._find_what_waits()
 
-    def note_reads(
-        self, owners: list[Any], tensors: list[torch.Tensor], reads: ObjectReads, asked: dict[int, torch.Tensor]
-    ) -> None:
-        """Know what was read of modules, objects and tensors of the call that a repetition has others for.
+    @functools.cached_property
+    def runs_first(self) -> list[int]:
+        """Of the calls inside, the numbers of those that are the first ones of their modules there."""
+        found: dict[int, int] = {}
+        for i, inner in enumerate(self.calls):
+            found.setdefault(id(inner.module), i)
+        return list(found.values())
 
-        The next repetition may have others for more of them, where this one shares some with the call.
-        """
-        self.members = [t for t in tensors if id(t) in asked]
-        new = [x for x in owners if id(x) not in self.owners]
-        if new:
-            self.owners.update(map(id, new))
-            self.seen += reads.seen(new)
-            self.unfound += reads.unfound(new)
-            self.whole += reads.whole(new)
+    @functools.cached_property
+    def is_first(self) -> bool:
+        """Whether none of its modules was called before."""
+        return not self.call.index and not any(self.calls[i].index for i in self.runs_first)
 
     def _find_what_waits(self) -> bool:
         self.reads = [(i, step.op) for i, step in enumerate(self.steps) if step.op.kind == "get_attr"]

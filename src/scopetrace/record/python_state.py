@@ -23,8 +23,8 @@ from scopetrace.ir.reads import MISSING, content_of, own_dict
 from scopetrace.record.code import Reach, is_installed
 from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import ATTRIBUTES, Kind, Model, Saved, Snapshot
-from scopetrace.record.object_reads import Watched
 from scopetrace.record.pairs import Watch
+from scopetrace.record.reads import Watched
 
 _ENVIRONMENT: dict[Any, Any] = vars(os.environ)["_data"]  # of which os.environ makes text, which takes long
 

@@ -1,19 +1,24 @@
-"""What the forward asks torch and the process: facts of tensors, flags, environment variables.
+"""What the forward asks: torch and the process, for facts of tensors, flags and environment variables; its objects.
 
 Data flow:
     facts of tensors, flags of torch, environment variables -> `_compat.questions` -> Read, once for each
     ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Read of that state
     ops that gave a view and give a copy otherwise, such as `reshape` -> the strides of the inputs, where that matters
+    an attribute of a class -> Watched, in its place meanwhile -> by owner, where it was first read or written
     errors of scopetrace, of torch for want of data, and of ops -> those that the forward caught, by their tracebacks
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Set
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +31,30 @@ from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import TraceError, UnsupportedOpError
-from scopetrace.ir.reads import NO_CALL, Asked, Flag, OfEnvironment, OfInput, OfTensor, Place, Read, snapshot
+from scopetrace.ir.reads import (
+    MISSING,
+    NO_CALL,
+    Asked,
+    Flag,
+    InTable,
+    OfEnvironment,
+    OfInput,
+    OfTensor,
+    Place,
+    Read,
+    own_dict,
+    snapshot,
+)
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value, ops_between, recorded_ops
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, names_of
 from scopetrace.record.model import Model
-from scopetrace.record.object_reads import Noted
 
+_RECORDER = str(Path(__file__).parent)
+Noted = tuple[Frames, str]
+"""Where something was read: the frames, and the path of the scope."""
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 """The op without derivative that a module of torch chooses where no gradient is recorded."""
 
@@ -413,3 +433,122 @@ def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
         if tb is not None and not tb.tb_frame.f_code.co_filename.startswith(NOT_THE_MODEL) and id(error) not in seen:
             seen.add(id(error))
             yield error, op
+
+
+# Attributes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Notes:
+    """What all attributes that are watched have in common."""
+
+    touched: set[int] = dataclasses.field(default_factory=set)
+    """The ids of modules and objects of which an attribute is noted."""
+    repeated: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """By the id of a module or object, the call that has read it as another one has read the one in its place.
+
+    Its attributes are not noted one by one, and nothing else has asked for them.
+    """
+
+    def note_repeated(self, owners: Iterable[int]) -> None:
+        """Note each attribute that repetitions have read of modules and objects, given by id."""
+        if self.repeated:
+            for found in {self.repeated[key]: None for key in owners if key in self.repeated}:
+                self.note_all(found)
+
+    def note_all(self, repeated: Any) -> None:
+        """Note each attribute that a repetition has read."""
+        for key in repeated.owners:
+            self.repeated.pop(key, None)
+        self.touched.update(repeated.owners)
+        repeated.note()
+
+
+class Watched:
+    """Stands for an attribute of a class while the forward runs, and tells who reads it.
+
+    `value` is what `base`, the class or one that it inherits from, has under that name; MISSING if there is nothing.
+    """
+
+    __slots__ = ("base", "builder", "cls", "first", "key", "notes", "value")
+
+    def __init__(self, builder: TapeBuilder, notes: Notes, cls: type, key: str, base: type, value: Any) -> None:
+        self.builder, self.cls, self.key, self.base, self.value = builder, cls, key, base, value
+        self.notes = notes
+        self.first: dict[int, tuple[Any, Noted | None]] = {}
+        """By id, each owner with where it was first read; None where it was written before."""
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{Watched.__name__!r} is no value")
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        place = self.base if owner is None else owner
+        if id(place) not in self.first and not self.builder.looks_at_objects:
+            asker = sys._getframe(1)
+            if asker.f_code.co_name == "__getattribute__" and asker.f_code.co_filename.startswith(_RECORDER):
+                asker = asker.f_back or asker  # one that `ObjectReads` has put in the place of the class's
+            self._note(place, noted_at(self.builder, asker))
+        value = MISSING if owner is None else own_dict(owner).get(self.key, MISSING)
+        if value is not MISSING:
+            return value
+        if self.value is MISSING:
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {self.key!r}")
+        return self.value.__get__(owner, cls) if hasattr(type(self.value), "__get__") else self.value
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self._note(owner, None)
+        own_dict(owner)[self.key] = value
+
+    def __delete__(self, owner: Any) -> None:
+        self._note(owner, None)
+        try:
+            del own_dict(owner)[self.key]
+        except KeyError:
+            raise AttributeError(self.key) from None
+
+    def _note(self, owner: Any, noted: Noted | None) -> None:
+        if id(owner) not in self.first:
+            self.notes.touched.add(id(owner))
+            if id(owner) in self.notes.repeated:
+                self.notes.note_repeated([id(owner)])
+            self.first.setdefault(id(owner), (owner, noted))
+
+    def places(self, owner: Any) -> list[tuple[Any, InTable]]:
+        """What an `owner` of `first` was asked: itself, and the class where that has the attribute in its place.
+
+        `nn.Module.__getattr__` tells of a module that does not have it.
+        """
+        own = {} if owner is self.base else own_dict(owner)
+        if self.key in own:
+            return [(owner, InTable(own, self.key))]
+        from_class = self.value is not MISSING
+        if from_class and hasattr(type(self.value), "__get__"):
+            return []  # a method
+        found: list[tuple[Any, InTable]] = []
+        if owner is not self.base and (from_class or not isinstance(owner, torch.nn.Module)):
+            found.append((owner, InTable(own, self.key)))
+        if from_class:
+            found.append((self.base, InTable(vars(self.base), self.key)))
+        return found
+
+    def put_back(self) -> None:
+        """Give the class back what it had, unless the forward has set the name itself."""
+        if vars(self.cls).get(self.key) is self:
+            if self.base is self.cls and self.value is not MISSING:
+                setattr(self.cls, self.key, self.value)
+            else:
+                delattr(self.cls, self.key)
+
+
+def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
+    """Where the forward is, in `frame`."""
+    outer: Frames = builder.call.frames if builder.call is not None else ()
+    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
+
+
+def class_attribute(cls: type, name: str) -> tuple[type, Any]:
+    """The class that defines an attribute of `cls`, and its value there; MISSING where none does."""
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base, base.__dict__[name]
+    return cls, MISSING

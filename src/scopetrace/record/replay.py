@@ -34,11 +34,12 @@ from scopetrace.ir.tape import Call, CallList, Op, OpList, Value, map_argument
 from scopetrace.ir.unmade import UnmadeValue, WaitingValue
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
-from scopetrace.record.object_reads import Noted, ObjectReads
+from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.original import Original, StepOfCall
 from scopetrace.record.pairs import Differs, Pairs
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.repeated_reads import Elsewhere, Repeated
 
 
 class CallOpener(Protocol):
@@ -111,7 +112,8 @@ class Replay:
         if any(v in taken or self._now.get(v) in taken for v in original.asked):
             raise Differs("the layout of an input of the model is asked for")
         self._scopes = {id(original.call.scope): call.scope}
-        self._frames = {id(original.call.frames): call.frames}
+        self._place = Elsewhere(original.call, call)
+        self._frames_of, self._frames = self._place.frames, self._place.known
         self._starts: list[int] = []
         self._numbers: list[tuple[int, int]] = []
         self._opened: list[Call] | None = None
@@ -146,16 +148,6 @@ class Replay:
 
     # ---------------------------------------------------------------- what stands for what
 
-    def _frames_of(self, old: Frames) -> Frames:
-        found = self._frames.get(id(old))
-        if found is None:
-            found = old
-            if old and not isinstance(old, str):
-                outer = self._frames_of(old[0])
-                found = old if outer is old[0] else (outer, old[1])
-            self._frames[id(old)] = found
-        return found
-
     def _scope_of(self, old: Scope) -> Scope:
         found = self._scopes.get(id(old))
         if found is None:
@@ -163,22 +155,6 @@ class Replay:
             found = old if parent is old.parent or parent is None else parent.child(old.name, old.type_name)
             self._scopes[id(old)] = found
         return found
-
-    def _noted(self, noted: Noted) -> Noted:
-        frames, path = noted
-        return self._frames_of(frames), self._path_of(path)
-
-    def _path_of(self, old: str) -> str:
-        """The path of the scope that stands for one; also for one in an earlier call of the module of the Original."""
-        own = self.original.call.scope
-        new = self._call.scope.path
-        if old == own.path or old.startswith(f"{own.path}/"):
-            return new + old[len(own.path) :]
-        labels = old.split("/")
-        if own.label not in labels:
-            return old
-        below = labels[len(labels) - labels[::-1].index(own.label) :]
-        return "/".join([new, *below])
 
     def _template(self, x: Any) -> Any:
         return map_structure(self._now.__getitem__, x, Value, (), self._pairs.partner)
@@ -206,18 +182,28 @@ class Replay:
 
     def _note_reads(self) -> None:
         """Note of the objects of this call what was read of those of the original."""
-        original, tools = self.original, self._tools
-        original.note_reads(self._pairs.owners, self._pairs.tensors, tools.object_reads, tools.reads.members)
+        original, tools, partner, noted = self.original, self._tools, self._pairs.partner, self._place.noted
+        reads = tools.object_reads
+        original.members = [t for t in self._pairs.tensors if id(t) in tools.reads.members]
+        # the next repetition may have others for more of them, where this one shares some with the original
+        new = [x for x in self._pairs.owners if id(x) not in original.owners]
+        if new:
+            original.owners.update([(id(x), x) for x in new])
+            original.seen += reads.seen(new)
+            original.unfound += reads.unfound(new)
+            original.whole += reads.whole(new)
         del self._pairs.owners, self._pairs.tensors
-        tools.object_reads.repeat(original.seen, self._pairs.partner, self._noted)
-        for owner, name, noted in original.unfound:
-            tools.object_reads.note_unfound(self._pairs.partner(owner), name, self._noted(noted))
-        for owner, noted in original.whole:
-            tools.object_reads.note_whole(self._pairs.partner(owner), self._noted(noted))
-        for t in map(self._pairs.partner, original.members):
+        numbers = self._numbers
+        is_first = not self.call.index and not any(numbers[i][1] for i in original.runs_first)
+        reads.repeat(Repeated(original, self.call, partner), at_once=not (original.is_first and is_first))
+        for owner, name, where in original.unfound:
+            reads.note_unfound(partner(owner), name, noted(where))
+        for owner, where in original.whole:
+            reads.note_whole(partner(owner), noted(where))
+        for t in map(partner, original.members):
             tools.reads.members[id(t)] = t
-        for t, question, noted in original.layouts:
-            tools.reads.on_layout_of_model(self._pairs.partner(t), question, self._noted(noted))
+        for t, question, where in original.layouts:
+            tools.reads.on_layout_of_model(partner(t), question, noted(where))
 
     def _make_now(self) -> None:
         original, tools = self.original, self._tools
@@ -400,7 +386,8 @@ class Replay:
         module = None if old.module is None else self._pairs.partner(old.module)
         given, frames = self._template((old.args, old.kwargs)), self._frames_of(old.frames)
         place, start = (parent, self._scope_of(around)), len(builder.tape.ops)
-        new = self._calls.open_copy(old, module, place, frames, start, given, self._calls.number(module))
+        self._numbers.append(self._calls.number(module))
+        new = self._calls.open_copy(old, module, place, frames, start, given, self._numbers[-1])
         self._tape.calls.append(new)
         self._scopes[id(old.scope)], self._frames[id(old.frames)] = new.scope, frames
         begin = len(same)

@@ -66,7 +66,7 @@ from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import CallList, OpList, RecordedTape, Value, checks_enabled, recorded
+from scopetrace.ir.tape import CallList, OpList, ReadList, RecordedTape, Value, checks_enabled, recorded
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -97,9 +97,9 @@ from scopetrace.record.effects import (
 from scopetrace.record.gradients import sparse_gradient
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.model import Model, holds_iterator
-from scopetrace.record.object_reads import ObjectReads, Watched
+from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder, RunGraph
-from scopetrace.record.reads import ReadRecorder, caught, noting_errors
+from scopetrace.record.reads import ReadRecorder, Watched, caught, noting_errors
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.reuse import FEWEST_OPS, CallRecorderWithReuse, ReadRecorderWithReuse
 
@@ -218,6 +218,7 @@ class Recording:
             grad=torch.is_grad_enabled(),
             ops=OpList(),
             calls=CallList(),
+            reads=ReadList(),
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
@@ -279,17 +280,21 @@ class Recording:
         finally:
             changes = effects.restore()
         self.reads.drop_inner_flags()
-        variables, attributes = reads.found(fn, changes)
+        variables, attributes, repeated = reads.found(fn, changes)
         effects.note(changes, reads.overwritten, reads.is_written_first)
         apart = () if tape.grad else writes_to_inputs_apart(tape, self.values.examples)
         for value, op in itertools.chain(without_hidden_gradients(tape), ((root_of(op.writes[0]), op) for op in apart)):
             note_leaf(tape, value, op)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        tape.reads[:] = [*variables, *tape.reads, *attributes]
+        reads_of_tape = tape.reads
+        assert isinstance(reads_of_tape, ReadList)
+        reads_of_tape[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         held = [read for read in tape.reads if type(read.value) not in ATOMS]
         tape.side_effects += [_of_iterator(read) for read in held if holds_iterator(read.value)]
+        for each in repeated:  # which have no iterators: calls that read one are not repeated
+            reads_of_tape.wait(each)
         found, after = (
             numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
         )
