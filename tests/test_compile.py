@@ -109,6 +109,22 @@ def test_functions_of_one_op_are_compiled_with_what_is_around_them(functions, gi
     assert_same(gradients(found[0], model), gradients(wanted[0], model))
 
 
+@pytest.mark.parametrize("functions", ["repeated", True, (Block, nn.Linear)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_calls_inside_a_function_are_compiled_with_it(functions, backend):
+    model = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(3)))
+    x = torch.randn(3, 8, requires_grad=True)
+    trace = st.trace(model, (x,))
+    nested = trace.outline(*(functions if isinstance(functions, tuple) else [functions])).functions
+    assert any(node.target is torch.ops.higher_order.invoke_subgraph for f in nested for node in f.graph.nodes)
+    compiled = trace.compile(backend, functions=functions)
+    found, wanted = compiled(x), model(x)
+    assert_same(found, wanted)
+    assert_same(gradients(found, model), gradients(wanted, model))
+    with torch.no_grad():
+        assert_same(compiled(x), wanted)
+
+
 def test_sizes_of_a_function_of_one_op():
     """The calls are of one function with two sizes, each in a stretch of its own."""
 

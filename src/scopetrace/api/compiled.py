@@ -16,7 +16,7 @@ import torch
 from scopetrace._compat.compilers import backend_for
 from scopetrace.errors import ArgumentError
 from scopetrace.lower.compiled import BETWEEN, Piece, Pieces
-from scopetrace.program.outlined import OUTERMOST, OutlinedTrace, OutlineTarget, outline_calls
+from scopetrace.program.outlined import OUTERMOST, OutlinedTrace, OutlineTarget, outline_outermost_calls
 from scopetrace.program.traced import TracedProgram
 
 
@@ -70,7 +70,7 @@ def compile_program(
     except Exception as error:  # torch has a class for each mistake, some of them private
         said = textwrap.shorten(str(error), 160, placeholder=" …")
         raise ArgumentError(f"torch.compile does not take this backend, mode or options: {said}") from error
-    outlined = outline_calls(program, targets)
+    outlined = outline_outermost_calls(program, targets)
     table_of, grad = outlined.boundary.state.table_of, program.tape.grad
     pieces = Pieces(outlined.graph_module, compiler, table_of, OUTERMOST in targets, grad=grad)
     for i, piece in enumerate(pieces.distinct):

@@ -168,6 +168,14 @@ def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> Ou
         return in_large_stack(_outlined, source.without_regions(), list(targets))
 
 
+def outline_outermost_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
+    """As `outline_calls`, but calls inside a function are part of its body. Raises OutlineError."""
+    found = outline_calls(source, targets)
+    chosen = set(found.chosen)
+    outermost = {call for call in chosen if chosen.isdisjoint(_around(call))}
+    return found if chosen == outermost else outline_calls(found.source, [lambda call: call.record in outermost])
+
+
 def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
     tape = source.tape
     if any(op.writes for op in recorded_ops(tape.ops)):
