@@ -164,12 +164,12 @@ _BACKENDS = [
 
 _OF_MODES = {*(name for name in _flags if "autocast" in name), "torch.get_default_device"}
 """Those that take arguments, or run an op to answer."""
+_SETTINGS = [(name, ask) for name, ask in (*_flags.items(), *_BACKENDS) if name not in _OF_MODES]
 
 
 def settings() -> dict[str, Any]:
     """The state of the process that a forward may change, by name."""
-    found = {name: ask() for name, ask in (*_flags.items(), *_BACKENDS) if name not in _OF_MODES}
-    return {**found, AUTOCAST: autocast_state()}
+    return {AUTOCAST: autocast_state(), **{name: ask() for name, ask in _SETTINGS}}
 
 
 _backend_flags: list[Callable[[], Any]] = [

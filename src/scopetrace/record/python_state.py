@@ -61,7 +61,7 @@ class State:
         classes = [vars(kind).values() for kind in effects.reach.classes | effects.reach.bases]
         self._classes = _Entries(classes, classes)
         self._functions = [f for f in effects.reach.functions if not is_installed(f)]
-        self._parts = _parts(self._functions)
+        self._parts = list(_parts(self._functions))
         self._outside: list[torch.nn.Module] = []
         if len(model.saved_modules) > len(model.modules):
             self._outside = [saved.module for saved in model.saved_modules if model.is_outside(saved.module)]
@@ -149,9 +149,12 @@ class _Entries:
         return list(map(len, self._now)) == self._lengths and all(map(operator.is_, now, self._before))
 
 
-def _parts(functions: list[types.FunctionType]) -> list[Any]:
+_parts_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+def _parts(functions: list[types.FunctionType]) -> Iterator[Any]:
     """What functions are made of, which code can put others in the place of."""
-    return [x for f in functions for x in (f.__code__, f.__defaults__, f.__kwdefaults__)]
+    return itertools.chain.from_iterable(map(_parts_of, functions))
 
 
 def _live_content(saved: Saved) -> dict[Any, Any] | list[Any] | None:
