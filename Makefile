@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-exhaustive lint format zoo dynamic steps orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
+.PHONY: help env demo test test-slow test-all test-exhaustive lint format zoo dynamic steps orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,9 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test: $(STAMP) ## Run the tests in a few minutes (ARGS="-k name" for some, TORCH=2.15.0 for another torch)
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
+
+test-slow: $(STAMP) ## Run the slow tests alone
+	$(PYTEST) -m "slow and not exhaustive" $(ARGS)
 
 test-all: $(STAMP) ## Run the slow tests too
 	$(PYTEST) -m "not exhaustive" $(ARGS)
