@@ -790,3 +790,36 @@ def test_what_a_copied_layer_read_is_compared(around, change):
         CHANGES_OF_A_LAYER[change](model.layers[i])
         with pytest.raises(StateMismatchError, match=rf"layers\.{i}"):
             tr(x)
+
+
+class Scale:
+    """Settings of which the class has one."""
+
+    size = 2
+
+    def __init__(self, index):
+        self.index = index
+
+
+class Scaled(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.scale = Scale(index)
+
+    def forward(self, x):
+        return x * self.scale.size
+
+
+def test_what_a_copied_layer_read_of_a_class_is_listed_and_compared(monkeypatch):
+    x = torch.randn(2, 4)
+    model = nn.Sequential(*map(Scaled, range(5)))
+    found = {}
+    for reuse in (False, True):
+        tr = st.trace(model, (x,), reuse=reuse)
+        reads = [read for read in tr._program.tape.reads if "size" in read.name]
+        found[reuse] = [(read.name, read.value, read.module) for read in reads]
+    assert len(found[True]) == 10
+    assert sorted(found[True], key=repr) == sorted(found[False], key=repr)
+    monkeypatch.setattr(Scale, "size", 3)
+    with pytest.raises(StateMismatchError, match="Scale.size"):
+        tr(x)

@@ -302,29 +302,39 @@ class ObjectReads:
             by_original[repeated.original].append(repeated)
         for original, found in by_original.items():
             reads = self._read_of(original)
-            special = any(noted is None or isinstance(place.now(NO_CALL), torch.Tensor) for _, place, noted in reads)
+            special = any(
+                noted is None or id(holder) in changed or isinstance(place.now(NO_CALL), torch.Tensor)
+                for _, holder, place, noted in reads
+            )
             if special or not changed.isdisjoint(original.owners):
                 for repeated in found:
                     self._notes.note_all(repeated)
 
-    def _read_of(self, original: Original) -> Iterator[tuple[Any, InTable, Noted | None]]:
-        """The attributes that were read of the modules and objects of an original, or written first."""
+    def _read_of(self, original: Original) -> Iterator[tuple[Any, Any, InTable, Noted | None]]:
+        """The attributes that were read of the modules and objects of an original, or written first.
+
+        Gives who was asked, what has the attribute, itself or its class, the place of it, and where it was read.
+        """
         for watched, key in original.seen:
             owner, noted = watched.first[key]
-            yield from [(owner, place, noted) for asked, place in watched.places(owner) if asked is owner]
+            yield from [(owner, holder, place, noted) for holder, place in watched.places(owner)]
 
     def _in_repetitions(
         self, layers: list[tuple[torch.nn.Module, Read]], names: dict[int, str]
     ) -> Iterator[RepeatedReads]:
         """What repetitions read of which it was not noted for each attribute; `layers` are as `_layers` gives them."""
-        of_originals: dict[Original, list[tuple[Any, Read]]] = {}
+        of_originals: dict[Original, list[tuple[Any, Any, Read]]] = {}
         for repeated in dict.fromkeys(self._repeated.values()):
             original = repeated.original
             if original not in of_originals:
-                found = of_originals[original] = [(x, read) for x, read in layers if id(x) in original.owners]
-                for owner, place, noted in self._read_of(original):
+                found = of_originals[original] = [(x, x, read) for x, read in layers if id(x) in original.owners]
+                for owner, holder, place, noted in self._read_of(original):
                     assert noted is not None
-                    found.append((owner, Read(names.get(id(owner), ""), MISSING, place, *noted)))
+                    if holder is owner:
+                        read = Read(names.get(id(owner), ""), MISSING, place, *noted)
+                    else:
+                        read = Read(f"{holder.__name__}.{place.key}", snapshot(place.now(NO_CALL)), place, *noted)
+                    found.append((owner, holder, read))
             if of_originals[original]:
                 yield RepeatedReads(repeated, of_originals[original], names)
 

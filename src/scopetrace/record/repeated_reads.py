@@ -80,16 +80,20 @@ class RepeatedReads:
 
     __slots__ = ("_calls", "_names", "_owners", "_reads", "values")
 
-    def __init__(self, repeated: Repeated, of_original: Sequence[tuple[Any, Read]], names: Mapping[int, str]) -> None:
-        """`of_original` has what was read of the modules and objects of the original; `names` are those of all, by id.
+    def __init__(
+        self, repeated: Repeated, of_original: Sequence[tuple[Any, Any, Read]], names: Mapping[int, str]
+    ) -> None:
+        """`of_original` has what was read of the modules and objects of the original, and of their classes.
 
-        To be made when the modules are as they were before the forward.
+        Each with who was asked, and what has it. `names` are those of all, by id. To be made when the modules are as
+        they were before the forward.
         """
         self._calls = repeated.original.call, repeated.call
-        pairs = [(repeated.partner(owner), owner, read) for owner, read in of_original]
-        own = [(new, read) for new, owner, read in pairs if new is not owner]  # the others are of both calls
+        pairs = [(repeated.partner(owner), owner, *found) for owner, *found in of_original]
+        # the others are of both calls
+        own = [(new if holder is owner else None, read) for new, owner, holder, read in pairs if new is not owner]
         self._owners, self._reads = tuple([new for new, _ in own]), tuple([read for _, read in own])
-        self.values = tuple([_value_of(own_dict(new), read) for new, read in own])
+        self.values = tuple([read.value if new is None else _value_of(own_dict(new), read) for new, read in own])
         self._names = names
 
     @property
@@ -101,13 +105,15 @@ class RepeatedReads:
         """One for each."""
         elsewhere, found = Elsewhere(*self._calls), []
         for owner, value, read in zip(self._owners, self.values, self._reads, strict=True):
-            own, place, name = own_dict(owner), read.place, self._names.get(id(owner), "")
-            if isinstance(place, InLayer):
-                place = InLayer(own, place.keys, place.lacks)
-            else:
-                assert isinstance(place, InTable)
-                place, name = InTable(own, place.key), f"{name}.{place.key}"
-            name = name.removeprefix("self.").lstrip(".")
+            place, name = read.place, read.name
+            if owner is not None:
+                own, name = own_dict(owner), self._names.get(id(owner), "")
+                if isinstance(place, InLayer):
+                    place = InLayer(own, place.keys, place.lacks)
+                else:
+                    assert isinstance(place, InTable)
+                    place, name = InTable(own, place.key), f"{name}.{place.key}"
+                name = name.removeprefix("self.").lstrip(".")
             found.append(Read(name, value, place, *elsewhere.noted((read.frames, read.module))))
         return found
 
