@@ -11,6 +11,7 @@ from compare import assert_like_eager
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
 from scopetrace.api.functional import assert_pure, functional_backend, functionalize
@@ -535,6 +536,33 @@ def test_floats_of_a_model_under_dynamic_sizes(module, level):
     if isinstance(module, Rate):
         module.rate = -2.0
         torch.testing.assert_close(compiled(x), x.sin() * -2)
+
+
+class Checkpointed(nn.Module):
+    """Dynamo has the region as a body, which takes the `item` of both `eps`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(4, eps=0.1), nn.LayerNorm(4, eps=0.2)
+
+    def forward(self, x):
+        y = checkpoint(self.first, x, use_reentrant=False)
+        return checkpoint(lambda t: self.second(t).sin(), y, use_reentrant=False)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_floats_in_a_checkpointed_region_under_dynamic_sizes(level):
+    module = Checkpointed()
+    compiled = torch.compile(module, backend=functional_backend(collect([]), level=level), dynamic=True)
+    for n in (3, 5, 3):
+        x = torch.randn(n, 4)
+        results = []
+        for run in (compiled, module):
+            module.zero_grad()
+            out = run(x)
+            out.square().sum().backward()
+            results.append((out, [p.grad for p in module.parameters()]))
+        torch.testing.assert_close(*results)
 
 
 def test_autocast_and_no_grad_at_torch_level():

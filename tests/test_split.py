@@ -354,6 +354,39 @@ def test_dynamic_sizes(name, partition_fn, dim):
         torch.testing.assert_close(list(model.buffers()), list(twin.buffers()), rtol=0, atol=0)
 
 
+class OfTwo(Model):
+    def forward(self, x, y):
+        return self.program(self, x, y)
+
+
+@pytest.mark.parametrize("partition_fn", PARTITIONERS)
+@pytest.mark.parametrize(
+    ("forward", "counts"),
+    [
+        (lambda m, x, y: m.fc(x) * y, lambda n: (n, n)),
+        (lambda m, x, y: m.fc(torch.cat([x, x])) * y, lambda n: (n, 2 * n)),
+        (lambda m, x, y: m.fc(x).sum(0) + m.other(y[:3] * torch.ones(3, 1)), lambda n: (n, 7)),
+        (lambda m, x, y: m.fc(x).t() @ torch.ones(5, 2) + m.other(y).sum(), lambda n: (5, n)),
+    ],
+    ids=["equal", "twice as many", "independent", "fixed"],
+)
+def test_sizes_that_the_model_relates(forward, counts, partition_fn):
+    """With `Dim.AUTO` the model decides which sizes are equal."""
+    torch.manual_seed(0)
+    model, auto = OfTwo(forward), {0: torch.export.Dim.AUTO}
+    twin = copy.deepcopy(model)
+    examples = tuple(torch.randn(n, 4) for n in counts(5))
+    split = st.trace(model, examples, dynamic_shapes=(auto, auto)).split_backward(partition_fn)
+    for n in (5, 8, 4):
+        given = [torch.randn(count, 4) for count in counts(n)]
+        found, expected = split(*given), twin(*given)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for out in (found, expected):
+            out.sin().sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
 REFUSED = {
     "nothing requires grad": (lambda x: x * 2, {}, st.errors.ModeError, "nothing requires grad"),
     "sizes that depend on data": (

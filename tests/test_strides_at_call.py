@@ -89,6 +89,26 @@ def test_an_op_that_fails_for_strides_says_which():
         tr(COLUMNS)
 
 
+@pytest.mark.parametrize("form", ["step", "decomposed", "split"])
+def test_a_view_inside_of_a_linear_layer_for_dynamic_sizes_says_which(form):
+    linear = torch.nn.Linear(4, 4)
+
+    def step(x):
+        loss = linear(x).sum()
+        loss.backward()
+        return loss
+
+    model = step if form == "step" else linear
+    tr = st.trace(model, (torch.randn(2, 3, 4),), dynamic_shapes=({0: torch.export.Dim("batch", max=9)},))
+    run = {"step": tr, "decomposed": tr.decompose(), "split": tr.split_backward()}[form]
+    run(torch.randn(5, 3, 4))
+    other = torch.randn(3, 5, 4).transpose(0, 1)
+    said = r"strides \(12, 4, 1\) when traced and has \(4, 20, 1\) now.* give a copy in the strides of the trace"
+    with pytest.raises(InputMismatchError, match=said):
+        run(other)
+    run(other.contiguous())
+
+
 def test_conjugation_that_was_asked_for():
     x = torch.randn(3, dtype=torch.complex64)
     tr = st.trace(lambda x: x * 2 if x.is_conj() else x, (x,))

@@ -1100,6 +1100,52 @@ def test_a_function_of_autograd_beside_the_path_that_is_differentiated_is_refuse
         st.trace(forward, (torch.ones(2, 3, requires_grad=True),))
 
 
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        ctx.save_for_backward(t)
+        return t * t
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3 * ctx.saved_tensors[0]
+
+
+class WithFunction(Net):
+    def forward(self, x):
+        return Squared.apply(super().forward(x))
+
+
+def net_with_hook():
+    model = Net()
+    model.a.register_full_backward_hook(lambda module, inputs, outputs: None)
+    return model
+
+
+@pytest.mark.parametrize("make", [WithFunction, net_with_hook])
+def test_a_run_before_the_closure_that_nothing_differentiates(make):
+    def step_of(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x, y):
+            before = model(x).square().mean()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure), before.detach()
+
+        return step
+
+    def all_equal(found, expected):
+        return all(map(equal, found, expected)) if isinstance(found, tuple) else equal(found, expected)
+
+    run_beside_eager(step_of, make(), equal=all_equal)
+
+
 def test_the_grad_of_an_input_that_was_written():
     def forward(x):
         x -= 3

@@ -8,7 +8,6 @@ Data flow:
 from __future__ import annotations
 
 import collections
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -25,6 +24,7 @@ from scopetrace.program.graph import NodeState, node_value
 from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level import aten_tapes, torch_level_tapes
 from scopetrace.torch_level.names import name_torch_functions
+from scopetrace.torch_level.numbers import number_inputs, with_numbers
 from scopetrace.torch_level.purity import assert_pure as assert_pure
 
 Level = Literal["aten", "torch"]
@@ -164,7 +164,7 @@ class _Compiled:
     ) -> None:
         self._gm, self._make, self._compiler, self._backward = gm, make, compiler, backward
         self._programs: dict[Any, tuple[Functionalized, Callable[..., Any]]] = {}
-        self._numbers = _numbers(gm)
+        self._numbers = number_inputs(gm)
         self._uses_absolute_offset = False  # whether an op addresses an input from the start of its storage
 
     def __call__(self, *args: Any) -> Any:
@@ -178,7 +178,7 @@ class _Compiled:
         return program.run(run, *args)
 
     def _compile(self, args: tuple[Any, ...], numbers: dict[int, Any]) -> tuple[Functionalized, Callable[..., Any]]:
-        made = self._make(_with_numbers(self._gm, numbers) if numbers else self._gm, args)
+        made = self._make(with_numbers(self._gm, numbers) if numbers else self._gm, args)
         program = program_of(made)
         self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
         inputs = program.boundary.enter(args, {})
@@ -205,32 +205,6 @@ class _AtFirstRun:
 
 def _requires_grad(node: NodeState) -> bool:
     return node.op in ("placeholder", "get_attr") and getattr(node_value(node.node), "requires_grad", False)
-
-
-def _numbers(gm: torch.fx.GraphModule) -> list[int]:
-    """The positions of the inputs that are numbers: under `dynamic=True` Dynamo gives a float of the model, such as an
-    `eps`, as a tensor of which the graph takes the `item`."""
-    found = []
-    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if node.users and all(user.op == "call_method" and user.target == "item" for user in node.users):
-            found.append(i)
-    return found
-
-
-def _with_numbers(gm: torch.fx.GraphModule, numbers: dict[int, Any]) -> torch.fx.GraphModule:
-    """The graph with these numbers in place of the `item` of inputs, by their positions."""
-    graph = copy.deepcopy(gm.graph)
-    inputs = list(graph.find_nodes(op="placeholder"))
-    for i, number in numbers.items():
-        for item in list(inputs[i].users):
-            for user in list(item.users):
-                user.args, user.kwargs = _replaced((user.args, user.kwargs), item, number)
-            graph.erase_node(item)
-    return torch.fx.GraphModule(gm, graph)
-
-
-def _replaced(x: Any, old: torch.fx.Node, new: Any) -> Any:
-    return torch.fx.node.map_aggregate(x, lambda leaf: new if leaf is old else leaf)
 
 
 def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:

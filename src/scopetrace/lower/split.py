@@ -264,14 +264,15 @@ def _dynamic_shapes(program: TracedProgram, given: int, first: int) -> tuple[Any
         return tuple(found)
     bounds, tensors = rules.bounds(), len(program.tape.inputs)
     for d in rules.dynamic:
-        if d.expr.is_number:
+        expr = rules.env.replace(d.expr)  # that of another size, where the model made both equal
+        if expr.is_number:
             continue
-        (symbol,) = d.expr.free_symbols
+        (symbol,) = expr.free_symbols
         if d.dim is None:
             found[first + tensors + d.index] = Dim.DYNAMIC
             continue
         lower, upper = bounds[symbol]
-        derive = None if d.expr.is_Symbol else functools.partial(d.expr.subs, symbol)
+        derive = None if expr.is_Symbol else functools.partial(expr.subs, symbol)
         sizes = found[first + d.index] = found[first + d.index] or {}
         sizes[d.dim] = DimSpec(str(symbol), lower, upper, derive=derive)
     return tuple(found)

@@ -165,14 +165,21 @@ def _count(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     return f"{len(args)} positional{names}"
 
 
-def other_strides(tape: ProgramTape, inputs: Sequence[Any]) -> str | None:
-    """The first input whose strides are not those of the example, in words; None where all are."""
+def other_strides(tape: ProgramTape, inputs: Sequence[Any], number: Number) -> str | None:
+    """The first input whose strides are not those of the trace, in words; None where all are."""
     for path, value, tensor in zip(tape.input_paths, tape.inputs, inputs, strict=False):
-        if value.fake.layout is torch.strided and not is_symbolic(value.fake):
-            old, new = (fact_of(t, "layout", ()) for t in (value.fake, tensor))
+        if value.fake.layout is torch.strided:
+            old = _layout_for(tensor, fact_of(value.fake, "layout", ()), number)
+            new = fact_of(tensor, "layout", ())
             if old != new:
                 return f"{path} had strides {old} when traced and has {new} now"
     return None
+
+
+def _layout_for(tensor: torch.Tensor, layout: Sequence[Any], number: Number) -> tuple[int, ...]:
+    """The strides of an input in the trace, in numbers, for the sizes that it has in a call."""
+    sizes = zip(tensor.shape, _in_numbers(layout, number), strict=True)
+    return tuple([0 if n == 1 else stride for n, stride in sizes])
 
 
 def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
@@ -725,8 +732,7 @@ class StateCheck:
         for place, read in self.facts:
             value, now = _in_numbers(read.value, number), place.now(call)
             if isinstance(place, OfInput) and place.fact == "layout":
-                sizes = call.tensors[place.index].shape
-                value = tuple([0 if n == 1 else stride for n, stride in zip(sizes, value, strict=True)])
+                value = _layout_for(call.tensors[place.index], value, number)
             if not same(value, now):
                 raise _mismatch(read, value, now)
 

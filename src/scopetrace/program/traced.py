@@ -471,7 +471,7 @@ class TracedProgram:
             with without_autocast():
                 values = runnable(*inputs)
         except Exception as error:
-            explained = _explained(error, self.tape, inputs)
+            explained = _explained(error, self.boundary, inputs)
             if explained is None:
                 _ = self.current  # an EditError where the graph was edited and cannot be followed
                 raise
@@ -604,16 +604,18 @@ def _without_effects(tape: ProgramTape) -> ProgramTape:
     return dataclasses.replace(tape, outputs=tape.result, write_back=write_back)
 
 
-def _explained(error: Exception, tape: ProgramTape, inputs: Sequence[Any]) -> ScopetraceError | None:
+def _explained(error: Exception, boundary: CallBoundary, inputs: Sequence[Any]) -> ScopetraceError | None:
     """InputMismatchError where a graph failed since a specialization or the strides of an input differ, else None.
 
     Where the forward may catch the error, a DataDependentError: the graph does not go on as the forward would.
     """
+    tape = boundary.tape
     if decided_by(tape.specializations, str(error)) is not None:
         return InputMismatchError(str(error))
-    other = other_strides(tape, inputs)
+    other = other_strides(tape, inputs, boundary.number(inputs))
     if other is not None:
-        return InputMismatchError(f"{other}, and an op of the program takes no others: {error}")
+        way_out = "give a copy in the strides of the trace, or trace again with such an input"
+        return InputMismatchError(f"{other}, and an op of the program takes no others; {way_out}: {error}")
     ops = (op for op in tape.ops if op.kind == "call_function")
     caught = next((op for op in ops if any(starmap(catches_errors, walk_frames(op.frames)))), None)
     if caught is None:

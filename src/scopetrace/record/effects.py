@@ -489,7 +489,12 @@ def refuse_lost_gradients(
         given = [v for op in quiet for v in op.values() if v.requires_grad_now]
     written = tape.written_storages()
     functions = ((v, node) for v in given for node in _functions(v, behind_writes=v.storage in written))
-    unseen = next((v for v, node in functions if sequence_number(node) not in (differentiated or ())), None)
+    if differentiated is None:
+        unseen = next((v for v, _ in functions), None)
+    else:
+        found = [(v, sequence_number(node)) for v, node in functions]
+        reached = _reached_from_outside(tape, results) if found else ()
+        unseen = next((v for v, number in found if number in reached and number not in differentiated), None)
     if unseen is not None and differentiated is not None:
         raise UnsupportedOpError(
             "the forward differentiates, and has autograd_function_apply of tensors that require grad, through which "
@@ -526,6 +531,14 @@ def refuse_lost_gradients(
                 "one run before st.trace; or return x.detach()"
                 + ("; or trace under torch.no_grad()" if tape.grad else ""),
             )
+
+
+def _reached_from_outside(tape: RecordedTape, results: Iterable[Value]) -> set[int]:
+    """The numbers of the nodes to which a backward from what the forward leaves goes: results, attributes, writes."""
+    written = tape.written_storages()
+    outside = (v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values())
+    left = [*results, *(w.value for w in tape.attribute_writes), *(v for v in outside if v.storage in written)]
+    return set(map(sequence_number, nodes_of([v.fake for v in left if requires_grad_of(v.fake)])))
 
 
 def refuse_lost_hooks(
