@@ -473,6 +473,12 @@ def test_nodes_carry_scope_and_source():
     assert "self.fc(x)" in gemm.metadata_props["pkg.torch.onnx.stack_trace"]
 
 
+@pytest.mark.parametrize("version", ["18", 18.0, True])
+def test_an_opset_is_a_number(version):
+    with pytest.raises(st.ArgumentTypeError, match=f"opset_version={version!r}: write a number, as opset_version=18"):
+        st.trace(blocks(1), (X,)).to_onnx(opset_version=version)
+
+
 def test_the_opset_is_the_one_asked_for():
     trace = st.trace(blocks(1), (X,))
     for version in (18, 20, 23):
