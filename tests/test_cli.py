@@ -628,7 +628,7 @@ def test_what_two_models_do_differently(tmp_path):
 
 def test_a_size_with_two_names():
     twice = ("--dynamic", "x.0=batch", "--dynamic", "x.0=length")
-    refused(show("Net", "-i", "x=2x4", *twice), "x.0 is batch already; write one symbol")
+    refused(show("Net", "-i", "x=2x4", *twice), "x.0 is batch already; give a size one symbol")
 
 
 def test_a_saved_trace_is_a_target(tmp_path):
