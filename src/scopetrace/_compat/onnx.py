@@ -113,6 +113,7 @@ def _is_smoothed(node: torch.fx.Node) -> bool:
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
     torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
+    torch.ops.aten.scaled_dot_product_attention.default: lambda node: node.args[0].meta["val"].dim() != 4,
     FUSED: lambda node: True,
 }
 
