@@ -37,6 +37,12 @@ model = Net()
 class Parts:
     inner = nn.Linear(4, 2)
 
+    @property
+    def broken(self):
+        raise RuntimeError("no model")
+
+parts = Parts()
+
 def build():
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(300)])
 
@@ -48,6 +54,9 @@ def build_text():
 
 def build_badly():
     raise RuntimeError("no weights here\\nsecond line")
+
+def build_exit():
+    raise SystemExit("no such file")
 
 def build_with_package():
     import package_that_is_not_there
@@ -193,6 +202,9 @@ def test_plan():
 WRONG_PLANS = {
     "neither": ((), "write --classes NAME, once for each class, or --target-mb N", 2),
     "unknown class": (("--classes", "Conv2d"), "--classes: no module of the model is a Conv2d; there are: Dropout", 2),
+    "step": (("--target-mb", 1, "--step"), "leave out --step", 2),
+    "nan": (("--target-mb", "nan"), "--target-mb nan: write a finite number", 2),
+    "infinite": (("--target-mb", 1, "--bandwidth", "inf"), "--bandwidth inf: write a finite number", 2),
     "container": (("--classes", "ModuleList"), "--classes: no module of the model is a ModuleList", 2),
 }
 
@@ -334,6 +346,7 @@ WRONG = {
     "cli_models:Parts.outer": "the class Parts has no 'outer'; it has inner",
     "cli_models:Parts": "is a class, but no torch.nn.Module",
     "cli_models:MODELS": "the module cli_models has no 'MODELS'; it has Net, model, Parts, Branch, Takes",
+    "cli_models:parts.broken": "broken raised RuntimeError: no model, at ",
     "cli_models:build_sized": "cannot be called without size: name a function without arguments",
     "cli_models:build_text": "returned the type str: it must return a torch.nn.Module",
     "cli_models:build_with_package": "pip install package_that_is_not_there",
@@ -354,6 +367,7 @@ WRONG_INPUTS = {
     ("scales=2x4",): "write --input scale=…",
     ("x=2x4", "0=2x4"): "given twice",
     ("x=2x4", "2=2x4"): "Net.forward has no position 2: its positions are 0 (x), 1 (ids)",
+    ("x=2x4", "²=2x4"): "Net.forward has no argument '²': its arguments are x, ids, scale",
     ("ids=3:int64",): "Net.forward needs x: add --input x=SHAPE[:DTYPE]",
     (): "Net.forward needs x: add --input x=SHAPE[:DTYPE]",
 }
@@ -450,11 +464,23 @@ def test_inputs_that_do_not_fit():
     assert len(lines) == 2
 
 
+def test_an_input_of_another_dtype(here):
+    lines = failed(show("Raises", "-i", "x=4:int64"))
+    assert lines[0].startswith("scopetrace: Raises raised RuntimeError: aten.linear.default takes tensors of one dtype")
+    assert lines[1].startswith("  while tracing Raises/Linear[inner], at ")
+
+
 def test_a_factory_that_raises(here):
     lines = failed(show("build_badly"))
     assert lines[0] == "scopetrace: making cli_models:build_badly raised RuntimeError: no weights here"
     assert lines[1].startswith(f"  at {here / 'cli_models.py'}:")
     assert len(lines) == 2
+
+
+def test_a_factory_that_ends_the_program(here):
+    lines = failed(show("build_exit"))
+    assert lines[0] == "scopetrace: making cli_models:build_exit raised SystemExit: no such file"
+    assert lines[1].startswith(f"  at {here / 'cli_models.py'}:")
 
 
 # Libraries of models -------------------------------------------------------------------------------------------------
@@ -600,12 +626,18 @@ def test_what_two_models_do_differently(tmp_path):
     assert html.read_text().startswith("<!doctype html>")
 
 
+def test_a_size_with_two_names():
+    twice = ("--dynamic", "x.0=batch", "--dynamic", "x.0=length")
+    refused(show("Net", "-i", "x=2x4", *twice), "x.0 is batch already; give a size one symbol")
+
+
 def test_a_saved_trace_is_a_target(tmp_path):
     path = str(tmp_path / "net.st")
     scopetrace.trace(torch.nn.Linear(4, 2), (torch.ones(1, 4),)).save(path)
     assert "aten.linear" in run("show", path).stdout
     assert "leave out the options" in run("show", path, "-i", "x=1x4").stderr
     assert "there is no file" in run("show", str(tmp_path / "other.st")).stderr
+    refused(run("plan", path, "--ranks", 2, "--target-mb", 1), "is a saved trace, which has no model to plan for")
 
 
 def test_the_demo(tmp_path):

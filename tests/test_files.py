@@ -576,3 +576,38 @@ def test_tensors_larger_than_their_storage(tmp_path):
         program["tables"]["tensors"][0]["size"] = [10**6]
 
     assert "larger than its storage" in refusal(rewritten(path, change))
+
+
+class Rebinding(nn.Module):
+    """A count and an average that forward binds anew, in a module that is held and called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.average = torch.zeros(4)
+
+    def forward(self, x):
+        self.count = self.count + 1
+        self.average = 0.5 * self.average + x.mean(0)
+        return x * self.count - self.average
+
+
+PROGRAMS = {
+    "outline": lambda tr: tr.outline("layers"),
+    "decompose": lambda tr: tr.decompose(),
+    "compile": lambda tr: tr.compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_attributes_that_calls_bind_are_those_of_all_programs_of_a_loaded_trace(kind, tmp_path):
+    layer, x = Rebinding(), torch.arange(8.0).view(2, 4)
+    model = nn.Sequential(layer, Rebinding(), layer)
+    tr = st.trace(model, (x,))
+    tr.save(tmp_path / "trace.st")
+    loaded = st.load(tmp_path / "trace.st")
+    program = PROGRAMS[kind](loaded)
+    for run in (program, program, loaded, program):
+        torch.testing.assert_close(run(x), model(x))
+    loaded.save(tmp_path / "later.st")
+    torch.testing.assert_close(st.load(tmp_path / "later.st")(x), model(x))

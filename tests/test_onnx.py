@@ -473,6 +473,12 @@ def test_nodes_carry_scope_and_source():
     assert "self.fc(x)" in gemm.metadata_props["pkg.torch.onnx.stack_trace"]
 
 
+@pytest.mark.parametrize("version", ["18", 18.0, True])
+def test_an_opset_is_a_number(version):
+    with pytest.raises(st.ArgumentTypeError, match=f"opset_version={version!r}: write a number, as opset_version=18"):
+        st.trace(blocks(1), (X,)).to_onnx(opset_version=version)
+
+
 def test_the_opset_is_the_one_asked_for():
     trace = st.trace(blocks(1), (X,))
     for version in (18, 20, 23):
@@ -1265,3 +1271,19 @@ def test_cross_entropy_with_all_its_arguments(tmp_path):
 def test_an_op_without_a_form_whose_size_depends_on_data():
     with pytest.raises(st.OnnxExportError, match=r"aten\.masked_select\.default"):
         st.trace(lambda x: torch.masked_select(x, x > 0), (X,)).to_onnx()
+
+
+class HeadsFirst(nn.Module):
+    """Attention of tensors without a batch, (heads, length, size)."""
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("functions", [(), "repeated"])
+@pytest.mark.parametrize("shape", [(2, 5, 4), (5, 4)])
+def test_attention_without_a_batch(shape, functions):
+    length = Dim("length", min=2, max=64)
+    sizes = ({len(shape) - 2: length},)
+    trace = st.trace(nn.Sequential(HeadsFirst(), HeadsFirst()), (torch.randn(shape),), dynamic_shapes=sizes)
+    assert len(trace.to_onnx(functions=functions, verify=True).functions) == len(functions[:1])

@@ -118,6 +118,12 @@ def test_a_check_takes_arguments_as_a_trace_does():
         tr.check(model, (x,))
 
 
+@pytest.mark.parametrize("given", ["yes", 1, None])
+def test_specialize_is_true_or_false(given):
+    with pytest.raises(st.ArgumentTypeError, match=f"specialize={given!r}: it must be True or False"):
+        st.trace(nn.Linear(2, 2), (torch.ones(1, 2),), specialize=given)
+
+
 @pytest.mark.parametrize("node", ["linear", None, torch.ones(1)])
 def test_the_scope_of_what_is_no_node(node):
     tr = st.trace(nn.Linear(2, 2), (torch.ones(1, 2),))

@@ -110,9 +110,16 @@ def _is_smoothed(node: torch.fx.Node) -> bool:
     return bool(smoothing != 0 or value is None or value.is_floating_point())
 
 
+def _is_without_batch(node: torch.fx.Node) -> bool:
+    """Whether the query of attention is not 4-d, which torch.onnx does not take."""
+    query: Any = node.args[0]
+    return bool(query.meta["val"].dim() != 4)
+
+
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
     torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
+    torch.ops.aten.scaled_dot_product_attention.default: _is_without_batch,
     FUSED: lambda node: True,
 }
 

@@ -239,6 +239,7 @@ class Trace(Shown):
         Raises:
             OnnxDependencyError: a package is missing.
             OnnxOptionError, OutlineError: an argument does not fit.
+            ArgumentTypeError: opset_version is no number.
             OnnxOpError: ops have no ONNX form; the error has all of them, with module and source line.
             OnnxExportError: the trace has no form as an ONNX model for another reason.
             OnnxVerificationError: with verify=True.
@@ -562,14 +563,14 @@ def trace(
         TraceError: for other things that cannot be recorded; it has one subclass for each.
         ArgumentError: side_effects= or reuse= is none of its values.
         ArgumentTypeError: model is a class or not callable, args is no tuple, kwargs is no dict, both leaf_modules= and
-            leaves= are given.
+            leaves= are given, specialize= is no bool.
         Exception: what the model itself raises.
     """
     if leaves is not None:
         if leaf_modules is not None:
             raise ArgumentTypeError("leaves= is the earlier name of leaf_modules=: give one of them")
         leaf_modules = leaves
-    _refuse_options(side_effects, reuse)
+    _refuse_options(side_effects, reuse, specialize)
     if isinstance(model, type) or not callable(model):
         what = f"the class {model.__name__}: make one" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ArgumentTypeError(f"model must be a module or a function, and is {what}; write st.trace(model, args)")
@@ -602,7 +603,9 @@ def trace(
     return Trace(TracedProgram(tape, functional_tape(tape) if functional else tape, model))
 
 
-def _refuse_options(side_effects: Any, reuse: Any) -> None:
+def _refuse_options(side_effects: Any, reuse: Any, specialize: Any) -> None:
+    if not isinstance(specialize, bool):
+        raise ArgumentTypeError(f"specialize={specialize!r}: it must be True or False")
     if side_effects not in (None, "warn", "refuse"):
         raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
     if not isinstance(reuse, bool | None):

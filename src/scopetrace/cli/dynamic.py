@@ -27,7 +27,10 @@ def parse_dynamic(texts: tuple[str, ...]) -> dict[str, dict[int, Any]] | None:
         name, dim, symbol, low, high = (match[k] for k in ("name", "dim", "symbol", "min", "max"))
         if limits.setdefault(symbol, (low, high)) != (low, high) and (low or high):
             raise UsageError(f"--dynamic {text}: {symbol} has other limits elsewhere; write them the first time only")
-        found.setdefault(name, {})[int(dim)] = symbol
+        if found.setdefault(name, {}).setdefault(int(dim), symbol) != symbol:
+            raise UsageError(
+                f"--dynamic {text}: {name}.{dim} is {found[name][int(dim)]} already; give a size one symbol"
+            )
     dims = {symbol: _dim(symbol, low, high) for symbol, (low, high) in limits.items()}
     return {name: {d: dims[symbol] for d, symbol in sizes.items()} for name, sizes in found.items()} or None
 

@@ -62,23 +62,24 @@ def print_result(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """The class of an exception and the first line of its message."""
     message = str(error).partition("\n")[0]
     return type(error).__name__ + (f": {message}" if message else "")
 
 
-def model_raised(what: str, error: Exception) -> ModelError:
+def model_raised(what: str, error: BaseException) -> ModelError:
     """An error with the message of a model's exception, and where it was raised.
 
     The places are the notes that tracing added to the exception; else the innermost line of the traceback.
     """
     frames = _frames(error)
-    if frames and _is_ours(frames[-1]):
-        return ModelError(f"an error in scopetrace itself, please report it: {error_text(error)}\n  {_at(frames[-1])}")
     notes = [note.removeprefix("scopetrace: ") for note in getattr(error, "__notes__", ())]
-    places = [note for note in notes if note.startswith("while tracing ")] or source_line(error)
-    return ModelError("\n  ".join([f"{what} raised {error_text(error)}", *places]))
+    places = [note for note in notes if note.startswith("while tracing ")]
+    is_refused_op = bool(places) and type(error) is RuntimeError  # as torch's kernels raise it
+    if frames and _is_ours(frames[-1]) and not is_refused_op:
+        return ModelError(f"an error in scopetrace itself, please report it: {error_text(error)}\n  {_at(frames[-1])}")
+    return ModelError("\n  ".join([f"{what} raised {error_text(error)}", *(places or source_line(error))]))
 
 
 def source_line(error: BaseException) -> list[str]:

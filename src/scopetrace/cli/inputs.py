@@ -154,11 +154,12 @@ class Forward:
     def _resolve(self, name: str) -> str | int:
         """The name of the argument that an input stands for; of one in `*args`, the position."""
         names = [p.name for p in self._named]
-        if name.isdigit() and int(name) < len(self._positional):
+        is_position = name.isascii() and name.isdigit()
+        if is_position and int(name) < len(self._positional):
             return self._positional[int(name)].name
-        if name.isdigit() and _Kind.VAR_POSITIONAL in self._kinds:
+        if is_position and _Kind.VAR_POSITIONAL in self._kinds:
             return int(name)
-        if name.isdigit():
+        if is_position:
             known = ", ".join(f"{i} ({p.name})" for i, p in enumerate(self._positional))
             raise UsageError(f"{self._name} has no position {name}: its positions are {known or 'none'}")
         is_keyword = _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, names, n=1)

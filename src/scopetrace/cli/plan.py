@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import click
@@ -56,10 +57,17 @@ def plan(
     """
     if bool(classes) == bool(target_mb):
         raise UsageError("write --classes NAME, once for each class, or --target-mb N")
+    if asked.step is not None:
+        raise UsageError("a plan is of the forward, and of a backward that is the forward in reverse: leave out --step")
+    numbers = {"target-mb": target_mb, "bandwidth": bandwidth, "tflops": tflops, "latency": latency}
+    for name, number in numbers.items():
+        if number is not None and not math.isfinite(number):
+            raise UsageError(f"--{name} {number}: write a finite number")
     with quiet(), progress() as say, torch.no_grad():
         traced = asked.trace(say, functional=False)
         model = traced.model
-        assert isinstance(model, torch.nn.Module)
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"{asked.target} is a saved trace, which has no model to plan for: name the model")
         say("planning")
         chosen = {"classes": _classes(model, classes)} if classes else {"target_bytes": int((target_mb or 0) * 1e6)}
         results = {}

@@ -154,7 +154,7 @@ class Asked:
                     specialize=self.specialize,
                     progress=lambda path, ops: say(f"tracing {path}, {ops:,} ops"),
                 )
-        except Exception as error:  # a model's own error may have any class
+        except (Exception, SystemExit) as error:  # a model's own error may have any class
             explained = _explained(error, forward, inputs, type(model).__name__)
             if explained is None:
                 raise
@@ -168,7 +168,7 @@ class Asked:
         return load(self.target)
 
 
-def _explained(error: Exception, forward: Forward, inputs: list[Input], model: str) -> Exception | None:
+def _explained(error: BaseException, forward: Forward, inputs: list[Input], model: str) -> Exception | None:
     """What to raise in place of an error of `trace`; None for an error that says enough."""
     if isinstance(error, DynamicShapeError) and error.module is None:
         return UsageError(f"--dynamic: {error.problem}" + (f"; {error.hint}" if error.hint else ""))

@@ -126,9 +126,12 @@ def _near(library: str, name: str, known: list[str]) -> str:
 def _from_module(target: str, module_name: str, name: str) -> torch.nn.Module:
     found: Any = _import(target, module_name, name)
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise UsageError(f"TARGET {target!r}: {_no_attribute(found, part)}")
-        found = getattr(found, part)
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise UsageError(f"TARGET {target!r}: {_no_attribute(found, part)}") from error
+        except Exception as error:  # a property, or __getattr__ of a module
+            raise UsageError(f"TARGET {target!r}: {part} raised {_raised(error)}") from error
     if isinstance(found, torch.nn.Module):
         return found
     if isinstance(found, type) and not issubclass(found, torch.nn.Module):
@@ -157,7 +160,7 @@ def _import(target: str, module_name: str, name: str) -> Any:
                 f"TARGET {target!r}: there is no module {missing!r} here or among the installed packages; write {FORM}"
             ) from error
         raise UsageError(f"TARGET {target!r}: {_install(module_name, missing)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"TARGET {target!r}: importing {module_name} raised {_raised(error)}") from error
 
 
@@ -199,9 +202,9 @@ def _make(target: str, factory: Callable[[], Any]) -> Any:
         if error.name is None:  # transformers raises it for other reasons too
             raise model_raised(f"making {target}", error) from error
         raise UsageError(f"TARGET {target!r}: {_install(target, error.name)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise model_raised(f"making {target}", error) from error
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     return ", ".join([error_text(error), *source_line(error)])

@@ -17,6 +17,7 @@ Reading runs no code of the file: it imports nothing and calls nothing that the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
@@ -118,11 +119,13 @@ def _read(file: IO[bytes], foreign: list[Any]) -> tuple[ProgramTape, ProgramTape
     data = archive.json("program.json")
     decoder = Decoder(data["tables"], data["environment"], TensorReader(archive), foreign)
     recorded, tape = (decoder.row("tapes", data[name]) for name in ("recorded", "program"))
+    holders: dict[str, torch.nn.Module] = {}
     for found in (recorded, tape):
         if not isinstance(found, ProgramTape):
             raise TypeError("a tape is no program")
         verify(found, "the file")
         _bind_gradients(found)
+        _bind_attributes(found, holders)
     return recorded, tape
 
 
@@ -135,6 +138,25 @@ def _bind_gradients(tape: ProgramTape) -> None:
             holder = torch.nn.Module()
             holder.__dict__[attribute.removesuffix(".grad")] = tensor
             tape.owners[name] = holder, attribute
+
+
+def _bind_attributes(tape: ProgramTape, holders: dict[str, torch.nn.Module]) -> None:
+    """Give attributes that the program binds to new tensors one place for all programs made of the trace.
+
+    `holders` has, by the name of a module, an empty one in its place, for both tapes.
+    """
+    for i, write in enumerate(tape.attribute_writes):
+        if write.of is not None:
+            continue
+        holder = holders.setdefault(write.fqn, torch.nn.Module())
+        tape.attribute_writes[i] = dataclasses.replace(write, module=holder)
+        tensor = tape.attributes.get(write.path)
+        if tensor is not None and write.path in tape.owners:
+            if write.buffer is None:
+                holder.__dict__[write.name] = tensor
+            else:
+                holder.register_buffer(write.name, tensor, persistent=write.buffer)
+            tape.owners[write.path] = holder, write.name
 
 
 def _refuse_pickle(file: IO[bytes]) -> None:

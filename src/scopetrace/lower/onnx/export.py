@@ -21,7 +21,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.ops import building
-from scopetrace.errors import FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
+from scopetrace.errors import ArgumentTypeError, FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.ir.selection import is_named
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
@@ -364,6 +364,9 @@ def write(
     progress: Callable[[str], None] | None,
 ) -> Exported:
     """Export, verify on request, and write to `path` where one is given. For the arguments see `Trace.to_onnx`."""
+    version: Any = options.opset_version
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise ArgumentTypeError(f"opset_version={version!r}: write a number, as opset_version=18")
     if path is None and not options.export_params:
         raise OnnxOptionError("export_params=False writes references to files beside the file: give a path")
     if external_data is not None and not isinstance(external_data, bool) and external_data <= 0:
