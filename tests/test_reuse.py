@@ -792,7 +792,7 @@ def test_what_a_copied_layer_read_is_compared(around, change):
             tr(x)
 
 
-class Scale:
+class Sizes:
     """Settings of which the class has one."""
 
     size = 2
@@ -804,7 +804,7 @@ class Scale:
 class Scaled(nn.Module):
     def __init__(self, index):
         super().__init__()
-        self.scale = Scale(index)
+        self.scale = Sizes(index)
 
     def forward(self, x):
         return x * self.scale.size
@@ -820,6 +820,6 @@ def test_what_a_copied_layer_read_of_a_class_is_listed_and_compared(monkeypatch)
         found[reuse] = [(read.name, read.value, read.module) for read in reads]
     assert len(found[True]) == 10
     assert sorted(found[True], key=repr) == sorted(found[False], key=repr)
-    monkeypatch.setattr(Scale, "size", 3)
-    with pytest.raises(StateMismatchError, match="Scale.size"):
+    monkeypatch.setattr(Sizes, "size", 3)
+    with pytest.raises(StateMismatchError, match=r"Sizes\.size"):
         tr(x)
