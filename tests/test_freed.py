@@ -355,12 +355,73 @@ def lines_interrupted(enter, where, at=None):
 
 
 def test_interrupts_at_each_line_of_what_switches_the_garbage_collector():
-    """But for the lines that switch it on again: Python has no signals act between the end of `yield` and there."""
     lines = lines_interrupted(garbage_collector_off, "garbage_collector_off")
-    assert lines == 6
-    for at in range(1, lines - 1):
+    assert lines > 8
+    for at in range(1, lines + 1):
         lines_interrupted(garbage_collector_off, "garbage_collector_off", at)
         assert gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_on_again_when_the_last_thread_has_left(enabled):
+    """Two threads make graphs: the second begins before the first has ended, and ends after it."""
+    second_is_in, first_is_out = threading.Event(), threading.Event()
+
+    def second():
+        with garbage_collector_off():
+            second_is_in.set()
+            first_is_out.wait()
+
+    thread = threading.Thread(target=second)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with garbage_collector_off():
+            thread.start()
+            second_is_in.wait()
+        assert not gc.isenabled()
+        first_is_out.set()
+        thread.join()
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+def test_threads_that_switch_the_garbage_collector_at_any_line():
+    lines = lines_interrupted(garbage_collector_off, "garbage_collector_off")
+
+    def pause(at):
+        """Enter in a thread, which waits before the line `at` until another thread has been in and out."""
+        reached, go_on = threading.Event(), threading.Event()
+        count = 0
+
+        def trace(frame, event, _):
+            nonlocal count
+            if frame.f_code.co_name != "garbage_collector_off":
+                return None
+            count += event == "line"
+            if event == "line" and count == at:
+                reached.set()
+                go_on.wait(0.2)  # not for ever: it may hold the lock
+            return trace
+
+        def run():
+            sys.settrace(trace)
+            try:
+                with garbage_collector_off():
+                    pass
+            finally:
+                sys.settrace(None)
+
+        thread = threading.Thread(target=run)
+        with garbage_collector_off():
+            thread.start()
+            reached.wait(1)  # it may end before
+        go_on.set()
+        thread.join()
+
+    for at in range(1, lines + 1):
+        pause(at)
+        assert gc.isenabled(), at
 
 
 def test_interrupts_at_each_line_of_what_keeps_them():

@@ -417,22 +417,34 @@ def building() -> Iterator[None]:
     Other threads wait, and signals too, since torch's modes and our patches are switched on and off inside. Python's
     garbage collector is off.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    kept: Any = interrupts if in_main else (contextlib.nullcontext(),) * 3
-    with _compile_lock(), one_at_a_time, kept[0], kept[1], kept[2], garbage_collector_off():
+    with _compile_lock(), one_at_a_time, garbage_collector_off():
         yield
+
+
+_collector_lock = threading.Lock()
+_collector_off: dict[object, bool] = {}
+"""Who is in `garbage_collector_off`, of all threads, and whether the collector was on before."""
 
 
 @contextlib.contextmanager
 def garbage_collector_off() -> Iterator[None]:
-    """Entered where programs only grow: Python's collector would visit them again and again as they do."""
-    enabled = gc.isenabled()
-    try:
-        gc.disable()  # in here, since a signal may raise right after
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    """Entered where programs only grow: Python's collector would visit them again and again as they do.
+
+    It is on again when the last of all threads has left. Signals wait.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    kept: Any = interrupts if in_main else (contextlib.nullcontext(),) * 3
+    me = object()
+    with kept[0], kept[1], kept[2]:
+        try:
+            with _collector_lock:
+                _collector_off[me] = any(_collector_off.values()) or gc.isenabled()
+                gc.disable()
+            yield
+        finally:
+            with _collector_lock:
+                if _collector_off.pop(me, False) and not _collector_off:
+                    gc.enable()
 
 
 T = TypeVar("T")
