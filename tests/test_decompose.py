@@ -376,3 +376,24 @@ def test_a_loaded_trace_of_dynamic_sizes(tmp_path):
     loaded = st.load(tmp_path / "conv.st")
     x = torch.randn(3, 8, 7)
     torch.testing.assert_close(loaded.decompose()(x), model(x))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_training_step_with_attention(is_causal):
+    """The backward takes the logsumexp of the op, which torch's decomposition does not give."""
+    model = nn.Linear(4, 12)
+
+    def step(x):
+        q, k, v = model(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        loss = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).square().sum()
+        loss.backward()
+        return loss
+
+    x = torch.randn(2, 6, 4)
+    found = st.trace(step, (x,)).decompose()
+    results = {}
+    for name, run in (("eager", step), ("decomposed", found)):
+        model.zero_grad()
+        results[name] = run(x).detach(), model.weight.grad, model.bias.grad
+    torch.testing.assert_close(results["decomposed"], results["eager"])
+    assert aten._scaled_dot_product_flash_attention_for_cpu.default in ops(found.graph_module.graph)

@@ -63,6 +63,9 @@ _BY_STATISTICS = (
 )
 """Ops that read mean and deviation, through which gradients of their results go; what they decompose into has none."""
 
+_KEPT_BESIDE_TORCHS = (_aten._scaled_dot_product_flash_attention_for_cpu.default,)
+"""Ops of which torch's decomposition gives another second result than the one that the backward takes."""
+
 
 def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> FunctionalTape:
     """The program with the ops of `table` replaced by what it gives for them, and so on in these; None for core ATen.
@@ -131,6 +134,8 @@ class _TapeDecomposer:
         if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
             self._lay_out(op.inputs(), [placed])
         is_torchs = getattr(rule, "__module__", "").startswith("torch._decomp")
+        if is_torchs and op.target in _KEPT_BESIDE_TORCHS:
+            rule = None
         if is_torchs and drops_between_layers(op.target, op.args):
             raise DecompositionError(
                 "the decomposition leaves the dropout between its layers out",
