@@ -1012,17 +1012,17 @@ def test_leaf_modules_are_refused():
     assert (raised.value.op, raised.value.module) == ("1", "Sequential/Scaled[1]")
 
 
-class Windows(nn.Module):
+class Weighted(nn.Module):
     def forward(self, x):
-        return F.scaled_dot_product_attention(x, x, x)
+        return torch.bincount(x.long(), weights=x, minlength=4)
 
 
 def test_ops_that_torch_refuses_are_named_with_module_and_source():
-    """torch.onnx has attention of 4 dimensions only."""
-    with pytest.raises(st.OnnxExportError, match=r"at scaled_dot_product_attention: .*only 4D") as raised:
-        st.trace(nn.Sequential(Windows()), (torch.randn(1, 2, 3, 4, 8),)).to_onnx()
-    assert raised.value.module == "Sequential/Windows[0]"
-    assert re.fullmatch(r"File .*: return F\..*", raised.value.source)
+    """torch.onnx has `bincount` without weights only."""
+    with pytest.raises(st.OnnxExportError, match=r"at bincount: .*with weights is not supported") as raised:
+        st.trace(nn.Sequential(Weighted()), (torch.rand(5),)).to_onnx()
+    assert raised.value.module == "Sequential/Weighted[0]"
+    assert re.fullmatch(r"File .*: return torch\.bincount.*", raised.value.source)
 
 
 # ---------------------------------------------------------------- which modules

@@ -110,16 +110,17 @@ def _is_smoothed(node: torch.fx.Node) -> bool:
     return bool(smoothing != 0 or value is None or value.is_floating_point())
 
 
-def _is_without_batch(node: torch.fx.Node) -> bool:
-    """Whether the query of attention is not 4-d, which torch.onnx does not take."""
-    query: Any = node.args[0]
-    return bool(query.meta["val"].dim() != 4)
+def _has_other_dims(node: torch.fx.Node) -> bool:
+    """Whether query, key or value of attention is known to be not 4-d, which torch.onnx does not take."""
+    operands: Any = node.args[:3]
+    known = [value for value in (x.meta.get("val") for x in operands) if value is not None]
+    return any(value.dim() != 4 for value in known)
 
 
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
     torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
-    torch.ops.aten.scaled_dot_product_attention.default: _is_without_batch,
+    torch.ops.aten.scaled_dot_product_attention.default: _has_other_dims,
     FUSED: lambda node: True,
 }
 
