@@ -6,7 +6,7 @@ Classes of their own: reading any attribute takes longer where the class has a `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,10 +115,8 @@ class CopiedCall(Call):
     """The call that it is a copy of."""
     make: Callable[[Call], tuple[Any, ...]]
     """Makes the part of the tape that the call is in, and gives the fields of `_WAITING` for `repeats`."""
-    before: Mapping[str, Any]
-    """The `__dict__` of the module."""
-    describe: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Makes `attributes` of `before`."""
+    describe: Callable[[], dict[str, Any]]
+    """Makes `attributes`."""
 
     @classmethod
     def of(cls, call: Call, make: Callable[[Call], tuple[Any, ...]], **changed: Any) -> CopiedCall:
@@ -154,11 +152,10 @@ class CopiedCall(Call):
         def attributes(self) -> dict[str, Any]:
             """As of a Call."""
             fields = self.__dict__
-            before, describe = fields.get("before"), fields.get("describe")
+            describe = fields.get("describe")
             if describe is not None:  # as above
-                fields["attributes"] = describe(before)
+                fields["attributes"] = describe()
                 fields.pop("describe", None)
-                fields.pop("before", None)
             return fields["attributes"]
 
 

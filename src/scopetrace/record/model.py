@@ -242,10 +242,6 @@ class Model:
             names = [saved.name if self.is_outside(saved.module) else saved.fqn for saved in self.saved_modules]
         return [(n, s.module, methods[type(s.module)]) for n, s in zip(names, self.saved_modules, strict=True)]
 
-    def attributes_before(self, module: torch.nn.Module) -> Mapping[str, Any]:
-        """The `__dict__` of a saved module as it was before the forward."""
-        return self._saved[id(module)].tables[0]
-
     def is_outside(self, module: torch.nn.Module) -> bool:
         """Whether only objects, globals or closures hold a saved module."""
         return id(module) not in self.names
@@ -311,6 +307,10 @@ class SavedModule:
         """What `live` held."""
         values = iter(self.values)
         return [dict(zip(names, values, strict=False)) for names in self.layout.names]
+
+    def plain_attributes(self) -> dict[str, Any]:
+        """As the function `plain_attributes`, of what the module was."""
+        return plain_attributes(dict(zip(self.layout.names[0], self.values, strict=False)))
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter | None, ...]:

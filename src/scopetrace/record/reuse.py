@@ -480,8 +480,9 @@ class CallRecorderWithReuse(CallRecorder):
         where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "start": start, "module": module}
         where["position"], where["index"] = number
         if callable(given):
-            before = self._model.attributes_before(module)
-            new: Call = CopiedCall.of(call, given, before=before, describe=plain_attributes, **where)
+            saved = self._model.saved(module)
+            assert saved is not None
+            new: Call = CopiedCall.of(call, given, describe=saved.plain_attributes, **where)
         else:
             args, kwargs = given
             new = call.replace(args=args, kwargs=kwargs, attributes=plain_attributes(module.__dict__), **where)
