@@ -10,6 +10,8 @@ import textwrap
 import pytest
 import torch
 from forwards import HEAD, assert_right_or_refused
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import scopetrace as st
 
@@ -140,6 +142,46 @@ def test_an_op_of_integers_that_gives_a_default_dtype_of_the_forward_is_refused(
         st.trace(run_in("default_dtype(torch.float64)", "y = torch.arange(3) / 2"), (torch.ones(2),))
     run = run_in("default_dtype(torch.float64)", "y = torch.arange(3).to(torch.get_default_dtype()) / 2")
     assert torch.equal(st.trace(run, (torch.ones(2),))(torch.ones(2)), torch.tensor([0, 0.5, 1], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+@pytest.mark.parametrize("grad", [False, True])
+def test_attention_under_a_choice_of_kernels_is_the_kernel_that_it_chooses(backend, grad):
+    def forward(q):
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(2, 4, 64, 32, requires_grad=grad)
+    tr = st.trace(forward, (q,))
+    (name,) = [str(n.target) for n in tr.graph_module.graph.nodes if "attention" in str(n.target)]
+    assert (
+        name
+        == {
+            SDPBackend.MATH: "aten._scaled_dot_product_attention_math.default",
+            SDPBackend.FLASH_ATTENTION: "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        }[backend]
+    )
+    assert torch.equal(tr(q), forward(q))
+    if grad:
+        of_trace, of_eager = (torch.autograd.grad(f(q).square().sum(), q) for f in (tr, forward))
+        assert torch.equal(*of_trace, *of_eager)
+
+
+def test_a_default_device_leaves_the_end_of_a_block_without_gradients_what_it_is():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                view = x.view(-1)
+            return view.sin() * x.sum()
+
+    x = torch.randn(2, 3, requires_grad=True)
+    torch.set_default_device("cpu")
+    try:
+        tr = st.trace(Model(), (x,))
+        with torch.no_grad():
+            assert torch.equal(tr(x), Model()(x))
+    finally:
+        torch.set_default_device(None)
 
 
 if __name__ == "__main__":

@@ -339,6 +339,9 @@ def test_a_result_that_repeats_elements_keeps_its_strides():
         lambda z: z.normal_(),
         lambda z: torch.rand_like(z),
         lambda z: torch.normal(z, 1.0),
+        lambda z: z.bernoulli_(0.75),
+        lambda z: z.random_(3, 100),
+        lambda z: z.random_(100),
     ],
 )
 def test_random_numbers_come_in_the_memory_order_of_eager(draw):

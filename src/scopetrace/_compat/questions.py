@@ -172,11 +172,19 @@ def settings() -> dict[str, Any]:
     return {AUTOCAST: autocast_state(), **{name: ask() for name, ask in _SETTINGS}}
 
 
-_backend_flags: list[Callable[[], Any]] = [
-    *(torch._C._get_cudnn_enabled, torch._C._get_mkldnn_enabled, torch._C._get_deterministic_algorithms),
+_attention_flags: list[Callable[[], Any]] = [
     *(torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled),
     *(torch._C._get_cudnn_sdp_enabled, torch._C._get_overrideable_sdp_enabled),
 ]
+_backend_flags: list[Callable[[], Any]] = [
+    *(torch._C._get_cudnn_enabled, torch._C._get_mkldnn_enabled, torch._C._get_deterministic_algorithms),
+    *_attention_flags,
+]
+
+
+def attention_kernels() -> tuple[Any, ...]:
+    """What `torch.nn.attention.sdpa_kernel` sets: which kernels may compute attention, and in which order to try."""
+    return (*[ask() for ask in _attention_flags], *torch._C._get_sdp_priority_order())
 
 
 def backend_flags() -> tuple[Any, ...]:
@@ -557,7 +565,12 @@ def _is_importing() -> bool:
 
 
 def _tell_grad_mode(listener: Listener, enabled: bool, frame: FrameType) -> None:
-    """Tell of a call of `torch._C._set_grad_enabled` in `frame`."""
+    """Tell of a call of `torch._C._set_grad_enabled` in `frame`.
+
+    A mode of torch functions, such as that of a default device, gets the call too, and calls it again.
+    """
+    if frame.f_code.co_name == "__torch_function__":
+        return
     while frame.f_code.co_name == "__init__" and frame.f_back is not None:
         frame = frame.f_back
     if frame.f_code.co_name == "__exit__":

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -505,6 +505,8 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
         return func(*args, **kwargs)
+    if runs_in_python(func, args):
+        return func.decompose(*args, **kwargs)
     before = mode.cache_enabled
     conjugates = bool(args) and isinstance(args[0], complex)  # in a backward: the cache takes no view of a number
     mode.cache_enabled = torch._dynamo.config.fake_tensor_cache_enabled and not conjugates
@@ -538,9 +540,25 @@ def run_parts(func: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if func is torch.ops.aten.dropout.default and not (args[1] and args[2]):
         return args[0]
-    if not _has_kernel(func.name(), _COMPOSITE) or any(map(_is_symbolic, tree_leaves((args, kwargs)))):
+    if not _has_kernel(func.name(), _COMPOSITE) or runs_in_python(func, tree_leaves((args, kwargs))):
         return func.decompose(*args, **kwargs)
     return func._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+RECURRENT = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
+
+
+def runs_in_python(func: Any, args: Iterable[Any]) -> bool:
+    """Whether a composite op is taken apart in Python: with symbolic sizes, and where C++ looks into memory.
+
+    For the kernels of cuDNN, the recurrent ops look there whether the weights lie one after the other.
+    """
+    tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    return (func in RECURRENT and any(t.device.type == "cuda" for t in tensors)) or any(map(_is_symbolic, args))
 
 
 def _is_symbolic(x: Any) -> bool:
@@ -557,6 +575,12 @@ def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
 # The fake mode of a trace ---------------------------------------------------------------------------------------------
 
 _LOSS, _BACKWARD = torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss_backward.Tensor
+CTC_LIBRARIES = frozenset(
+    getattr(torch.ops.aten, name).Tensor
+    for name in ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
+    if hasattr(torch.ops.aten, name)
+)
+"""Ops that tell whether a library computes the loss of tensors on a GPU. Its parts in a trace are those without."""
 
 
 def _fake_mode_of(shape_env: ShapeEnv) -> FakeTensorMode:
@@ -572,6 +596,8 @@ def _dispatch(
     """As `FakeTensorMode.dispatch`: what an op gives for fake tensors."""
     mode = mode_ref()
     assert mode is not None
+    if func in CTC_LIBRARIES:
+        return False
     if func is _LOSS:
         return _ctc_loss(mode, *args[:4])
     if func is _BACKWARD:

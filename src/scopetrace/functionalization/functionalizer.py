@@ -21,6 +21,7 @@ from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
+from scopetrace.functionalization.bodies import as_laid_out
 from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.freed_history import leave_out_freed_history
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
@@ -191,12 +192,23 @@ class Functionalizer(TapeCopier):
             self._write_opaque(op)
             return
         args, kwargs = call_variant(variant, func, *self._operands(op, form))
-        if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
-            variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
+        other, more = self._other_variant(op)
+        if other is not None:
+            variant, args = dataclasses.replace(variant, op=other), (*args, *more)
         run = self._run_each if form.name.startswith("_foreach_") and self._comes_apart(op) else self.emitter.run
         if variant.op is _RRELU and op.grad and list(args[4:5]) == [True]:
             run = self._run_rrelu
         self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
+
+    def _other_variant(self, op: Op) -> tuple[Any, tuple[Any, ...]]:
+        """The op in the place of the functional variant of an op, None for most, and what more it takes."""
+        if op.target is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
+            return _aten.fill.Scalar, (0,)
+        if op.target is _RANDOM_FROM:
+            if op.args[2] is None:
+                raise refusal("random_ from a number, and to none (write both)", op)
+            return _aten.randint_like.low_dtype, ()
+        return None, ()
 
     def _run_rrelu(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         """Torch differentiates the functional variant by the noise that it is given, not by that which it draws."""
@@ -400,16 +412,18 @@ class Functionalizer(TapeCopier):
     def _draw_as_dropout(self, op: Op) -> bool:
         """`bernoulli_` into memory without gaps that is laid out otherwise, as dropout does. False for any other.
 
-        `aten.bernoulli` would fill a contiguous tensor; `aten.dropout` of ones draws the same numbers as the op.
+        `aten.bernoulli` would fill a contiguous tensor. `aten.alpha_dropout` calls the op on each device, and makes of
+        zeros a positive number where it drew a one; `aten.dropout` has a kernel of its own on a GPU.
         """
         target, p = op.tensor(0), op.args[1] if len(op.args) > 1 else 0.5
         if not isinstance(p, float) or not (0 < p < 1 and 1 - (1 - p) == p) or op.kwargs:
             return False
         if target.fake.is_contiguous() or not dense_order(target.fake):
             return False
-        ones = self.emitter.run(op, _aten.ones_like.default, (self.read(target, op),), {})
-        kept = self.emitter.run(op, _aten.dropout.default, (ones, 1 - p, True), {})
-        drawn = self.emitter.run(op, _aten.ne.Scalar, (kept, 0), {})
+        now = as_laid_out(self.emitter.bound(op), self.read(target, op), target.fake)
+        zeros = self.emitter.run(op, _aten.zeros_like.default, (now,), {})
+        kept = self.emitter.run(op, _aten.alpha_dropout.default, (zeros, 1 - p, True), {})
+        drawn = self.emitter.run(op, _aten.gt.Scalar, (kept, 0), {})
         self.assign(op, target, drawn)
         self._rename(target, op.outputs)
         return True
@@ -536,6 +550,8 @@ _KEEPS_NOTHING = frozenset(
 )
 """Ops in place whose backward does not need what they overwrite."""
 
+_RANDOM_FROM = getattr(_aten.random_, "from")
+"""Of `aten.random.from`, its functional variant, Python's parser takes the name for a keyword: no graph can call it."""
 _RRELU = _aten.rrelu_with_noise_functional.default
 _WITHOUT_DERIVATIVE = frozenset({"normal_", "bernoulli_", "uniform_"})
 """Ops in place whose functional variants have no derivative, or none of complex numbers. That of what they overwrite is

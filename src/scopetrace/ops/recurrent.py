@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-_aten = torch.ops.aten
-_OPS = (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
+from scopetrace._compat.tensors import RECURRENT
 
 
 def drops_between_layers(op: Any, args: Sequence[Any]) -> bool:
@@ -16,7 +13,7 @@ def drops_between_layers(op: Any, args: Sequence[Any]) -> bool:
 
     Its kernel has it, and what the kernel is composed of.
     """
-    if op not in _OPS:
+    if op not in RECURRENT:
         return False
-    layers, dropout, train = args[4:7]
+    layers, dropout, train = args[5:8] if str(op).endswith(".data") else args[4:7]
     return bool(train and dropout and layers > 1)

@@ -35,7 +35,8 @@ class FlexRecorder(BodyRecorder):
         tensors = tuple(map(self._lifted, (query, key, value)))
         block_mask = (*map(self._lifted, mask), chosen)
         args = (*tensors, score, block_mask, scale, options, score_buffers, mask_buffers)
-        out = tuple(fake_results(self.factory.mode, self.hop, fakes_of(args)))
+        # torch's shape function gives views, which no op outside of it makes
+        out = tuple(map(self._like, fake_results(self.factory.mode, self.hop, fakes_of(args))))
         if torch.is_grad_enabled() and any(v.fake.requires_grad for v in values_in((tensors, score_buffers))):
             self._give_grad(out[:2])
         self._append_op(args, {}, out)

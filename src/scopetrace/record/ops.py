@@ -45,10 +45,12 @@ from scopetrace._compat.ops import (
     with_mode,
     without_transforms,
 )
-from scopetrace._compat.questions import default_dtype
+from scopetrace._compat.questions import attention_kernels, default_dtype
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
+    CTC_LIBRARIES,
+    RECURRENT,
     FakeFactory,
     FakeTensor,
     is_inference_of,
@@ -56,6 +58,7 @@ from scopetrace._compat.tensors import (
     requires_grad_of,
     run_op,
     run_parts,
+    runs_in_python,
     storage_id,
     version_of,
 )
@@ -197,6 +200,8 @@ class OpRecorder:
         self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
         self._at_end = contextlib.ExitStack()
+        self.attention_kernels = attention_kernels()
+        """Those that were on before the forward."""
         self.answers = 0
         """How often Python asked for the data of a tensor."""
 
@@ -284,7 +289,8 @@ class OpRecorder:
         rule, casts = autocast_rule(func, device)
         before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
         try:
-            if func in CASTS_INSIDE and any(t.dtype is not torch.float64 for t in _tensors((args, kwargs))):
+            casts_inside = func in CASTS_INSIDE or (func in RECURRENT and device == "cuda")
+            if casts_inside and any(t.dtype is not torch.float64 for t in _tensors((args, kwargs))):
                 raise self._casts_inside(func, device)
             if rule is None:
                 return self.record(func, args, kwargs)
@@ -365,13 +371,13 @@ class OpRecorder:
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put an op on the tape. Returns what it gives to the model."""
-        facts = self._facts.get(id(func))
-        if facts is None:
-            facts = self._facts[id(func)] = _facts_of(func)
+        facts = self._facts.get(id(func)) or self._facts.setdefault(id(func), _facts_of(func))
         if facts.is_fast_path or (facts.may_be_cast and self.reads.awaits_cast):
             self._note_state(facts, args, kwargs)
         if facts.rewrite is not None:
-            return facts.rewrite(self, *args, **kwargs)
+            out = facts.rewrite(self, *args, **kwargs)
+            if out is not NotImplemented:
+                return out
         if self.composites_apart and facts.comes_apart and _requires_grad(args, kwargs):
             return self._record_parts(facts, args, kwargs)
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
@@ -406,15 +412,16 @@ class OpRecorder:
         return self.parts.run(facts.func, self._lifted(facts, args, kwargs), start, self.recorded)
 
     def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Raise where torch takes an op apart in Python, as it does with symbolic sizes, and forgets its dropout."""
+        """Raise where torch takes an op apart in Python, and forgets its dropout."""
         tensors = leaves(list(args[:2]), torch.Tensor)
-        if drops_between_layers(func, args) and any(map(is_symbolic, tensors)):
-            raise DynamicShapeError(
-                "the forward differentiates through a recurrent layer with dropout, of dynamic sizes",
-                op=str(func),
-                **self._builder.where(),
-                hint="trace with fixed sizes, or make a module for each layer with nn.Dropout between them",
-            )
+        if not drops_between_layers(func, args) or not runs_in_python(func, tensors):
+            return
+        problem = "the forward differentiates through a recurrent layer with dropout"
+        hint = "make a module for each layer with nn.Dropout between them"
+        if any(map(is_symbolic, tensors)):
+            hint = f"trace with fixed sizes, or {hint}"
+            raise DynamicShapeError(f"{problem}, of dynamic sizes", op=str(func), **self._builder.where(), hint=hint)
+        raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **self._builder.where(), hint=hint)
 
     def _needs_autograd(self, call: OpCall) -> bool:
         """Whether autograd may keep something of the op; under no_grad, a view of what requires grad."""
@@ -827,10 +834,36 @@ def _ctc_loss(
     """That of lengths as tensors: to divide by numbers, torch would write them into a tensor without data."""
 
     def run() -> Any:
-        of_numbers = [torch.tensor(numbers, device="cpu") for numbers in (lengths, target_lengths)]
+        of_numbers = [torch.tensor(numbers, device=log_probs.device) for numbers in (lengths, target_lengths)]
         return _aten.ctc_loss.Tensor(log_probs, targets, *of_numbers, *more)
 
     return ops.recorded(run)
+
+
+def _ctc_loss_of_tensors(
+    ops: OpRecorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
+) -> Any:
+    """That of lengths on the device of `log_probs`: eager makes numbers of them, and torch's parts divide by them."""
+    device = log_probs.device
+    if target_lengths.device == device:
+        return NotImplemented
+    return ops.recorded(
+        lambda: _aten.ctc_loss.Tensor(log_probs, targets, lengths.to(device), target_lengths.to(device), *more)
+    )
+
+
+def _dropout_in_place(ops: OpRecorder, x: torch.Tensor, p: float, train: bool) -> Any:
+    """On a GPU its parts, since `aten.dropout`, its functional variant, has a kernel there that draws other numbers."""
+    if x.device.type == "cpu":
+        return NotImplemented
+    return ops.recorded(lambda: run_parts(_aten.dropout_.default, x, p, train))
+
+
+def _attention(ops: OpRecorder, *args: Any, **kwargs: Any) -> Any:
+    """Under `torch.nn.attention.sdpa_kernel` in the forward the parts, which say the kernel that it chooses."""
+    if attention_kernels() == ops.attention_kernels:
+        return NotImplemented
+    return ops.recorded(lambda: run_parts(_ATTENTION, *args, **kwargs))
 
 
 def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
@@ -858,6 +891,7 @@ def _refuse_batched(ops: OpRecorder, *_: Any) -> Any:
     )
 
 
+_ATTENTION = _aten.scaled_dot_product_attention.default
 _REWRITES: dict[Any, Callable[..., Any]] = {
     _aten._add_batch_dim.default: _refuse_batched,
     _aten.size.default: lambda ops, t: tuple(t.shape),
@@ -866,9 +900,13 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.tensor_split.tensor_indices_or_sections: _split,
     _aten.narrow.Tensor: _narrow,
     _aten.ctc_loss.IntList: _ctc_loss,
+    _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,
+    **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
+    _aten.dropout_.default: _dropout_in_place,
+    _ATTENTION: _attention,
     _END_OF_PROFILED: lambda ops, handle: _END_OF_PROFILED(handle),
 }
-"""Ops that are recorded as others, or not at all.
+"""Ops that are recorded as others, or not at all. What gives NotImplemented leaves one as it is.
 
 Two of them read numbers from a tensor: that is an op for each number. `torch.profiler.record_function` marks a stretch
 of time for the profiler: it runs, and is no part of the program.
