@@ -213,6 +213,10 @@ def opaque(x):
     return x.to_mkldnn().to_dense()
 
 
+def pinned(x):
+    return x + torch.arange(3.0).pin_memory()
+
+
 def lazy(x):
     return nn.LazyLinear(3)(x)
 
@@ -223,6 +227,7 @@ REFUSED = [
     (pickled, X, "copies or pickles", "clone"),
     (saved, X, "copies or pickles", "clone"),
     (packed, SEQUENCES, "packed sequence", "padded"),
+    (pinned, X, "_pin_memory", "do it outside of the forward"),
     (lazy, X, "UninitializedParameter", ""),
 ]
 

@@ -627,6 +627,7 @@ _NO_FAKE = (
     "_share_fd_: only available on CPU",  # share_memory_
     "is not supported under torch.compile",  # torch.distributed.nn.functional
     "OpaqueTensorImpl",  # MKL-DNN
+    "NYI: aten.",  # pin_memory
     "quantized nyi in meta tensors",
     "_apply(): Couldn't swap",  # half() of a module in the forward
     "Attempted to set the storage of a tensor on device",  # copy.copy
