@@ -138,6 +138,35 @@ def test_peak_and_saved_bytes_are_those_of_eager(name):
     assert memory.peak_bytes == pytest.approx(live.peak, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, w: F.cross_entropy(x @ w, torch.arange(64)),
+        lambda x, w: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        lambda x, w: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(64, 64).tril()),
+        lambda x, w: torch.einsum("bi,ci,di->bcd", x, x, w[:64]),
+        lambda x, w: F.dropout(x, 0.5) + F.alpha_dropout(x, 0.5),
+        lambda x, w: x.view(4, 16, 64) @ w.t()[None, :64],
+        lambda x, w: F.group_norm(x.view(4, 16, 64), 4),
+        lambda x, w: F.linear(x, w.t()).softmax(-1).log_softmax(-1),
+    ],
+)
+@torch.no_grad()
+def test_what_parts_of_a_composite_op_make_for_each_other_counts_while_it_runs(run):
+    x, w = torch.randn(64, 64), torch.randn(64, 64)
+    memory = st.trace(run, (x, w)).memory()
+    with LiveStorages([x, w]) as live:
+        run(x, w)
+    assert memory.peak_bytes == pytest.approx(live.peak, rel=0.05)
+
+
+def test_attention_on_the_meta_device_has_no_matrix_of_scores():
+    """There alone torch has no kernel without it."""
+    q = torch.empty(1, 2, 256, 16, device="meta")
+    memory = st.trace(lambda q: F.scaled_dot_product_attention(q, q, q), (q,)).memory()
+    assert memory.peak_bytes == 4 * q.numel()
+
+
 def test_the_calls_of_a_step():
     model = nn.Sequential(Block(8), Block(8))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -5,21 +5,31 @@ Data flow:
     storages -> bytes in use at each op -> the peak; by call: made, freed, kept for what follows, saved for backward
 
 A storage is freed after the op that uses it last, as eager frees what no variable and no saved tensor holds.
-Parameters, buffers and inputs are there before and after. What kernels take for themselves is not counted.
+Parameters, buffers and inputs are there before and after. What the parts of a composite op make for each other counts
+while the op runs, as the logarithms of `cross_entropy_loss`; what kernels take for themselves is not counted.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
+from scopetrace._compat.allocations import peak_of_op
+from scopetrace._compat.ops import can_decompose, is_op
 from scopetrace._compat.symbols import example
+from scopetrace._compat.tensors import NO_SHAPE_RULE
 from scopetrace.formatting import amount, columns, html_table
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Call, Op, Tape, Value
+from scopetrace.program.fake_run import fakes_of
 from scopetrace.program.traced import TracedProgram
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,12 +209,37 @@ def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
 
 
 def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
-    """What the bodies of ops need besides the results of these."""
+    """What the bodies and the parts of ops need besides the results of these."""
+    of_results = collections.Counter[int]()
+    for storage in storages:
+        of_results[storage.made] += storage.size
+    known: dict[Any, int] = {}
     for i, op in enumerate(tape.ops):
         bodies = op.bodies()
-        if bodies:
-            size = max(map(_peak_of, bodies)) - sum(s.size for s in storages if s.made == i)
-            yield Storage(max(size, 0), i, i, i, None)
+        needed = max(map(_peak_of, bodies)) if bodies else _peak_of_parts(tape, op, known)
+        if needed > of_results[i]:
+            yield Storage(needed - of_results[i], i, i, i, None)
+
+
+def _peak_of_parts(tape: Tape, op: Op, known: dict[Any, int]) -> int:
+    """The most that is in use while a composite op runs, its results included; 0 for any other.
+
+    `known` has those of ops with arguments of the same metadata.
+    """
+    if not is_op(op.target) or op.writes or op.unbacked or tape.fake_mode is None or not can_decompose(op.target):
+        return 0
+    if op.target is _ATTENTION and op.tensor(0).fake.is_meta:  # there alone torch has no kernel without all scores
+        return 0
+    key = None if tape.inference is None else tape.inference.key_of_call(op.target, op.args, op.kwargs)
+    found = None if key is None else known.get(key)
+    if found is None:
+        try:
+            found = peak_of_op(tape.fake_mode, op.target, *fakes_of((op.args, op.kwargs)))
+        except (RuntimeError, *NO_SHAPE_RULE):  # an operand has another shape by now, or the op asks for data
+            found = 0
+        if key is not None:
+            known[key] = found
+    return found
 
 
 def _peak_of(body: Tape) -> int:
