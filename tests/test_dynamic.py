@@ -562,6 +562,28 @@ def test_a_copy_that_is_a_view_at_another_size():
         tr(torch.randn(3, 5), torch.randn(5))
 
 
+def test_where_a_part_of_one_row_lies_in_memory_at_other_sizes():
+    """In the example the part has one row, whose stride says nothing of the order of its dimensions."""
+
+    def forward(x):
+        part = x.t()[1:, 1:] * 2
+        return x * part.stride(0) + part.stride(1), part
+
+    tr = st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+    for rows in (2, 3, 5):
+        assert_like_eager(forward, tr, (torch.randn(rows, 4),))
+
+
+def test_a_view_of_a_part_of_one_row_that_is_a_copy_at_other_sizes():
+    def forward(x):
+        part = x.t()[1:, 1:] * 2
+        part.flatten().add_(1)  # writes to `part` where it has one column
+        return part
+
+    with pytest.raises(DynamicShapeError, match=r"dimension 0 \(rows\) was said to be dynamic, and the model fixes it"):
+        st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+
+
 def test_a_rule_does_not_hide_that_two_sizes_must_be_equal():
     tr = st.trace(lambda a, b: a @ b + a, (torch.randn(3, 4), torch.randn(4, 4)), dynamic_shapes=({1: AUTO[0]}, AUTO))
     tr(torch.randn(3, 6), torch.randn(6, 6))
