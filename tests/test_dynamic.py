@@ -169,7 +169,8 @@ def test_names_as_strings_are_dims_that_may_equal_others():
         tr = st.trace(f, [torch.randn(4, 2) for _ in range(4)], dynamic_shapes=shapes)
     assert "a=%a: f32[n, 2], b=%b: f32[n, 2], c=%c: f32[of_d, 2], d=%d: f32[of_d, 2]" in str(tr)
     a, c = torch.randn(3, 2), torch.randn(7, 2)
-    assert [y.shape[0] for y in tr(a, a, c, c)] == [3, 7]
+    for each in (tr, tr.decompose()):
+        assert [y.shape[0] for y in each(a, a, c, c)] == [3, 7]
     with pytest.raises(InputMismatchError, match="n"):
         tr(a[:2], a[:2], c, c)
     with pytest.raises(InputMismatchError):
@@ -581,6 +582,39 @@ def test_a_view_of_a_part_of_one_row_that_is_a_copy_at_other_sizes():
         return part
 
     with pytest.raises(DynamicShapeError, match=r"dimension 0 \(rows\) was said to be dynamic, and the model fixes it"):
+        st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+
+
+WRITES_TO_PARTS = {
+    "a column": lambda y: y[1:, 1].mul_(2),
+    "rows": lambda y: y[1:].mul_(2),
+    "rows, assigned": lambda y: y.__setitem__(slice(1, None), y[1:] * 2),
+    "rows, filled": lambda y: y.__setitem__(slice(1, None), 3),
+    "rows of a transposed tensor": lambda y: y.t()[1:, 1:].relu_(),
+    "rows by rows": lambda y: y[1:].copy_(y[1:].clone()),
+    "a part of a diagonal": lambda y: y.diagonal()[1:].add_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_TO_PARTS.values(), ids=WRITES_TO_PARTS)
+def test_a_write_to_a_part_of_one_row_fixes_no_size(write):
+    def forward(x):
+        y = x * 2
+        write(y)
+        return y
+
+    tr = st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+    for rows in (2, 3, 5):
+        assert_like_eager(forward, tr, (torch.randn(rows, 4),))
+
+
+def test_a_write_that_fixes_a_size_is_refused_when_it_is_traced():
+    def forward(x):
+        y = x * 2
+        y[1:].view(-1, 2, 2)[:, 0].zero_()
+        return y
+
+    with pytest.raises(DynamicShapeError, match=r"(?s)the model fixes it at 2.*module: forward.*source: .*zero_\(\)"):
         st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
 
 

@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
+from scopetrace._compat.layout_questions import asked_without_guards
 from scopetrace._compat.shape_env import SizeSource, WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 
@@ -576,7 +577,8 @@ def _dispatch(
         return _ctc_loss(mode, *args[:4])
     if func is _BACKWARD:
         return _empty_fake(mode, args[1].size(), args[1])
-    return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+    with asked_without_guards(func) if mode.shape_env.var_to_range else contextlib.nullcontext():
+        return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
 
 
 def _ctc_loss(

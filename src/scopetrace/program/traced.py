@@ -85,11 +85,13 @@ def functional_tape(recorded: RecordedTape) -> FunctionalTape:
 
     It shares the ops of `recorded` where none of them writes, and autograd has freed none of them.
 
-    Raises FunctionalizationError for what no functional op says.
+    Raises FunctionalizationError for what no functional op says, DynamicShapeError where one fixes a dynamic size.
     """
     with garbage_collector_off():
         is_as_recorded = not (recorded.differentiated() or recorded.has_writes())
         tape = FunctionalTape.of(recorded) if is_as_recorded else Functionalizer(recorded).run()
+    if tape.sizes is not None:
+        tape.sizes.refuse_fixed()
     if checks_enabled():
         verify(tape, "functionalization")
     return tape

@@ -430,6 +430,7 @@ class Recording:
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
+            tape.sizes.name_equal()
             self._refuse_others(forward, others)
 
     def _refuse_others(self, forward: Callable[..., Any], others: list[Any]) -> None:
