@@ -19,11 +19,11 @@ _is_contiguous = _prims_common.check_contiguous_sizes_strides
 _expanded = _refs.expand
 
 
-def _internal_overlap(t: torch.Tensor) -> int:
+def _internal_overlap(input: torch.Tensor) -> int:
     """As torch's: 1 where elements share memory, 0 where none do, 2 where that is not known."""
-    if not any(isinstance(n, torch.SymInt) for n in (*t.size(), *t.stride())):
-        return _overlap(t)
-    expanded = [size for size, stride in zip(t.size(), t.stride(), strict=True) if is_same(stride, 0)]
+    if not any(isinstance(n, torch.SymInt) for n in (*input.size(), *input.stride())):
+        return _overlap(input)
+    expanded = [size for size, stride in zip(input.size(), input.stride(), strict=True) if is_same(stride, 0)]
     return 1 if any(size > 1 for size in expanded) else 2
 
 

@@ -577,6 +577,7 @@ def _dispatch(
         return _ctc_loss(mode, *args[:4])
     if func is _BACKWARD:
         return _empty_fake(mode, args[1].size(), args[1])
+    assert mode.shape_env is not None
     with asked_without_guards(func) if mode.shape_env.var_to_range else contextlib.nullcontext():
         return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
 
