@@ -71,6 +71,29 @@ def test_a_shapes_collection():
     st.trace(Net(), args, dynamic_shapes=shapes).check(inputs(7))
 
 
+@dataclasses.dataclass
+class Scaled:
+    """pytree does not know it."""
+
+    x: torch.Tensor
+    by: int = 2
+
+
+def test_a_collection_that_does_not_fit_the_arguments():
+    inside, shapes = Scaled(torch.ones(3, 4)), ShapesCollection()
+    shapes[inside.x] = {0: Dim("rows")}
+    scaled = lambda s: s.x * s.by  # noqa: E731
+    with pytest.raises(DynamicShapeError, match=r"(?s)ShapesCollection does not fit the arguments: .* by a dict"):
+        st.trace(scaled, (inside,), dynamic_shapes=shapes)
+    tr = st.trace(scaled, (inside,), dynamic_shapes={"s": {"x": {0: Dim("rows")}}})
+    assert tr(Scaled(torch.ones(5, 4))).shape == (5, 4)
+
+    others = torch.export.AdditionalInputs()
+    others.add((torch.ones(3), "another"))
+    with pytest.raises(DynamicShapeError, match=r"AdditionalInputs does not fit the arguments: .* differing values"):
+        st.trace(lambda x, name: x * 2, (torch.ones(2), "name"), dynamic_shapes=others)
+
+
 def test_nested_arguments_and_keywords():
     def f(pair, *, scale):
         return pair["a"] * scale[0] + pair["b"]
