@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 import pickle
 import re
 
@@ -639,6 +640,22 @@ def test_a_write_that_fixes_a_size_is_refused_when_it_is_traced():
 
     with pytest.raises(DynamicShapeError, match=r"(?s)the model fixes it at 2.*module: forward.*source: .*zero_\(\)"):
         st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+
+
+def test_torch_logs_no_division_by_zero(caplog):
+    """What sizes of 0 and 1 would change is tried, and an expression of sizes may divide by them."""
+
+    def forward(x):
+        return F.pad(x, (0, 0, 0, -x.shape[0] % 4)).view(-1, 4, 4).mul_(2)
+
+    log = logging.getLogger("torch.utils._sympy.interp")
+    log.addHandler(caplog.handler)
+    try:
+        tr = st.trace(forward, (torch.ones(8, 4),), dynamic_shapes=({0: Dim("n")},))
+        assert_like_eager(forward, tr, (torch.ones(5, 4),))
+    finally:
+        log.removeHandler(caplog.handler)
+    assert log.name not in [record.name for record in caplog.records]
 
 
 def test_a_rule_does_not_hide_that_two_sizes_must_be_equal():

@@ -15,6 +15,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -505,7 +506,8 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
 
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
-        return func(*args, **kwargs)
+        with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
+            return func(*args, **kwargs)
     before = mode.cache_enabled
     conjugates = bool(args) and isinstance(args[0], complex)  # in a backward: the cache takes no view of a number
     mode.cache_enabled = torch._dynamo.config.fake_tensor_cache_enabled and not conjugates
