@@ -988,9 +988,11 @@ def time_in_what_is_an_attribute_too(self, x):
     return x * times[-1]
 
 
-@pytest.mark.parametrize(
-    "step", [warns_once, warns_for_each, logs_sometimes, keeps_times, has_a_timer, in_a_dict_that_is_shown, times_in_a_global]
-)
+SHOWING = [warns_once, warns_for_each, logs_sometimes, keeps_times, has_a_timer, in_a_dict_that_is_shown]
+SHOWING += [times_in_a_global]
+
+
+@pytest.mark.parametrize("step", SHOWING)
 def test_what_is_only_shown_stops_no_call(step):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1100,6 +1100,29 @@ def test_a_function_of_autograd_beside_the_path_that_is_differentiated_is_refuse
         st.trace(forward, (torch.ones(2, 3, requires_grad=True),))
 
 
+GAIN = nn.Parameter(torch.ones(3))
+
+
+def test_a_parameter_in_no_module_is_called_as_in_source():
+    scales = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+
+    def accumulates(x):
+        (x * scales[0] * scales[1]).sum().backward()
+        return scales[1].grad.clone()
+
+    class Net(nn.Module):
+        def forward(self, x):
+            (x * GAIN).sum().backward()
+            return GAIN.grad.clone()
+
+    for step, name in ((accumulates, r"scales\[1\]"), (Net(), "GAIN")):
+        tr = st.trace(step, (torch.ones(3),))
+        tr(torch.ones(3))
+        with pytest.raises(st.errors.StateMismatchError, match=f"^{name}.grad is not None, which the model reads"):
+            tr(torch.ones(3))
+    GAIN.grad = None
+
+
 class ScaledAndShifted(torch.autograd.Function):
     """The second result is that of `shift` alone: where it is unused, `shift` has no gradient."""
 

@@ -106,7 +106,9 @@ def are_only_shown(keys: set[str], functions: Sequence[types.FunctionType]) -> b
                 return False
             telling = _Telling(code, tree, None)
             for node, parents in _walk(tree, ()) if tree is not None else ():
-                if not _is_use(node, name, is_variable, None) or _is_write(node, parents) or _only_updates(node, parents):
+                if not _is_use(node, name, is_variable, None):
+                    continue
+                if _is_write(node, parents) or _only_updates(node, parents):
                     continue
                 if not telling.is_told(node, parents):
                     return False
