@@ -1100,6 +1100,21 @@ def test_a_function_of_autograd_beside_the_path_that_is_differentiated_is_refuse
         st.trace(forward, (torch.ones(2, 3, requires_grad=True),))
 
 
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.LSTM(4, 4), nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x)[0])[0]
+
+
+def test_the_backward_of_equal_recurrent_layers_is_the_same_in_each_trace():
+    """Two of its results are one tensor, also where torch has run it before."""
+    first, second = (str(st.trace(step_of(TwoLayers()), (torch.ones(5, 2, 4),))) for _ in range(2))
+    assert first == second
+
+
 GAIN = nn.Parameter(torch.ones(3))
 
 

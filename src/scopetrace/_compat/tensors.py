@@ -559,6 +559,8 @@ def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
 
 # The fake mode of a trace ---------------------------------------------------------------------------------------------
 
+_GIVING_ONE_TWICE = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
+"""Ops of which two results are one tensor. Torch's cache of fake tensors gives two where it knows the op."""
 _LOSS, _BACKWARD = torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss_backward.Tensor
 
 
@@ -580,8 +582,12 @@ def _dispatch(
     if func is _BACKWARD:
         return _empty_fake(mode, args[1].size(), args[1])
     assert mode.shape_env is not None
-    with asked_without_guards(func) if mode.shape_env.var_to_range else contextlib.nullcontext():
-        return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+    before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and func not in _GIVING_ONE_TWICE
+    try:
+        with asked_without_guards(func) if mode.shape_env.var_to_range else contextlib.nullcontext():
+            return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+    finally:
+        mode.cache_enabled = before
 
 
 def _ctc_loss(
