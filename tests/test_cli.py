@@ -109,14 +109,17 @@ def here(tmp_path, monkeypatch):
     """A current directory with models in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("cli_models", "cli_needs", "cli_fails"):
+    for name in ("cli_models", "cli_needs", "cli_fails", "cli_parts", "cli_parts.net"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     Path("cli_models.py").write_text(MODELS)
     Path("cli_needs.py").write_text("import package_that_is_not_there\n")
     Path("cli_fails.py").write_text("x = 1\nx.y\n")
+    Path("cli_parts").mkdir()
+    Path("cli_parts/__init__.py").write_text("")
+    Path("cli_parts/net.py").write_text("from .missing import Net\n")
     importlib.invalidate_caches()
     yield tmp_path
-    for name in ("cli_models", "cli_needs", "cli_fails"):
+    for name in ("cli_models", "cli_needs", "cli_fails", "cli_parts", "cli_parts.net"):
         sys.modules.pop(name, None)
 
 
@@ -352,12 +355,14 @@ WRONG = {
     "cli_models:build_with_package": "pip install package_that_is_not_there",
     "cli_models:torch.float32": "has the type dtype: name a torch.nn.Module",
     "cli_needs:Net": "cli_needs needs package_that_is_not_there, which is not installed: pip install",
+    "cli_parts.net:Net": "importing cli_parts.net raised ModuleNotFoundError: No module named 'cli_parts.missing', at ",
     "cli_fails:Net": "importing cli_fails raised AttributeError: 'int' object has no attribute 'y', at ",
 }
 
 WRONG_INPUTS = {
     ("x=2x4", "x"): "write NAME=SHAPE[:DTYPE], for example x=1x3x224x224",
     ("=2x4",): "write NAME=SHAPE[:DTYPE]",
+    ("x..y=2x4",): "--input x..y=2x4: write NAME=SHAPE[:DTYPE]",
     ("x=2xfour",): "'four' is not a size; write sizes as in x=1x3x224x224 or x=1,3,224,224",
     ("x=-1x4",): "'-1' is not a size",
     ("x=2x",): "'' is not a size",
@@ -410,6 +415,25 @@ def test_wrong_inputs(given):
 @pytest.mark.parametrize("options", WRONG_OPTIONS, ids=" ".join)
 def test_wrong_options(options):
     refused(show("build", "-i", "0=2x4", *options), WRONG_OPTIONS[options])
+
+
+def test_an_optimizer_without_parameters():
+    result = show("Branch", "-i", "x=4", "--step", "--optimizer", "sgd")
+    refused(result, "--optimizer sgd: Branch has no parameters; leave it out")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["onnx", "-o", ""], "'--output' / '-o': the name of the file is empty"),
+        (["view", "-o", ""], "'--output' / '-o': the name of the file is empty"),
+        (["onnx", "-o", "x.onnx", "-f", ""], "'--functions' / '-f': the pattern is empty; name the class of the model"),
+        (["show", "--scope", ""], "'--scope': the pattern is empty"),
+    ],
+)
+def test_empty_names(command, message):
+    """As of a variable of the shell that is not set."""
+    refused(run(command[0], "cli_models:model", "-i", "x=2x4", *command[1:]), message)
 
 
 def test_a_wrong_command():

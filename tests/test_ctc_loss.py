@@ -141,3 +141,14 @@ def test_what_eager_refuses(mistake):
     with pytest.raises(RuntimeError, match="ctc_loss takes") as error:
         st.trace(F.ctc_loss, MISTAKES[mistake])
     assert "while tracing ctc_loss, at " in error.value.__notes__[0]
+
+
+def test_lengths_that_are_dynamic_sizes():
+    def loss_of(x):
+        lengths = [x.shape[0]] * N
+        return F.ctc_loss(x.log_softmax(-1), TARGETS["padded"], lengths, (3, 2)), lengths[0]
+
+    tr = st.trace(loss_of, (torch.randn(T, N, CLASSES),), dynamic_shapes=({0: Dim("times")},))
+    for times in (T, T + 5, T - 1):
+        x = torch.randn(times, N, CLASSES)
+        torch.testing.assert_close(tr(x), loss_of(x), rtol=0, atol=0)

@@ -121,6 +121,15 @@ def test_dynamic_sizes():
         st.trace(nn.ReLU(), (torch.randn(3),), dynamic_shapes=({0: torch.export.Dim("n")},)).decompose(fixing)
 
 
+def test_a_size_that_depends_on_data():
+    def padded(x):
+        return nn.functional.pad(x.nonzero(), (0, 0, 0, -x.nonzero().shape[0] % 4)).view(-1, 4, 2)
+
+    tr = traced(padded, torch.randn(8, 4), dynamic_shapes=({0: torch.export.Dim("n")},)).decompose()
+    assert torch.equal(tr(torch.eye(8, 4)), padded(torch.eye(8, 4)))
+    assert torch.equal(tr(torch.eye(5, 4)), padded(torch.eye(5, 4)))
+
+
 def test_bodies_of_higher_order_ops():
     def f(x, p):
         return torch.cond(p, lambda x: nn.functional.dropout(x, 0.5, False) @ x, lambda x: x.reshape(3, 3) + 1, (x,))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 import pickle
 import re
 
@@ -69,6 +70,29 @@ def test_a_shapes_collection():
     shapes[args[0]] = {0: Dim("batch")}
     shapes[args[1]] = {0: Dim("batch")}
     st.trace(Net(), args, dynamic_shapes=shapes).check(inputs(7))
+
+
+@dataclasses.dataclass
+class Scaled:
+    """pytree does not know it."""
+
+    x: torch.Tensor
+    by: int = 2
+
+
+def test_a_collection_that_does_not_fit_the_arguments():
+    inside, shapes = Scaled(torch.ones(3, 4)), ShapesCollection()
+    shapes[inside.x] = {0: Dim("rows")}
+    scaled = lambda s: s.x * s.by  # noqa: E731
+    with pytest.raises(DynamicShapeError, match=r"(?s)ShapesCollection does not fit the arguments: .* by a dict"):
+        st.trace(scaled, (inside,), dynamic_shapes=shapes)
+    tr = st.trace(scaled, (inside,), dynamic_shapes={"s": {"x": {0: Dim("rows")}}})
+    assert tr(Scaled(torch.ones(5, 4))).shape == (5, 4)
+
+    others = torch.export.AdditionalInputs()
+    others.add((torch.ones(3), "another"))
+    with pytest.raises(DynamicShapeError, match=r"AdditionalInputs does not fit the arguments: .* differing values"):
+        st.trace(lambda x, name: x * 2, (torch.ones(2), "name"), dynamic_shapes=others)
 
 
 def test_nested_arguments_and_keywords():
@@ -169,7 +193,8 @@ def test_names_as_strings_are_dims_that_may_equal_others():
         tr = st.trace(f, [torch.randn(4, 2) for _ in range(4)], dynamic_shapes=shapes)
     assert "a=%a: f32[n, 2], b=%b: f32[n, 2], c=%c: f32[of_d, 2], d=%d: f32[of_d, 2]" in str(tr)
     a, c = torch.randn(3, 2), torch.randn(7, 2)
-    assert [y.shape[0] for y in tr(a, a, c, c)] == [3, 7]
+    for each in (tr, tr.decompose()):
+        assert [y.shape[0] for y in each(a, a, c, c)] == [3, 7]
     with pytest.raises(InputMismatchError, match="n"):
         tr(a[:2], a[:2], c, c)
     with pytest.raises(InputMismatchError):
@@ -560,6 +585,77 @@ def test_a_copy_that_is_a_view_at_another_size():
     assert_like_eager(f, tr, (torch.randn(3, 8), torch.randn(5)))
     with pytest.raises(InputMismatchError, match="trace again"):
         tr(torch.randn(3, 5), torch.randn(5))
+
+
+def test_where_a_part_of_one_row_lies_in_memory_at_other_sizes():
+    """In the example the part has one row, whose stride says nothing of the order of its dimensions."""
+
+    def forward(x):
+        part = x.t()[1:, 1:] * 2
+        return x * part.stride(0) + part.stride(1), part
+
+    tr = st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+    for rows in (2, 3, 5):
+        assert_like_eager(forward, tr, (torch.randn(rows, 4),))
+
+
+def test_a_view_of_a_part_of_one_row_that_is_a_copy_at_other_sizes():
+    def forward(x):
+        part = x.t()[1:, 1:] * 2
+        part.flatten().add_(1)  # writes to `part` where it has one column
+        return part
+
+    with pytest.raises(DynamicShapeError, match=r"dimension 0 \(rows\) was said to be dynamic, and the model fixes it"):
+        st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+
+
+WRITES_TO_PARTS = {
+    "a column": lambda y: y[1:, 1].mul_(2),
+    "rows": lambda y: y[1:].mul_(2),
+    "rows, assigned": lambda y: y.__setitem__(slice(1, None), y[1:] * 2),
+    "rows, filled": lambda y: y.__setitem__(slice(1, None), 3),
+    "rows of a transposed tensor": lambda y: y.t()[1:, 1:].relu_(),
+    "rows by rows": lambda y: y[1:].copy_(y[1:].clone()),
+    "a part of a diagonal": lambda y: y.diagonal()[1:].add_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_TO_PARTS.values(), ids=WRITES_TO_PARTS)
+def test_a_write_to_a_part_of_one_row_fixes_no_size(write):
+    def forward(x):
+        y = x * 2
+        write(y)
+        return y
+
+    tr = st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+    for rows in (2, 3, 5):
+        assert_like_eager(forward, tr, (torch.randn(rows, 4),))
+
+
+def test_a_write_that_fixes_a_size_is_refused_when_it_is_traced():
+    def forward(x):
+        y = x * 2
+        y[1:].view(-1, 2, 2)[:, 0].zero_()
+        return y
+
+    with pytest.raises(DynamicShapeError, match=r"(?s)the model fixes it at 2.*module: forward.*source: .*zero_\(\)"):
+        st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+
+
+def test_torch_logs_no_division_by_zero(caplog):
+    """What sizes of 0 and 1 would change is tried, and an expression of sizes may divide by them."""
+
+    def forward(x):
+        return F.pad(x, (0, 0, 0, -x.shape[0] % 4)).view(-1, 4, 4).mul_(2)
+
+    log = logging.getLogger("torch.utils._sympy.interp")
+    log.addHandler(caplog.handler)
+    try:
+        tr = st.trace(forward, (torch.ones(8, 4),), dynamic_shapes=({0: Dim("n")},))
+        assert_like_eager(forward, tr, (torch.ones(5, 4),))
+    finally:
+        log.removeHandler(caplog.handler)
+    assert log.name not in [record.name for record in caplog.records]
 
 
 def test_a_rule_does_not_hide_that_two_sizes_must_be_equal():

@@ -380,6 +380,50 @@ def test_a_model_without_data_has_its_weights_as_inputs(tmp_path):
         st.trace(model, (x,)).to_onnx(verify=True)
 
 
+SMALL = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_verify_with_dtypes_that_numpy_or_torch_know_in_part(dtype):
+    trace = st.trace(lambda x: ((x.float() * 2).to(dtype), x.clone()), (torch.arange(4).to(dtype),))
+    trace.to_onnx(verify=True)
+
+
+def test_a_program_without_tensors_has_no_onnx_model():
+    with pytest.raises(st.errors.OnnxExportError, match="the program has no tensors"):
+        st.trace(lambda n: n + 1, (2,)).to_onnx()
+
+
+def test_where_the_optimizer_of_onnxscript_fails():
+    """It takes no split of a size that is not known (0.7)."""
+    trace = st.trace(lambda x: x.chunk(3), (torch.randn(8, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    with pytest.raises(st.errors.OnnxExportError, match=r"(?s)optimizer failed: .*Split.* write optimize=False"):
+        trace.to_onnx()
+    trace.to_onnx(optimize=False, verify=True)
+
+
+class Detached(nn.Module):
+    def forward(self, z):
+        return z.detach()
+
+
+class Rotation(nn.Module):
+    """A product with complex constants, of which torch detaches those that a forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.turn = Detached(), Detached(), nn.Parameter(torch.tensor([1j, 2]))
+
+    def forward(self, x):
+        z = self.first(torch.view_as_complex(x)) * torch.tensor([1 + 2j, 3]) * self.turn.detach()
+        return torch.view_as_real(self.second(z))
+
+
+@pytest.mark.parametrize("functions", [(), Detached])
+def test_complex_tensors_may_be_detached(functions):
+    st.trace(Rotation(), (torch.randn(2, 2),)).to_onnx(functions=functions, verify=True)
+
+
 def test_verify_in_bfloat16_says_that_the_runtime_has_no_kernels():
     trace = st.trace(blocks(2).bfloat16(), (X.bfloat16(),))
     with pytest.raises(st.OnnxVerificationError, match=r"NOT_IMPLEMENTED.*verify a float32 copy"):

@@ -943,11 +943,56 @@ def reads_a_timer(self, x):
 
 
 TIMER = Timer()
+TIMES, STARTS = [], []
 
 
-@pytest.mark.parametrize(
-    "step", [warns_once, warns_for_each, logs_sometimes, keeps_times, has_a_timer, in_a_dict_that_is_shown]
-)
+def keeping_times(times):
+    def tick():
+        times.append(time.perf_counter())
+
+    return tick
+
+
+TICKS = [keeping_times([])]
+
+
+def times_in_a_global(self, x):
+    start = time.perf_counter()
+    y = x * 2
+    TIMES.append(time.perf_counter() - start)
+    for tick in TICKS:
+        tick()
+    return y
+
+
+def starts_in_a_global(self, x):
+    STARTS.append(time.perf_counter())
+    return x * STARTS[-1]
+
+
+def time_in_a_list_of_the_caller(self, x):
+    def keep(times):
+        def tick():
+            times.append(time.perf_counter())
+
+        tick()
+
+    found = []
+    keep(found)
+    return x * found[0]
+
+
+def time_in_what_is_an_attribute_too(self, x):
+    keeping_times(self.hist)()
+    times = self.hist
+    return x * times[-1]
+
+
+SHOWING = [warns_once, warns_for_each, logs_sometimes, keeps_times, has_a_timer, in_a_dict_that_is_shown]
+SHOWING += [times_in_a_global]
+
+
+@pytest.mark.parametrize("step", SHOWING)
 def test_what_is_only_shown_stops_no_call(step):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -960,6 +1005,7 @@ def test_what_is_only_shown_stops_no_call(step):
 DECIDING = [decides, decides_else, writes_another, calls_its_own, through_a_variable]
 DECIDING += [reads_a_timer, reads_the_time, time_in_a_list, time_in_a_closure, time_in_an_object]
 DECIDING += [in_an_entry_of_what_others_read, in_a_list_of_the_caller]
+DECIDING += [starts_in_a_global, time_in_a_list_of_the_caller, time_in_what_is_an_attribute_too]
 
 
 @pytest.mark.parametrize("step", DECIDING)

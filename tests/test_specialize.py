@@ -71,6 +71,23 @@ def test_a_call_that_decides_otherwise_is_refused():
         tr.graph_module(-X, N)
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda tr: tr.outline(Gate),
+        lambda tr: tr.compile(backend="eager"),
+        lambda tr: tr.compile(backend="eager", functions=Gate),
+        lambda tr: tr.decompose(),
+        lambda tr: lambda *args: tr.run(torch.fx.Interpreter(tr.graph_module).run, *args),
+    ],
+)
+def test_what_is_made_of_a_trace_refuses_it_in_the_same_words(product):
+    made = product(specialized(Net(), X, N))
+    torch.testing.assert_close(made(X * 5, N), Net()(X * 5, N))
+    with pytest.raises(st.InputMismatchError, match=r"^the trace is specialized, .* u1 was 2 .* inputs like these$"):
+        made(X, N + 1)
+
+
 def test_check_says_which_decisions_go_another_way():
     tr = specialized(Net(), X, N)
     tr.check((X + 1, N))

@@ -1100,6 +1100,90 @@ def test_a_function_of_autograd_beside_the_path_that_is_differentiated_is_refuse
         st.trace(forward, (torch.ones(2, 3, requires_grad=True),))
 
 
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.LSTM(4, 4), nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x)[0])[0]
+
+
+def test_the_backward_of_equal_recurrent_layers_is_the_same_in_each_trace():
+    """Two of its results are one tensor, also where torch has run it before."""
+    first, second = (str(st.trace(step_of(TwoLayers()), (torch.ones(5, 2, 4),))) for _ in range(2))
+    assert first == second
+
+
+GAIN = nn.Parameter(torch.ones(3))
+
+
+def test_a_parameter_in_no_module_is_called_as_in_source():
+    scales = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+
+    def accumulates(x):
+        (x * scales[0] * scales[1]).sum().backward()
+        return scales[1].grad.clone()
+
+    class Net(nn.Module):
+        def forward(self, x):
+            (x * GAIN).sum().backward()
+            return GAIN.grad.clone()
+
+    for step, name in ((accumulates, r"scales\[1\]"), (Net(), "GAIN")):
+        tr = st.trace(step, (torch.ones(3),))
+        tr(torch.ones(3))
+        with pytest.raises(st.errors.StateMismatchError, match=f"^{name}.grad is not None, which the model reads"):
+            tr(torch.ones(3))
+    GAIN.grad = None
+
+
+class ScaledAndShifted(torch.autograd.Function):
+    """The second result is that of `shift` alone: where it is unused, `shift` has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, scale, shift):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, scale)
+        return x * scale, x + shift
+
+    @staticmethod
+    def backward(ctx, scaled, shifted):
+        x, scale = ctx.saved_tensors
+        return (
+            None if scaled is None else scaled * scale,
+            None if scaled is None else (scaled * x).sum(0),
+            None if shifted is None else shifted.sum(0) * 3,
+        )
+
+
+class TwoResults(nn.Module):
+    def __init__(self, uses):
+        super().__init__()
+        self.scale, self.shift, self.uses = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)), uses
+
+    def forward(self, x):
+        return self.uses(*ScaledAndShifted.apply(x, self.scale, self.shift))
+
+
+@pytest.mark.parametrize("uses", [lambda a, b: a.sin(), lambda a, b: b.cos(), torch.mul, lambda a, b: a + b.detach()])
+@pytest.mark.parametrize("backward", [torch.Tensor.backward, operator.methodcaller("backward")])
+def test_a_function_that_asks_for_none_in_place_of_gradients_that_are_zero(uses, backward):
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.5)  # which does without a `grad` nothing
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            backward(loss)
+            optimizer.step()
+            return loss
+
+        return step
+
+    run_beside_eager(make, TwoResults(uses))
+
+
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t):

@@ -18,7 +18,7 @@ from torch.fx.experimental.sym_node import SymNode
 from scopetrace._compat.versions import CURRENT, SUPPORTED
 
 NAMES = {
-    "torch": "_C _TorchCompileInductorWrapper _TorchCompileWrapper _ops _refs",
+    "torch": "_C _TorchCompileInductorWrapper _TorchCompileWrapper _debug_has_internal_overlap _ops _refs",
     "torch:Tensor": """
         _backward_hooks _base _cdata _has_symbolic_sizes_strides _is_view _make_subclass _post_accumulate_grad_hooks
         _version""",
@@ -62,8 +62,8 @@ NAMES = {
         HigherOrderOperator OpOverload OpOverloadPacket _higher_order_ops _len_torch_dispatch_stack_pre_dispatch
         _pop_mode_from_pre_dispatch _set_mode_pre_dispatch mode_stack_state_for_pre_dispatch""",
     "torch._ops:OpOverload": "_can_decompose _get_dispatch decompose",
-    "torch._prims_common": "suggest_memory_format",
-    "torch._refs": "tensor",
+    "torch._prims_common": "check_contiguous_sizes_strides suggest_memory_format",
+    "torch._refs": "expand tensor",
     "torch._subclasses.fake_tensor": """
         DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorConverter FakeTensorMode
         UnsupportedOperatorException in_kernel_invocation_manager""",

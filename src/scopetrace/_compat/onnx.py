@@ -26,6 +26,7 @@ from torch.onnx._internal.exporter._torchlib.ops.hop import call_op
 from scopetrace._compat import manifest
 from scopetrace._compat.encoder_layer import FUSED
 from scopetrace._compat.ops import core_aten, one_at_a_time
+from scopetrace.errors import OnnxExportError
 
 manifest.require(list(manifest.missing(manifest.ONNX)))
 
@@ -205,7 +206,7 @@ def optimize(model: ir.Model, kept: Container[str]) -> None:
 
     Constants are exact: torch.onnx's own rules take 1e-8, say an `eps`, for 0. Initializers with the names in `kept`
     are not merged with equal ones; where there are some, the model was optimized before, has its shapes, and one round
-    is enough.
+    is enough. Raises OnnxExportError where the optimizer fails.
     """
     others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in _no_op.rules.rules]
     rules = RulesByOp([*_exact_rules(), *others])
@@ -223,8 +224,15 @@ def optimize(model: ir.Model, kept: Container[str]) -> None:
         mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", (rules,)),
         mock.patch.object(common, "DeduplicateInitializersPass", Deduplicate),
     ):
-        optimizer.optimize_ir(model, 1 if kept else 2, onnx_shape_inference=not kept)
-        onnx_fusions.fuse(model)
+        try:
+            optimizer.optimize_ir(model, 1 if kept else 2, onnx_shape_inference=not kept)
+            onnx_fusions.fuse(model)
+        except ir.passes.PassError as error:
+            causes: list[BaseException] = [error]
+            while causes[-1].__cause__ is not None:
+                causes.append(causes[-1].__cause__)
+            said = ": ".join(dict.fromkeys(map(str, causes[-2:])))
+            raise OnnxExportError(f"onnxscript's optimizer failed: {said}", hint="write optimize=False") from error
 
 
 def _exact_rules() -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import itertools
+import logging
 import re
 import sys
 import weakref
@@ -511,8 +512,15 @@ class _NumberArithmetic(PythonReferenceAnalysis):
 
 
 def evaluated(expr: Any, values: dict[Any, int]) -> Any:
-    """The value of an expression for values of its symbols."""
-    return sympy_interp(_NumberArithmetic, values, expr)
+    """The value of an expression for values of its symbols. Raises ZeroDivisionError."""
+    was, _interpreter_log.disabled = _interpreter_log.disabled, True  # torch logs what it raises
+    try:
+        return sympy_interp(_NumberArithmetic, values, expr)
+    finally:
+        _interpreter_log.disabled = was
+
+
+_interpreter_log = logging.getLogger("torch.utils._sympy.interp")
 
 
 def solved(expr: Any, symbol: sympy.Symbol, value: int) -> int | None:

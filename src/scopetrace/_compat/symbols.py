@@ -559,8 +559,8 @@ def compare_symbols(replace: Callable[[Any, str, Any], None], mine: Callable[[],
 
 
 def index_with_symbols(replace: Callable[[Any, str, Any], None], mine: Callable[[], bool]) -> None:
-    """Replace indexing and `torch.tensor`, where `mine()`: C++ would ask for the values of symbolic integers."""
-    index_with, make = torch.Tensor.__getitem__, torch.tensor
+    """Replace indexing, `torch.tensor` and `ctc_loss`, where `mine()`: C++ asks for the values of symbolic integers."""
+    index_with, make, ctc_loss = torch.Tensor.__getitem__, torch.tensor, torch.ctc_loss
 
     def __getitem__(self: torch.Tensor, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
@@ -576,6 +576,15 @@ def index_with_symbols(replace: Callable[[Any, str, Any], None], mine: Callable[
         found: torch.Tensor = (torch._refs.tensor if symbolic else make)(data, *args, **kwargs)
         return found
 
+    def ctc_loss_of(
+        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *more: Any, **options: Any
+    ) -> Any:
+        lengths = [input_lengths, target_lengths]
+        if mine() and any(isinstance(n, Symbolic) for n in tree_leaves(lengths)):
+            lengths = [n if isinstance(n, torch.Tensor) else tensor(n, device="cpu") for n in lengths]
+        return ctc_loss(log_probs, targets, *lengths, *more, **options)
+
+    replace(torch, "ctc_loss", ctc_loss_of)
     replace(torch, "tensor", tensor)
     replace(torch.Tensor, "__getitem__", __getitem__)
 

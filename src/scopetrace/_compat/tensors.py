@@ -15,6 +15,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
+from scopetrace._compat.layout_questions import asked_without_guards
 from scopetrace._compat.shape_env import SizeSource, WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 
@@ -504,7 +506,8 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
 
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
-        return func(*args, **kwargs)
+        with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
+            return func(*args, **kwargs)
     if runs_in_python(func, args):
         return func.decompose(*args, **kwargs)
     before = mode.cache_enabled
@@ -574,6 +577,8 @@ def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
 
 # The fake mode of a trace ---------------------------------------------------------------------------------------------
 
+_GIVING_ONE_TWICE = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
+"""Ops of which two results are one tensor. Torch's cache of fake tensors gives two where it knows the op."""
 _LOSS, _BACKWARD = torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss_backward.Tensor
 CTC_LIBRARIES = frozenset(
     getattr(torch.ops.aten, name).Tensor
@@ -602,7 +607,13 @@ def _dispatch(
         return _ctc_loss(mode, *args[:4])
     if func is _BACKWARD:
         return _empty_fake(mode, args[1].size(), args[1])
-    return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+    assert mode.shape_env is not None
+    before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and func not in _GIVING_ONE_TWICE
+    try:
+        with asked_without_guards(func) if mode.shape_env.var_to_range else contextlib.nullcontext():
+            return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
+    finally:
+        mode.cache_enabled = before
 
 
 def _ctc_loss(

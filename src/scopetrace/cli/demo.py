@@ -11,7 +11,7 @@ from torch import nn
 
 from scopetrace.api.trace import Trace, trace
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import quiet
+from scopetrace.cli.run import FilePath, quiet
 from scopetrace.ir.scopes import scope
 
 
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
 
 @click.command()
-@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write the HTML page here.")
+@click.option("--output", "-o", type=FilePath(), help="Write the HTML page here.")
 def demo(output: Path | None) -> None:
     """A tour: what scopetrace tells of a small decoder with a cache, which comes with the package.
 

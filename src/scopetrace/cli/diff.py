@@ -10,14 +10,14 @@ import torch
 
 from scopetrace.api.trace import diff as diff_of_traces
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, progress, quiet, takes_json, takes_model
+from scopetrace.cli.run import Asked, FilePath, progress, quiet, takes_json, takes_model
 
 
 @click.command()
 @takes_model
 @click.argument("other")
 @takes_json
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write them to this file.")
+@click.option("--html", type=FilePath(), help="Also write them to this file.")
 def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> None:
     """Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.
 

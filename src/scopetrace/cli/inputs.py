@@ -38,7 +38,7 @@ def parse_input(text: str) -> Input:
     """The input that a command-line value describes. Raises UsageError, saying what to write instead."""
     name, equals, rest = text.partition("=")
     name, rest = name.strip(), rest.strip()
-    if not equals or not name:
+    if not equals or not all(part.strip() for part in name.split(".")):
         raise UsageError(f"--input {text}: write {FORM}")
     if rest.lower() in _WORDS:
         return Input(name, _WORDS[rest.lower()])

@@ -10,7 +10,7 @@ import torch
 
 from scopetrace.api.runnable import program_of
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, json_text, progress, quiet, takes_json, takes_model
+from scopetrace.cli.run import Asked, FilePath, json_text, patterns, progress, quiet, takes_json, takes_model
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
 
@@ -27,15 +27,18 @@ _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'
     "-f",
     metavar="PATTERN",
     multiple=True,
+    callback=patterns,
     help=f"Modules that become functions: {_PATTERN}; 'repeated', every class with two equal calls; "
     "or 'layers', the outermost of these.",
 )
 @click.option(
-    "--plugins", metavar="PATTERN", multiple=True, help=f"Modules that become ops without a body: {_PATTERN}."
+    "--plugins",
+    metavar="PATTERN",
+    multiple=True,
+    callback=patterns,
+    help=f"Modules that become ops without a body: {_PATTERN}.",
 )
-@click.option(
-    "--output", "-o", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write."
-)
+@click.option("--output", "-o", required=True, type=FilePath(), help="The file to write.")
 @click.option("--opset", type=click.IntRange(min=7), help="The opset version; torch.onnx's own is the default.")
 @click.option("--attributes", is_flag=True, help="Plain attributes of the modules as ONNX attributes of the calls.")
 @click.option("--optimize/--no-optimize", default=True, help="Run torch.onnx's optimizer.")

@@ -92,6 +92,24 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+class FilePath(click.Path):
+    """The name of a file to write."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As in the base class, which takes "" for the present directory."""
+        return super().convert(value, param, ctx) if value else self.fail("the name of the file is empty.", param, ctx)
+
+
+def patterns(ctx: click.Context, option: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The values of an option for patterns, of which none is empty: "" is the name of the model itself."""
+    if not all(given):
+        raise click.BadParameter("the pattern is empty; name the class of the model for all of it.", ctx, option)
+    return given
+
+
 takes_json = click.option("--json", "as_json", is_flag=True, help="One JSON document in place of text.")
 
 
@@ -104,7 +122,7 @@ takes_scope = click.option(
     "--scope",
     metavar="PATTERN",
     multiple=True,
-    callback=lambda ctx, option, given: given or None,
+    callback=lambda ctx, option, given: patterns(ctx, option, given) or None,
     help="Only the module calls and user scopes that have this name ('layers.*.attn'), class ('Attention') or scope "
     "path ('*/Attention[*.3.attn]'). Once for each pattern.",
 )

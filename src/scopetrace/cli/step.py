@@ -37,7 +37,12 @@ class Step:
     """A key of OPTIMIZERS; None for a step that only computes gradients."""
 
     def of(self, model: torch.nn.Module) -> Callable[..., Any]:
-        """The step of a model, with the arguments of its forward; it returns the loss."""
+        """The step of a model, with the arguments of its forward; it returns the loss.
+
+        Raises UsageError for an optimizer of a model without parameters.
+        """
+        if self.optimizer is not None and next(model.parameters(), None) is None:
+            raise UsageError(f"--optimizer {self.optimizer}: {type(model).__name__} has no parameters; leave it out")
         optimizer = None if self.optimizer is None else OPTIMIZERS[self.optimizer](model.parameters())
 
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:

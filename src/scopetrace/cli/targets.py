@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -115,6 +115,11 @@ def _install(wanted_by: str, module: str) -> str:
     return f"{who} not installed: pip install {package}"
 
 
+def _is_installed(module: str) -> bool:
+    """Whether the package of a module is there, so that the module itself is what it lacks."""
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
 def _near(library: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3) or known[:3]
     return f"write {' or '.join(f'{library}:{other}' for other in near)}"
@@ -159,6 +164,8 @@ def _import(target: str, module_name: str, name: str) -> Any:
             raise UsageError(
                 f"TARGET {target!r}: there is no module {missing!r} here or among the installed packages; write {FORM}"
             ) from error
+        if _is_installed(missing):
+            raise UsageError(f"TARGET {target!r}: importing {module_name} raised {_raised(error)}") from error
         raise UsageError(f"TARGET {target!r}: {_install(module_name, missing)}") from error
     except (Exception, SystemExit) as error:
         raise UsageError(f"TARGET {target!r}: importing {module_name} raised {_raised(error)}") from error
@@ -199,7 +206,7 @@ def _make(target: str, factory: Callable[[], Any]) -> Any:
     try:
         return factory()
     except ModuleNotFoundError as error:
-        if error.name is None:  # transformers raises it for other reasons too
+        if error.name is None or _is_installed(error.name):  # transformers raises it for other reasons too
             raise model_raised(f"making {target}", error) from error
         raise UsageError(f"TARGET {target!r}: {_install(target, error.name)}") from error
     except (Exception, SystemExit) as error:

@@ -10,7 +10,7 @@ import click
 import torch
 
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, progress, quiet, takes_model, takes_scope
+from scopetrace.cli.run import Asked, FilePath, progress, quiet, takes_model, takes_scope
 
 
 @click.command()
@@ -18,7 +18,7 @@ from scopetrace.cli.run import Asked, progress, quiet, takes_model, takes_scope
 @click.option(
     "--output",
     "-o",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(),
     help="The file to write: .html; .svg, .png, .pdf by Graphviz; .json for Model Explorer. Without it, a page opens "
     "in the browser.",
 )

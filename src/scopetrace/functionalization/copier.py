@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import is_op, is_random
+from scopetrace._compat.shape_env import Place
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, AsRecorded, ViewMeta, alike, last_of
@@ -28,6 +29,7 @@ from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_o
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
+from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import (
     BodyTape,
     Call,
@@ -91,7 +93,14 @@ class TapeCopier(abc.ABC):
         self._aliasing: set[Op] = set()  # ops that give a view of memory that is written
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
+        self._op: Op | None = None
+        """The op that is being copied."""
         self._find_roots()
+
+    def where(self) -> Place:
+        """Of the op that is being copied, for errors: the module and source line."""
+        op = self._op
+        return {} if op is None else {"module": str(op.scope), "source": source_of(op.frames)}
 
     def run_body(self, calls: dict[Call, Call], changed: list[int], own_memory: bool = True) -> BodyTape:
         """Copy the body of a higher-order op; it gives the new values of the inputs `changed` too.
@@ -153,6 +162,7 @@ class TapeCopier(abc.ABC):
             self._starts.setdefault(call.start, []).append(call)
             self._stops.setdefault(call.stop, []).append(call)
         for i, op in enumerate(self.old.ops):
+            self._op = op
             if i in self._starts or i in self._stops:
                 self._pass_boundaries(i, op)
             try:

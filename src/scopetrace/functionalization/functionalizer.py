@@ -65,6 +65,8 @@ class Functionalizer(TapeCopier):
     def _run_program(self) -> FunctionalTape:
         assert isinstance(self.old, RecordedTape) and isinstance(self.new, FunctionalTape)
         root = self.old.calls[0]
+        if self.old.sizes is not None:
+            self.old.sizes.env.watch(self)
         last = self._copy_ops()
         self._end_calls(last, root)
         edge = self._at_edge(last, self.emitter.calls[root])

@@ -9,21 +9,16 @@ size 1, by which no element moves, is not compared: that of torch's fake tensors
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.shape_env import WatchedShapeEnv, evaluated
-from scopetrace._compat.symbols import example, to_expr
+from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import FakeMaker, run_fake, storage_id
 from scopetrace.errors import InferenceError
+from scopetrace.infer.assignments import Number, assignments
 from scopetrace.infer.rules import replaced
 from scopetrace.ir.tape import Value, flat
-
-_Number = Callable[[Any], int]
-"""Gives the plain number of a symbolic one."""
 
 
 class Description(NamedTuple):
@@ -58,7 +53,7 @@ def compare(
 ) -> None:
     """Raises InferenceError where torch's results for the same arguments are not those inferred: `tensors`."""
     fakes = [v.fake for v in inputs]
-    for number in _assignments(maker, [*fakes, *(t for t in tensors if t is not None)], (args, kwargs)):
+    for number in assignments(maker, [*fakes, *(t for t in tensors if t is not None)], (args, kwargs)):
         examples = _instances(maker, inputs, number)
         try:
             given = replaced((args, kwargs), examples, number)
@@ -86,7 +81,7 @@ def _text(container: Any, results: list[Description | None]) -> str:
     return f"{getattr(container, '__name__', 'tensor')} of {', '.join(map(str, results))}"
 
 
-def _describe(t: torch.Tensor, inputs: list[torch.Tensor], number: _Number) -> Description:
+def _describe(t: torch.Tensor, inputs: list[torch.Tensor], number: Number) -> Description:
     size = tuple(map(number, t.size()))
     return Description(
         type(t).__name__,
@@ -105,7 +100,7 @@ def _describe(t: torch.Tensor, inputs: list[torch.Tensor], number: _Number) -> D
     )
 
 
-def _instances(maker: FakeMaker, inputs: list[Value], number: _Number) -> dict[int, torch.Tensor]:
+def _instances(maker: FakeMaker, inputs: list[Value], number: Number) -> dict[int, torch.Tensor]:
     """By the id of the value: a tensor of plain sizes. Values that share memory have instances that do."""
     found: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -118,50 +113,3 @@ def _instances(maker: FakeMaker, inputs: list[Value], number: _Number) -> dict[i
         size, stride = ([number(n) for n in numbers] for numbers in (t.size(), t.stride()))
         found[id(v)] = maker.in_storage(storage, size, stride, number(t.storage_offset()), t)
     return found
-
-
-# ---------------------------------------------------------------- values for symbols
-
-
-def _assignments(maker: FakeMaker, tensors: list[torch.Tensor], args: Any) -> Iterator[_Number]:
-    """The example's sizes, and up to three others that the guards of the trace allow."""
-    yield example
-    symbols: set[Any] = set()
-    for n in itertools.chain(flat(args), *(_numbers_of(t) for t in tensors)):
-        if isinstance(n, torch.SymInt):
-            symbols |= to_expr(n).free_symbols
-    env = maker.mode.shape_env
-    if not symbols or not isinstance(env, WatchedShapeEnv):
-        return
-    known = {s: int(n) for s, n in env.backed_var_to_val.items()}
-    if not symbols <= known.keys():
-        return  # a size depends on data
-    order = sorted(symbols, key=str)
-    for values in (
-        {s: 2 * known[s] for s in order},
-        {s: 3 * known[s] for s in order},
-        {s: known[s] + 1 + i for i, s in enumerate(order)},
-    ):
-        if _allowed(env, known | values):
-            yield _at(known | values)
-
-
-def _at(values: dict[Any, int]) -> _Number:
-    return lambda n: _evaluated(n, values)
-
-
-def _evaluated(n: Any, values: dict[Any, int]) -> int:
-    return int(evaluated(n.node.expr, values)) if isinstance(n, torch.SymInt) else int(n)
-
-
-def _numbers_of(t: torch.Tensor) -> Iterator[Any]:
-    yield from (*t.size(), *t.stride(), t.storage_offset(), t.untyped_storage().nbytes())
-
-
-def _allowed(env: WatchedShapeEnv, values: dict[Any, int]) -> bool:
-    """Whether the ranges and guards so far hold for these values."""
-    in_range = all(env.var_to_range[s].lower <= n <= env.var_to_range[s].upper for s, n in values.items())
-    known = values.keys()
-    return in_range and all(
-        bool(evaluated(guard.expr, values)) for guard in env.guards if guard.expr.free_symbols <= known
-    )

@@ -38,6 +38,7 @@ from scopetrace._compat.tensors import (
     storage_id,
     without_dispatch,
 )
+from scopetrace.infer.assignments import Number, without_ones
 from scopetrace.ir.tape import Value, flat, map_argument
 from scopetrace.ir.unmade import UnmadeValue, WaitingValue
 from scopetrace.ops import views
@@ -227,31 +228,34 @@ def _have_one_layout(fakes: list[torch.Tensor]) -> bool:
 def _from_example(
     maker: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value], size: tuple[Int, ...]
 ) -> OutputMeta | Identity | None:
-    """As the op's result for the example's sizes, with these sizes."""
+    """As the op's result for the example's sizes, or for others where one of these is 1, with these sizes."""
     fakes = [v.fake for v in inputs]
     if not all(map(views.has_fixed_order, fakes)):
         return None
-    examples = {id(v): _example_fake(maker, v.fake) for v in inputs}
+    number = without_ones(maker, fakes, size, (args, kwargs))
+    if number is None:
+        return None
+    examples = {id(v): _plain_fake(maker, v.fake, number) for v in inputs}
     try:
-        out = run_fake(maker.mode, func, *replaced((args, kwargs), examples, example))
+        out = run_fake(maker.mode, func, *replaced((args, kwargs), examples, number))
     except Exception:  # the run with the tensors themselves raises it for the user
         return None
-    if type(out) is not FakeTensor or list(out.size()) != [example(n) for n in size]:
+    if type(out) is not FakeTensor or list(out.size()) != [number(n) for n in size]:
         return None
     for i, v in enumerate(inputs):
         if examples[id(v)] is out:
             return Identity(i) if _same_size(size, v.fake) else None
         if storage_id(examples[id(v)]) == storage_id(out):
             return None
-    stride = views.strides_in_order_of(out, size)
+    stride = views.strides_in_order_of(out, size, number)
     if stride is None or out.storage_offset() != 0 or out.device != fakes[0].device:
         return None
     return _new_tensor(size, stride, out.dtype, fakes)
 
 
-def _example_fake(maker: FakeMaker, t: torch.Tensor) -> torch.Tensor:
-    """A tensor with the example's sizes and strides, in memory of its own."""
-    size, stride = ([example(n) for n in numbers] for numbers in (t.size(), t.stride()))
+def _plain_fake(maker: FakeMaker, t: torch.Tensor, number: Number) -> torch.Tensor:
+    """A tensor with plain sizes and strides, in memory of its own."""
+    size, stride = ([number(n) for n in numbers] for numbers in (t.size(), t.stride()))
     with without_dispatch(), torch.no_grad():
         return maker.fresh(size, stride, t.dtype, t.device, t.requires_grad)
 

@@ -202,7 +202,7 @@ class SizeRules:
     def refuse_fixed(self) -> None:
         """Raise DynamicShapeError where the model fixed a size that `dynamic_shapes` says is dynamic.
 
-        `Dim.AUTO`, `Dim.DYNAMIC` and names given as strings may equal other dimensions, and then have one name.
+        `Dim.AUTO`, `Dim.DYNAMIC` and names given as strings may equal other dimensions.
         """
         dims: dict[Any, Any] = {}  # by a symbol that is no Dim's, the Dim that equals it
         for symbol, spec in self.specs.items():
@@ -212,8 +212,11 @@ class SizeRules:
                 continue
             if now in self.specs and not self.specs[now].is_dim:
                 now = dims.setdefault(now, symbol)
-            if now != symbol:
+            if now != symbol and not (now in self.specs and self.specs[now].name == spec.name):
                 self._refuse(symbol, now)
+
+    def name_equal(self) -> None:
+        """Give dimensions that the model makes equal one name, with a warning where they have two."""
         for symbol, spec in list(self.specs.items()):
             now = self.env.replace(symbol)
             if spec.name and now != symbol and now in self.specs:

@@ -305,16 +305,15 @@ def _passes_over(outer: Any, inner: Any, n: Int) -> bool:
     return more >= 0 if type(more) is int else quotient(steps, to_expr(n)) is not None
 
 
-def strides_in_order_of(example_result: torch.Tensor, size: Sizes) -> tuple[Int, ...] | None:
-    """Dense strides for `size`, with the dimensions in memory in the order that `example_result` has.
+def strides_in_order_of(out: torch.Tensor, size: Sizes, number: Callable[[Any], int]) -> tuple[Int, ...] | None:
+    """Dense strides for `size`, with the dimensions in memory in the order that `out` has.
 
-    None where the strides of `example_result`, of the example's sizes, are others.
+    None where the strides of `out`, for the sizes that are `number` of these, are others.
     """
-    out = example_result
     strides: list[Any] = [1] * len(size)
     reach: Any = 1
     for d in sorted(range(len(size)), key=lambda d: (out.stride(d), out.shape[d] != 1, -d)):
-        if example(reach) != out.stride(d):
+        if number(reach) != out.stride(d):
             return None
         strides[d] = reach
         reach = reach * size[d]

@@ -16,7 +16,7 @@ import ast
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -89,8 +89,12 @@ class FxLowering:
         made: the nodes as they were when the graph was made, before any pass.
     """
 
-    def __init__(self, tape: Tape, asserted: Iterable[Any] = ()) -> None:
-        """`asserted` are conditions on sizes of the inputs that the graph asserts."""
+    def __init__(self, tape: Tape, asserted: Iterable[Any] = (), messages: Container[str] = ()) -> None:
+        """`asserted` are conditions on sizes of the inputs that the graph asserts.
+
+        Assertions of a body say what is among `messages` in words of their own.
+        """
+        self._messages = {s.message for s in tape.specializations} if isinstance(tape, ProgramTape) else messages
         self._start(tape, torch.fx.Graph())
         self._asserted = asserted
         self._build()
@@ -138,7 +142,6 @@ class FxLowering:
     def _build(self) -> None:
         tape = self.tape
         live = live_ops(tape)
-        self._messages = {s.message for s in tape.specializations} if isinstance(tape, ProgramTape) else set()
         first = [op for op in tape.ops if op.kind == "placeholder"]
         for op in first:
             self._emit(op)
@@ -237,7 +240,7 @@ class FxLowering:
         if name is None:
             used = [body.tape.name for body in self.bodies.values() if isinstance(body.tape, BodyTape)]
             name = f"{tape.name}_{used.count(tape.name)}"
-            self.bodies[name] = FxLowering(tape)
+            self.bodies[name] = FxLowering(tape, messages=self._messages)
         return self.graph.create_node("get_attr", name, name=name)
 
     # ---------------------------------------------------------------- emitting

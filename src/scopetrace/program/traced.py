@@ -49,7 +49,6 @@ from scopetrace.errors import (
 )
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
-from scopetrace.ir.conditions import decided_by
 from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import (
@@ -85,11 +84,13 @@ def functional_tape(recorded: RecordedTape) -> FunctionalTape:
 
     It shares the ops of `recorded` where none of them writes, and autograd has freed none of them.
 
-    Raises FunctionalizationError for what no functional op says.
+    Raises FunctionalizationError for what no functional op says, DynamicShapeError where one fixes a dynamic size.
     """
     with garbage_collector_off():
         is_as_recorded = not (recorded.differentiated() or recorded.has_writes())
         tape = FunctionalTape.of(recorded) if is_as_recorded else Functionalizer(recorded).run()
+    if tape.sizes is not None:
+        tape.sizes.refuse_fixed()
     if checks_enabled():
         verify(tape, "functionalization")
     return tape
@@ -610,8 +611,9 @@ def _explained(error: Exception, boundary: CallBoundary, inputs: Sequence[Any]) 
     Where the forward may catch the error, a DataDependentError: the graph does not go on as the forward would.
     """
     tape = boundary.tape
-    if decided_by(tape.specializations, str(error)) is not None:
-        return InputMismatchError(str(error))
+    differs = next((s for s in tape.specializations if s.message in str(error)), None)  # an Interpreter says more
+    if differs is not None:
+        return InputMismatchError(differs.message)
     other = other_strides(tape, inputs, boundary.number(inputs))
     if other is not None:
         way_out = "give a copy in the strides of the trace, or trace again with such an input"

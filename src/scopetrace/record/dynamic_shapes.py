@@ -151,6 +151,18 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: di
     return found
 
 
+def collected(collection: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The `dynamic_shapes` that a `ShapesCollection` or `AdditionalInputs` makes for these arguments."""
+    try:
+        return collection.dynamic_shapes(forward, args, kwargs)
+    except Exception as error:  # torch raises several
+        raise DynamicShapeError(
+            f"{type(collection).__name__} does not fit the arguments: {error}",
+            hint="give the tensors themselves, not copies of them; those in an object that pytree does not know, as in "
+            'a dataclass, are named by a dict: dynamic_shapes={"argument": {"attribute": {0: Dim("n")}}}',
+        ) from error
+
+
 def read_dynamic_shapes(spec: Any, arguments: list[Argument], object_types: Collection[type]) -> list[Spec]:
     """Each tensor of the arguments with its dynamic dimensions, and the dynamic numbers.
 

@@ -94,10 +94,10 @@ class FunctionRecorder(BodyRecorder):
             self._refuse("returns tensors inside of a container", "return a tuple of tensors")
         values = [self.values.value_of(t) for t in results]
         if not self._ctx.materialize_grads and sum(map(self._is_differentiable, results)) > 1:
-            self._refuse(
-                "has several results, and asks for None in place of gradients that are zero",
-                "leave out ctx.set_materialize_grads(False)",
-            )
+            problem = "has several results, and asks for None in place of gradients that are zero"
+            hint = "trace the step with its backward(), leave out ctx.set_materialize_grads(False)"
+            # a forward that differentiates gets recorded again, and torch then applies the function
+            self.builder.deferred.append(_error(self._path, problem, hint, self.builder))
         return values, results
 
     def _is_differentiable(self, t: torch.Tensor) -> bool:

@@ -309,7 +309,7 @@ class GradientRecorder:
                 place: Place = Asked(has_gradient, (entry.tensor, before))
                 if entry.value in self._tape.inputs:
                     place = GradientOfInput(self._tape.inputs.index(entry.value), before)
-                self._reads.note_once(f"{self._name(entry)}.grad as the same tensor", True, place)
+                self._reads.note_once(f"{self._words(entry)}.grad as the same tensor", True, place)
             entry.before = entry.now = self._values.value_of(before).fake
         added, entry.added = entry.added, []
         with torch.no_grad():
@@ -319,7 +319,7 @@ class GradientRecorder:
 
     def _note(self, entry: _Gradient, answer: bool) -> None:
         place: Place
-        name, owner = self._name(entry), self._model.owner(entry.tensor)
+        name, owner = self._words(entry), self._model.owner(entry.tensor)
         if entry.value in self._tape.inputs:
             place = OfInput(self._tape.inputs.index(entry.value), "has_grad")
         elif owner is not None:
@@ -332,6 +332,10 @@ class GradientRecorder:
         if entry.value in self._tape.inputs:
             return self._tape.input_paths[self._tape.inputs.index(entry.value)]
         return entry.value.op.name
+
+    def _words(self, entry: _Gradient) -> str:
+        """The name in source; for a tensor of which none is known, that in the graph."""
+        return self._model.variables.get(id(entry.tensor)) or self._name(entry)
 
     def finish(self) -> None:
         """Put on the tape what the gradients are after the forward."""

@@ -26,12 +26,13 @@ import os
 import pickle
 import queue
 import random
+import re
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.fx
@@ -101,6 +102,7 @@ READ_BY_A_CALL = frozenset({"training", *_HOOKS})
 
 
 _is = operator.is_
+T = TypeVar("T")
 
 
 class Model:
@@ -113,6 +115,7 @@ class Model:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.root, self.forward = _unwrap(fn)
+        self._fn = self.forward.forward if isinstance(self.forward, torch.nn.Module) else fn
         self.type_name = type(self.root).__name__ if self.root is not None else _name_of(fn)
         self.names: dict[int, list[str]] = {}
         self.modules: list[torch.nn.Module] = []
@@ -127,7 +130,7 @@ class Model:
         if self.root is not None:
             self._visit("", self.root, set())
         else:
-            for name, module in _modules_around(fn):
+            for name, module in _found_around(fn, torch.nn.Module):
                 self._visit(name, module, set())
 
     def _visit(self, fqn: str, module: torch.nn.Module, path: set[int]) -> None:
@@ -166,6 +169,12 @@ class Model:
         owner = self.owner(of)
         if owner is not None:
             self.state_names[id(t)] = f"{owner[0]}_{key}"
+
+    @functools.cached_property
+    def variables(self) -> dict[int, str]:
+        """By id, the names in source of tensors that are in no module: `w`, `scales[0]`."""
+        found = _found_around(self._fn, torch.Tensor)
+        return {id(t): re.sub(r"\.(\d+)", r"[\1]", path) for path, t in reversed(found)}
 
     def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
         """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
@@ -421,18 +430,18 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return "function" if name == "<lambda>" else name
 
 
-def _modules_around(fn: Any) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that a function can reach by name, itself and by the functions around it that it refers to."""
-    found: dict[str, torch.nn.Module] = {}
+def _found_around(fn: Any, kind: type[T]) -> list[tuple[str, T]]:
+    """The modules, or tensors, that a function can reach by name, itself and by the functions that it refers to."""
+    found: dict[str, T] = {}
     functions, known = [("", fn)], {id(fn)}
     for around, function in functions:  # which grows meanwhile
         for name, x in _variables(function):
             if type(x) is types.FunctionType and is_users_class(x) and id(x) not in known:
                 known.add(id(x))
                 functions.append((f"{around}{name}.", x))
-            for path, module in _modules_in(name, x):
-                if found.setdefault(path, module) is not module:
-                    found.setdefault(around + path, module)
+            for path, each in _found_in(name, x, kind):
+                if found.setdefault(path, each) is not each:
+                    found.setdefault(around + path, each)
     return [*found.items()]
 
 
@@ -466,13 +475,13 @@ def _parameters(fn: Any) -> list[str]:
     return [] if code is None or isinstance(fn, types.MethodType) else [*code.co_varnames[: code.co_argcount]]
 
 
-def _modules_in(name: str, x: Any, depth: int = 2) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules in lists, dicts and users' objects, with names as of submodules."""
-    if isinstance(x, torch.nn.Module):
+def _found_in(name: str, x: Any, kind: type[T], depth: int = 2) -> Iterator[tuple[str, T]]:
+    """The modules, or tensors, in lists, dicts and users' objects, with names as of submodules."""
+    if isinstance(x, kind):
         yield name, x
-    elif depth and (items := _named_items(x)):
+    elif depth and not isinstance(x, torch.nn.Module) and (items := _named_items(x)):
         for key, item in items:
-            yield from _modules_in(f"{name}.{key}", item, depth - 1)
+            yield from _found_in(f"{name}.{key}", item, kind, depth - 1)
 
 
 def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:

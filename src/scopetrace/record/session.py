@@ -78,6 +78,7 @@ from scopetrace.record.dynamic_shapes import (
     Argument,
     DynamicShapes,
     arguments_of,
+    collected,
     read_dynamic_shapes,
     refuse_shared,
     symbolic_strides,
@@ -257,7 +258,7 @@ class Recording:
         others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
             others = additional_inputs(dynamic_shapes)
-            dynamic_shapes = dynamic_shapes.dynamic_shapes(forward, args, kwargs)
+            dynamic_shapes = collected(dynamic_shapes, forward, args, kwargs)
             args, kwargs = without_wrappers((args, kwargs))
         tape.example_inputs = args, kwargs
         self.object_types |= tensor_holders((args, kwargs))
@@ -430,6 +431,7 @@ class Recording:
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
+            tape.sizes.name_equal()
             self._refuse_others(forward, others)
 
     def _refuse_others(self, forward: Callable[..., Any], others: list[Any]) -> None:

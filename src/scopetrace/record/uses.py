@@ -81,9 +81,9 @@ def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False, 
 
 
 def kept_in(code: types.CodeType, line: int, name: str) -> set[str] | None:
-    """The attributes that keep what calls of a function `name` in a line of code give, if it is only shown beside that.
+    """What keeps what calls of a function `name` in a line of code give, if it is only shown beside that.
 
-    None where it may decide something else.
+    Attributes `.n`, globals and variables of enclosing functions `n`. None where it may decide something else.
     """
     tree = _tree(code)
     telling = _Telling(code, tree, None)
@@ -93,16 +93,22 @@ def kept_in(code: types.CodeType, line: int, name: str) -> set[str] | None:
     return telling.kept if found and all(telling.is_told(*f) for f in found) else None
 
 
-def are_only_shown(names: set[str], functions: Sequence[types.FunctionType]) -> bool:
-    """Whether the values of attributes are only shown, or kept in attributes of which that is true."""
-    pending, seen = set(names), set[str]()
+def are_only_shown(keys: set[str], functions: Sequence[types.FunctionType]) -> bool:
+    """Whether the values of attributes and variables are only shown, or kept in others of which that is true."""
+    pending, seen = set(keys), set[str]()
     while pending:
-        seen.add(name := pending.pop())
+        seen.add(key := pending.pop())
+        name = key.strip(".")
+        is_variable = key == name  # what it holds may be an attribute too, or given to a function that calls it so
         for code in [f.__code__ for f in functions if _mentions(f.__code__, name)]:
             tree = _tree(code)
+            if is_variable and any(isinstance(n, ast.arg) and n.arg == name for n in ast.walk(tree or ast.Pass())):
+                return False
             telling = _Telling(code, tree, None)
             for node, parents in _walk(tree, ()) if tree is not None else ():
-                if not _is_use(node, name, False, None) or _is_write(node, parents) or _only_updates(node, parents):
+                if not _is_use(node, name, is_variable, None):
+                    continue
+                if _is_write(node, parents) or _only_updates(node, parents):
                     continue
                 if not telling.is_told(node, parents):
                     return False
@@ -148,7 +154,7 @@ class _Telling:
         self._tree, self._key, self._of_text = tree, key, of_text
         self._local = {*code.co_varnames, *code.co_cellvars}
         self.kept: set[str] = set()
-        """The attributes in which it is kept."""
+        """The attributes `.n`, globals and variables of enclosing functions `n` in which it is kept."""
         self.returned = False
         """Whether it goes to the caller."""
 
@@ -199,10 +205,13 @@ class _Telling:
         place = target
         while isinstance(place, ast.Subscript) or _is_entry(place):
             place = place.value if isinstance(place, ast.Subscript) else place.func.value  # type: ignore[attr-defined]
-        if isinstance(place, ast.Attribute) and self._key is None:
-            self.kept.add(place.attr)
+        key = f".{place.attr}" if isinstance(place, ast.Attribute) else None
+        if isinstance(place, ast.Name) and place.id not in self._local:
+            key = place.id
+        if key is not None and self._key is None:
+            self.kept.add(key)
             return True
-        if not isinstance(place, ast.Name) or place.id not in self._local:
+        if key is not None or not isinstance(place, ast.Name):
             return False
         if isinstance(place.ctx, ast.Load) and not self._makes(place.id):  # another name of what others read
             return False

@@ -371,6 +371,8 @@ def write(
         raise OnnxOptionError("export_params=False writes references to files beside the file: give a path")
     if external_data is not None and not isinstance(external_data, bool) and external_data <= 0:
         raise OnnxOptionError(f"external_data={external_data}: write True, or the largest size of a file in bytes")
+    if not any(op.values() for op in program.tape.ops):
+        raise OnnxExportError("the program has no tensors: there is nothing for an ONNX model to compute")
     refuse_changing_numbers(program)
     refuse_narrowed(program.tape, program.model)
     relations = program.tape.sizes.inequalities() if program.tape.sizes is not None else []

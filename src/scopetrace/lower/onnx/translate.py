@@ -26,11 +26,15 @@ from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.onnx import Table
 from scopetrace.lower.onnx.forms import forms
 from scopetrace.lower.onnx.ops import OpFunctions
-from scopetrace.program.graph import scope_path, set_node_value, set_unbacked_bindings
+from scopetrace.program.graph import node_value, scope_path, set_node_value, set_unbacked_bindings
 
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
     """The ExportedProgram of a graph whose nodes have fake values in `meta["val"]`."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        if node_value(node).is_complex():  # for others torch.onnx has a form
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     outputs = next(n for n in graph.nodes if n.op == "output").args[0]
     ins, outs = [argument_of(n) for n in inputs], [argument_of(n) for n in outputs]

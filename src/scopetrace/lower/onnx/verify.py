@@ -7,8 +7,10 @@ Data flow:
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import math
 import tempfile
 import warnings
 from collections import Counter
@@ -116,9 +118,14 @@ def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
             memory[value.storage] = _elements(value.fake, length, random)
         whole, place = memory[value.storage], _place(value, size)
         if not (whole.dtype.is_floating_point or whole.dtype.is_complex) and place[0]:
-            whole[torch.arange(len(whole), device=whole.device).as_strided(*place)[..., :1]] = 1
+            first = torch.arange(len(whole), device=whole.device).as_strided(*place)[..., :1]
+            whole.view(_SIGNED.get(whole.dtype, whole.dtype))[first] = 1
         tensors.append(whole.as_strided(*place))
     return Example(tape, size, tensors)
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""What torch writes by index, for dtypes of which it does not."""
 
 
 def _place(value: Value, size: Size) -> tuple[list[int], list[int], int]:
@@ -173,18 +180,31 @@ def _refused(error: Exception) -> OnnxVerificationError:
 _NO_KERNEL = "NOT_IMPLEMENTED"
 
 
+_FLOAT8 = {
+    f"tensor({str(dtype).removeprefix('torch.').replace('_', '')})": dtype
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+}
+"""By the name of the type in ONNX Runtime."""
+
+
 def _to_runtime(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().cpu()
     tensor = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
     dtype = int(tensor_adapters.from_torch_dtype(tensor.dtype))
-    if tensor.dtype is torch.bfloat16:  # numpy does not have it
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(tensor.view(torch.uint16).numpy(), dtype)
+    if tensor.dtype is torch.bfloat16 or tensor.dtype in _FLOAT8.values():  # numpy does not have them
+        bits = tensor.view(torch.uint16 if tensor.itemsize == 2 else torch.uint8).numpy()
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, dtype)
     return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy())
 
 
 def _from_runtime(value: Any) -> torch.Tensor:
-    if value.data_type() == "tensor(bfloat16)":
+    if value.data_type() in ("tensor(bfloat16)", "tensor(uint64)"):  # torch takes no array of numpy.ulonglong
         return torch.utils.dlpack.from_dlpack(value)
+    float8 = _FLOAT8.get(value.data_type())
+    if float8 is not None:  # which ONNX Runtime gives neither to numpy nor by DLPack
+        size = value.shape()
+        bits = ctypes.string_at(value.data_ptr(), math.prod(size))
+        return torch.tensor(list(bits), dtype=torch.uint8).view(float8).view(size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the array is not writable
         return torch.from_numpy(value.numpy()).clone()
@@ -192,7 +212,7 @@ def _from_runtime(value: Any) -> torch.Tensor:
 
 SEEDS = 3
 
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, **{dtype: torch.finfo(dtype).eps for dtype in _FLOAT8.values()}}
 """The largest error: absolute, and relative to the largest value where that is above 1.
 
 For outputs with small values only, the limit is 100 times this part of the largest value, since an absolute limit
