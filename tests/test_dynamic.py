@@ -654,6 +654,23 @@ def test_a_copy_that_is_a_view_of_one_row(part, reads_first):
             tr(one)
 
 
+@pytest.mark.parametrize("copied", [lambda z: z.t().flatten(), lambda z: z.t().contiguous()])
+def test_a_copy_that_is_a_view_of_one_row_in_a_training_step(copied):
+    model = nn.Linear(4, 4)
+
+    def step(x):
+        z = model(x)
+        loss = copied(z).add_(1).sum() * 2 + z.sum()
+        loss.backward()
+        return loss
+
+    tr = st.trace(step, (torch.randn(5, 4),), dynamic_shapes=({0: Dim("rows", min=1)},))
+    x = torch.randn(3, 4)
+    assert torch.equal(tr(x), step(x))
+    with pytest.raises(InputMismatchError, match="is 1, for which the model goes another way"):
+        tr(x[:1])
+
+
 def test_a_write_that_fixes_a_size_is_refused_when_it_is_traced():
     def forward(x):
         y = x * 2

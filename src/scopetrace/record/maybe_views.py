@@ -14,7 +14,7 @@ from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import RecordedTape, Value
+from scopetrace.ir.tape import Op, RecordedTape, Value
 
 _aten = torch.ops.aten
 _MAYBE_VIEWS = frozenset(
@@ -24,10 +24,8 @@ _MAYBE_VIEWS = frozenset(
 
 def expect_copies(tape: RecordedTape, env: WatchedShapeEnv) -> None:
     """Record that a call has no size 1 where the program depends on it that such an op copies."""
-    copies = [
-        (i, op) for i, op in enumerate(tape.ops) if op.target in _MAYBE_VIEWS and is_symbolic(op.inputs()[0].fake)
-    ]
-    copies = [(i, op) for i, op in copies if op.result.storage != op.inputs()[0].storage]
+    found = [(i, op, _source(op)) for i, op in enumerate(tape.ops)]
+    copies = [(i, op, v) for i, op, v in found if v and is_symbolic(v.fake) and op.result.storage != v.storage]
     if not copies:
         return
     writes, last_read = _uses(tape)
@@ -37,13 +35,22 @@ def expect_copies(tape: RecordedTape, env: WatchedShapeEnv) -> None:
         first = bisect.bisect_right(at, start)
         return first < len(at) and at[first] < last_read.get(other, -1)
 
-    for i, op in copies:
-        source, copy = op.inputs()[0], op.result
+    for i, op, source in copies:
+        copy = op.result
         if matters(i, source.storage, copy.storage) or matters(i, copy.storage, source.storage):
             place = {"module": str(op.scope), "source": source_of(op.frames)}
             for size in source.fake.size():
                 if isinstance(size, torch.SymInt):
                     env.take_for_more_than_one(size, place)
+
+
+def _source(op: Op) -> Value | None:
+    """What an op may give a view of; in a step, where the parts of composite ops are recorded, those of a copy."""
+    if op.target in _MAYBE_VIEWS or (
+        op.target is _aten.clone.default and op.kwargs.get("memory_format") is torch.contiguous_format
+    ):
+        return op.inputs()[0]
+    return _source(op.inputs()[0].op) if op.target is _aten._unsafe_view.default else None
 
 
 def _uses(tape: RecordedTape) -> tuple[dict[int, list[int]], dict[int, int]]:
