@@ -632,6 +632,45 @@ def test_a_write_to_a_part_of_one_row_fixes_no_size(write):
         assert_like_eager(forward, tr, (torch.randn(rows, 4),))
 
 
+@pytest.mark.parametrize("part", [lambda z: z, lambda z: z[1:] * 1])
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_copy_that_is_a_view_of_one_row(part, reads_first):
+    """With one row, eager writes to `z` too. Where nobody reads it afterwards, that is the same."""
+
+    def forward(x):
+        z = part(x * 1)
+        found = z.sum()
+        y = z.transpose(0, 1).flatten().add_(1)
+        return (found if reads_first else z.sum()), y
+
+    tr = st.trace(forward, (torch.randn(4, 3),), dynamic_shapes=({0: Dim("rows", min=1)},))
+    for rows in (3, 4, 6):
+        assert_like_eager(forward, tr, (torch.randn(rows, 3),))
+    one = torch.randn(1 if part(torch.ones(2, 3)).shape[0] == 2 else 2, 3)
+    if reads_first and len(one) == 1:
+        assert_like_eager(forward, tr, (one,))
+    else:
+        with pytest.raises(InputMismatchError, match="trace again"):
+            tr(one)
+
+
+@pytest.mark.parametrize("copied", [lambda z: z.t().flatten(), lambda z: z.t().contiguous()])
+def test_a_copy_that_is_a_view_of_one_row_in_a_training_step(copied):
+    model = nn.Linear(4, 4)
+
+    def step(x):
+        z = model(x)
+        loss = copied(z).add_(1).sum() * 2 + z.sum()
+        loss.backward()
+        return loss
+
+    tr = st.trace(step, (torch.randn(5, 4),), dynamic_shapes=({0: Dim("rows", min=1)},))
+    x = torch.randn(3, 4)
+    assert torch.equal(tr(x), step(x))
+    with pytest.raises(InputMismatchError, match="is 1, for which the model goes another way"):
+        tr(x[:1])
+
+
 def test_a_write_that_fixes_a_size_is_refused_when_it_is_traced():
     def forward(x):
         y = x * 2

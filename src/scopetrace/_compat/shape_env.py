@@ -348,9 +348,9 @@ class WatchedShapeEnv(ShapeEnv):
                 self._assume_not(symbol, value)
         return answer
 
-    def _assume_not(self, symbol: sympy.Symbol, value: int) -> None:
+    def _assume_not(self, symbol: sympy.Symbol, value: int, place: Place | None = None) -> None:
         if (symbol, value) not in self.assumed:
-            self.assumed[symbol, value] = Assumed(symbol, value, self.place())
+            self.assumed[symbol, value] = Assumed(symbol, value, self.place() if place is None else place)
             self.add_guard(sympy.Ne(symbol, value, evaluate=False))
 
     def add_guard(self, condition: Any) -> None:
@@ -395,12 +395,16 @@ class WatchedShapeEnv(ShapeEnv):
             for s, found in state["asserts"].items()
         }
 
-    def take_for_more_than_one(self, size: Any) -> None:
-        """Record that an op kept a dimension of this size, which it would drop if the size were 1."""
+    def take_for_more_than_one(self, size: Any, place: Place | None = None) -> None:
+        """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now."""
         expr = size.node.expr
         for symbol in expr.free_symbols:
             if self.smallest.get(symbol, 2) < 2 and self._differs(sympy.Eq(expr, 1), symbol, 1, False):
-                self._assume_not(symbol, 1)
+                self._assume_not(symbol, 1, place)
+        other = sympy.Ne(expr, 1, evaluate=False)
+        is_backed = expr.free_symbols <= self.backed_var_to_val.keys()
+        if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1 and all(g.expr != other for g in self.guards):
+            self.add_guard(other)
 
 
 def _asked_by_the_model() -> bool:

@@ -97,6 +97,7 @@ from scopetrace.record.effects import (
 )
 from scopetrace.record.gradients import sparse_gradient
 from scopetrace.record.leaks import refuse_leaks
+from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder, RunGraph
@@ -430,6 +431,7 @@ class Recording:
         refuse_detached_inputs(tape, self.values.examples)
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
+            expect_copies(tape, tape.sizes.env)
             tape.sizes.refuse_fixed()
             tape.sizes.name_equal()
             self._refuse_others(forward, others)
