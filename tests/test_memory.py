@@ -160,6 +160,17 @@ def test_what_parts_of_a_composite_op_make_for_each_other_counts_while_it_runs(r
     assert memory.peak_bytes == pytest.approx(live.peak, rel=0.05)
 
 
+def test_a_custom_op_does_not_run_again():
+    runs = []
+    with torch.library._scoped_library("scopetrace_memory", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: (runs.append(1), x * 2)[1], "CompositeImplicitAutograd")
+        tr = st.trace(torch.ops.scopetrace_memory.twice, (torch.ones(3),))
+        before = len(runs)
+        assert tr.memory().peak_bytes == 12
+        assert len(runs) == before
+
+
 def test_attention_on_the_meta_device_has_no_matrix_of_scores():
     """There alone torch has no kernel without it."""
     q = torch.empty(1, 2, 256, 16, device="meta")

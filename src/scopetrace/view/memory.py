@@ -45,7 +45,7 @@ class CallMemory:
     depth: int
     """How many calls are around it."""
     made: int
-    """What its ops make, in forward."""
+    """What its ops make, in forward, with what the parts of composite ops make for each other."""
     freed: int
     """How much of that is freed before it returns."""
     saved: int
@@ -226,7 +226,7 @@ def _peak_of_parts(tape: Tape, op: Op, known: dict[Any, int]) -> int:
 
     `known` has those of ops with arguments of the same metadata.
     """
-    if not is_op(op.target) or op.writes or op.unbacked or tape.fake_mode is None or not can_decompose(op.target):
+    if not _is_composite(op.target) or op.writes or op.unbacked or tape.fake_mode is None:
         return 0
     if op.target is _ATTENTION and op.tensor(0).fake.is_meta:  # there alone torch has no kernel without all scores
         return 0
@@ -240,6 +240,11 @@ def _peak_of_parts(tape: Tape, op: Op, known: dict[Any, int]) -> int:
         if key is not None:
             known[key] = found
     return found
+
+
+def _is_composite(op: Any) -> bool:
+    """Whether it is one of ATen's that is made of others. The parts of a custom op may be Python, which runs once."""
+    return is_op(op) and op.namespace == "aten" and can_decompose(op)
 
 
 def _peak_of(body: Tape) -> int:
