@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,6 +50,25 @@ class Registered:
 
     modules: dict[str, RegisteredModule] = dataclasses.field(default_factory=dict)
     params: dict[str, RegisteredParam] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def later(cls, make: Callable[[], tuple[dict[str, RegisteredModule], dict[str, RegisteredParam]]]) -> Registered:
+        """One of which `make` gives `modules` and `params` when they are read, as of most traces they never are."""
+        new = cls.__new__(cls)
+        new.__dict__["_make"] = make
+        return new
+
+    if not TYPE_CHECKING:  # for the two fields alone
+
+        def __getattr__(self, name: str) -> Any:
+            own = self.__dict__
+            make = own.get("_make")
+            if name not in ("modules", "params"):
+                raise AttributeError(name)
+            if make is not None:  # else another thread has just made them
+                own["modules"], own["params"] = make()
+                own.pop("_make", None)
+            return own[name]
 
     def owners(self, param: str) -> list[str]:
         """The fqns of the modules that hold a parameter, one for each of its names."""

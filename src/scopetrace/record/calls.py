@@ -88,7 +88,7 @@ class CallRecorder:
         """The classes of the objects with tensors in the result of the root call."""
         self._leaves = leaves
         self._progress = progress
-        self._positions = itertools.count()
+        self._next = 0  # the position of the next call
         self._counts: dict[int, int] = {}  # by id of a module: how often it was called
         self._classes: dict[Any, type] = {}
         self.paused = False
@@ -164,10 +164,11 @@ class CallRecorder:
             start=len(builder.tape.ops),
             frames=builder.frames() if builder.call is not None else (),
             attributes=plain_attributes(module.__dict__) if module is not None else {},
-            position=next(self._positions),
+            position=self._next,
             module_type=self.class_of(module) if module is not None else None,
             replaced=self._model.replaced(module) if module is not None else (),
         )
+        self._next += 1
         self.templates.belong_to(call)
         builder.tape.calls.append(call)
         return call

@@ -31,7 +31,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -69,24 +69,39 @@ class Layout:
 
     __slots__ = ("ends", "flat", "names", "own")
 
-    def __init__(self, names: tuple[tuple[str, ...], ...]) -> None:
-        self.names = names
+    def __init__(self, flat: tuple[str | None, ...]) -> None:
+        self.flat = [*flat]
+        """As `_names_in` gives them, to compare with those of now."""
+        tables: list[list[str]] = [[]]
+        for name in flat:
+            if name is None:
+                tables.append([])
+            else:
+                tables[-1].append(name)
+        self.names = tuple(map(tuple, tables[:-1]))
         """Of each of `attribute_tables`."""
-        self.flat = _one_by_one(names)
-        """To compare with the names of now."""
-        self.own = own_names(names[0])
-        self.ends = tuple(itertools.accumulate(map(len, names)))
+        self.own = own_names(self.names[0])
+        self.ends = tuple(itertools.accumulate(map(len, self.names)))
         """Where each table ends if one follows the other."""
 
 
-def _one_by_one(tables: Iterable[Iterable[str]]) -> list[str | None]:
-    """The names in some tables, one after the other, with None after each table."""
+_layout_of = functools.lru_cache(maxsize=4096)(Layout)
+
+
+def _names_in(tables: Sequence[dict[str, Any]]) -> list[str | None]:
+    """The names in `attribute_tables`, one table after the other, with None after each."""
+    if len(tables) == 4:  # of most modules: as below, in a third of the time
+        own, params, buffers, modules = tables
+        return [*own, None, *params, None, *buffers, None, *modules, None]
     return [name for table in tables for name in (*table, None)]
 
 
-_layout_of = functools.lru_cache(maxsize=4096)(Layout)
-_flat = itertools.chain.from_iterable
-_values_of = operator.methodcaller("values")
+def _values_in(tables: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+    """What is in `attribute_tables`, one table after the other."""
+    if len(tables) == 4:  # as above
+        own, params, buffers, modules = tables
+        return *own.values(), *params.values(), *buffers.values(), *modules.values()
+    return tuple([x for table in tables for x in table.values()])
 
 
 def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,8 +161,7 @@ class Model:
         prefix = f"{fqn}." if fqn else ""
         if len(known) == 1:
             self.modules.append(module)
-            self._save(fqn, module)
-            for table in self._saved[id(module)].tensor_tables():
+            for table in self._save(fqn, module).tensor_tables():
                 for name, t in table.items():
                     if issubclass(type(t), torch.Tensor) and id(t) not in self._tensors:
                         self._tensors[id(t)] = prefix + name, module, name
@@ -158,9 +172,10 @@ class Model:
                 self._visit(prefix + name, child, path)
                 path.discard(id(child))
 
-    def _save(self, fqn: str, module: torch.nn.Module) -> None:
+    def _save(self, fqn: str, module: torch.nn.Module) -> SavedModule:
         name = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
-        self._saved[id(module)] = SavedModule(fqn, module, self.snapshot, name)
+        saved = self._saved[id(module)] = SavedModule(fqn, module, self.snapshot, name)
+        return saved
 
     def save_outside(self, name: str, module: torch.nn.Module) -> list[torch.nn.Module]:
         """Save a module that is not in the model's tree, and those in it; `name` is that in source. Returns them."""
@@ -212,20 +227,20 @@ class Model:
 
     def registered(self) -> Registered:
         """All names of the modules and parameters, in the order of registration."""
-        params: dict[int, tuple[torch.Tensor, list[str]]] = {}
-        modules: dict[str, RegisteredModule] = {}
-        for module in self.modules:
-            fqns, kind, dict_of = self.names[id(module)], type(module), module.__dict__
-            of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
-            has_forward = of_class is not _NO_FORWARD or "forward" in dict_of
-            modules[fqns[0]] = RegisteredModule(tuple(fqns), kind.__name__, has_forward)
-            own = dict_of.get("_parameters")
-            for name, param in own.items() if own else ():
-                if param is not None:
-                    known = params.get(id(param)) or params.setdefault(id(param), (param, []))
-                    known[1].extend([f"{fqn}.{name}" if fqn else name for fqn in fqns])
-        found = {names[0]: RegisteredParam(tuple(names), tuple(p.shape), p.dtype) for p, names in params.values()}
-        return Registered(modules, found)
+        own = [module.__dict__ for module in self.modules]
+        tables = [each.get("_parameters") or _EMPTY for each in own]
+        params = [p for table in tables for p in table.values()]
+        columns = _Columns(
+            [*self.names.values()],
+            [*map(type, self.modules)],
+            ["forward" in each for each in own],
+            [*map(len, tables)],
+            [name for table in tables for name in table.keys()],  # noqa: SIM118 - scripted modules have other tables
+            params,
+            [None if p is None else p.shape for p in params],  # which may be others when they are asked for
+            [None if p is None else p.dtype for p in params],
+        )
+        return Registered.later(columns.tables)
 
     @property
     def saved_modules(self) -> Collection[SavedModule]:
@@ -279,6 +294,36 @@ class Model:
 _NO_FORWARD = torch.nn.Module.forward
 
 
+class _Columns(NamedTuple):
+    """What a `Registered` is made from."""
+
+    fqns: list[list[str]]
+    """Of each module."""
+    kinds: list[type]
+    has_own_forward: list[bool]
+    counts: list[int]
+    """How many parameters of its own each module has; the lists below are of all, one module after the other."""
+    names: list[str]
+    params: list[torch.Tensor | None]
+    shapes: list[torch.Size | None]
+    dtypes: list[torch.dtype | None]
+
+    def tables(self) -> tuple[dict[str, RegisteredModule], dict[str, RegisteredParam]]:
+        """The modules and the parameters, by the first names."""
+        modules: dict[str, RegisteredModule] = {}
+        found: dict[int, tuple[list[str], tuple[int, ...], torch.dtype]] = {}
+        left = zip(self.names, self.params, self.shapes, self.dtypes, strict=True)
+        for fqns, kind, has_own, count in zip(self.fqns, self.kinds, self.has_own_forward, self.counts, strict=True):
+            of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
+            modules[fqns[0]] = RegisteredModule(tuple(fqns), kind.__name__, has_own or of_class is not _NO_FORWARD)
+            for name, p, size, dtype in itertools.islice(left, count):
+                if size is not None and dtype is not None:
+                    names, _, _ = found.setdefault(id(p), ([], tuple(size), dtype))
+                    names.extend([f"{fqn}.{name}" if fqn else name for fqn in fqns])
+        params = [RegisteredParam(tuple(names), size, dtype) for names, size, dtype in found.values()]
+        return modules, {param.names[0]: param for param in params}
+
+
 _EMPTY: dict[str, Any] = {}  # in the place of the many copies of empty tables
 _NOTHING: frozenset[str] = frozenset()
 
@@ -297,8 +342,8 @@ class SavedModule:
         self.name = name
         self.live = tuple(attribute_tables(module))
         # Not as dicts, which take four times the memory: to go through it takes most of the time to compare them.
-        self.layout = _layout_of(tuple(map(tuple, self.live)))
-        self.values = tuple(_flat(map(_values_of, self.live)))
+        self.layout = _layout_of(tuple(_names_in(self.live)))
+        self.values = _values_in(self.live)
         """What was in the tables, one after the other."""
         own = module.__dict__
         unsaved = unsaved_buffers_of(module) if len(self.live) > 1 else None
@@ -315,15 +360,7 @@ class SavedModule:
 
     def is_unchanged(self) -> bool:
         """Whether all attributes are the objects that they were, in the same order."""
-        if len(self.live) != 4:
-            now = _flat(map(_values_of, self.live))
-            return _one_by_one(self.live) == self.layout.flat and all(map(_is, now, self.values))
-        # as above, in three quarters of the time: a trace asks it twice of each module
-        own, params, buffers, modules = self.live
-        if [*own, None, *params, None, *buffers, None, *modules, None] != self.layout.flat:
-            return False
-        values = [*own.values(), *params.values(), *buffers.values(), *modules.values()]
-        return all(map(_is, values, self.values))
+        return _names_in(self.live) == self.layout.flat and all(map(_is, _values_in(self.live), self.values))
 
     @property
     def tables(self) -> list[dict[str, Any]]:
@@ -425,7 +462,10 @@ def modules_in(module: torch.nn.Module) -> list[torch.nn.Module]:
 def attribute_tables(owner: Any) -> list[dict[str, Any]]:
     """The attributes of an object; then, of a module that is not scripted, its parameters, buffers and modules."""
     own = getattr(owner, "__dict__", {})
-    return [own, *[own[name] for name in _TABLES if isinstance(own.get(name), dict)]]
+    params, buffers, modules = own.get("_parameters"), own.get("_buffers"), own.get("_modules")
+    if type(params) is type(buffers) is type(modules) is dict:  # as of most modules
+        return [own, params, buffers, modules]
+    return [own, *[table for table in (params, buffers, modules) if isinstance(table, dict)]]
 
 
 def _unwrap(fn: Callable[..., Any]) -> tuple[torch.nn.Module | None, Callable[..., Any]]:

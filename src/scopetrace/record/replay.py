@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,8 +49,8 @@ class CallOpener(Protocol):
     def reports(self) -> bool:
         """Whether somebody is told of each call when it begins."""
 
-    def number(self, module: Any) -> tuple[int, int]:
-        """The position of the next call, which is of `module`, and how many calls of that were before."""
+    def number(self, modules: Sequence[Any]) -> tuple[int, list[int]]:
+        """The position of the first of the next calls, and of each module in turn how many calls of it were before."""
 
     def open_copy(
         self,
@@ -115,7 +115,7 @@ class Replay:
         self._place = Elsewhere(original.call, call)
         self._frames_of, self._frames = self._place.frames, self._place.known
         self._starts: list[int] = []
-        self._numbers: list[tuple[int, int]] = []
+        self._first, self._indices = 0, list[int]()  # of the calls inside: see `CallOpener.number`
         self._opened: list[Call] | None = None
         self.call_count = len(original.calls)
         self.call, self.repeated, self.count, self._waits = call, original.call, 0, False
@@ -193,8 +193,7 @@ class Replay:
             original.unfound += reads.unfound(new)
             original.whole += reads.whole(new)
         del self._pairs.owners, self._pairs.tensors
-        numbers = self._numbers
-        is_first = not self.call.index and not any(numbers[i][1] for i in original.runs_first)
+        is_first = not self.call.index and not any(self._indices[i] for i in original.runs_first)
         reads.repeat(Repeated(original, self.call, partner), at_once=not (original.is_first and is_first))
         for owner, name, where in original.unfound:
             reads.note_unfound(partner(owner), name, noted(where))
@@ -261,8 +260,8 @@ class Replay:
         values.waiting.update(shared)
         self._waits, self.count = True, len(original.steps) - len(self._known_reads)
         self._give = self._given_to
-        for inner in original.calls:
-            self._numbers.append(self._calls.number(inner.module and self._pairs.partner(inner.module)))
+        modules = [inner.module and self._pairs.partner(inner.module) for inner in original.calls]
+        self._first, self._indices = self._calls.number(modules)
         calls = self._tape.calls
         assert isinstance(calls, CallList)
         calls.wait(self)
@@ -300,7 +299,7 @@ class Replay:
             assert around is not None
             module = None if inner.module is None else self._pairs.partner(inner.module)
             place, frames, start = (new, self._scope_of(around)), self._frames_of(inner.frames), inner.start
-            number, given = self._numbers[len(opened)], self._give
+            number, given = (self._first + len(opened), self._indices[len(opened)]), self._give
             copy = self._calls.open_copy(inner, module, place, frames, self._position(start), given, number)
             copy.stop = self._position(inner.stop)
             self._copies[inner] = copy
@@ -386,8 +385,9 @@ class Replay:
         module = None if old.module is None else self._pairs.partner(old.module)
         given, frames = self._template((old.args, old.kwargs)), self._frames_of(old.frames)
         place, start = (parent, self._scope_of(around)), len(builder.tape.ops)
-        self._numbers.append(self._calls.number(module))
-        new = self._calls.open_copy(old, module, place, frames, start, given, self._numbers[-1])
+        position, (index,) = self._calls.number([module])
+        self._indices.append(index)
+        new = self._calls.open_copy(old, module, place, frames, start, given, (position, index))
         self._tape.calls.append(new)
         self._scopes[id(old.scope)], self._frames[id(old.frames)] = new.scope, frames
         begin = len(same)

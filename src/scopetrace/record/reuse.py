@@ -19,7 +19,7 @@ import enum
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -459,11 +459,15 @@ class CallRecorderWithReuse(CallRecorder):
         """As `CallOpener.reports`."""
         return self._progress is not None
 
-    def number(self, module: Any) -> tuple[int, int]:
+    def number(self, modules: Sequence[Any]) -> tuple[int, list[int]]:
         """As `CallOpener.number`."""
-        index = self._counts.get(id(module), 0)
-        self._counts[id(module)] = index + 1
-        return next(self._positions), index
+        counts, indices, first = self._counts, [], self._next
+        for module in modules:
+            index = counts.get(id(module), 0)
+            counts[id(module)] = index + 1
+            indices.append(index)
+        self._next += len(indices)
+        return first, indices
 
     def open_copy(
         self,
