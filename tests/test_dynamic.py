@@ -609,6 +609,32 @@ def test_a_view_of_a_part_of_one_row_that_is_a_copy_at_other_sizes():
         st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
 
 
+@pytest.mark.parametrize(
+    ("example", "others", "wrap"),
+    [
+        ((3, 4), [(2, 7), (7, 2), (4, 4), (9, 2)], False),
+        ((3, 4), [(2, 7), (4, 3), (4, 4)], True),
+        ((3, 3, 3), [(2, 2, 2), (5, 5, 5)], False),
+    ],
+)
+def test_fill_diagonal(example, others, wrap):
+    def forward(x):
+        mask = torch.zeros(x.shape, dtype=torch.bool)
+        return x.masked_fill(mask.fill_diagonal_(True, wrap=wrap), 7.0)
+
+    tr = st.trace(forward, (torch.randn(example),), dynamic_shapes=({d: Dim.DYNAMIC for d in range(len(example))},))
+    for size in (example, *others):
+        assert_like_eager(forward, tr, (torch.randn(size),))
+
+
+def test_fill_diagonal_of_a_tall_matrix_with_wrap():
+    forward = lambda x: (x * 2).fill_diagonal_(1.0, wrap=True)  # noqa: E731
+    for rows, columns in ((9, 2), (8, 2), (5, 3), (7, 1)):
+        x = torch.randn(rows, columns)
+        tr = st.trace(forward, (x,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+        assert_like_eager(forward, tr, (x,))
+
+
 WRITES_TO_PARTS = {
     "a column": lambda y: y[1:, 1].mul_(2),
     "rows": lambda y: y[1:].mul_(2),

@@ -972,6 +972,26 @@ def test_a_cumulative_product(x, dim, dtype):
         st.trace(Product(), (x,), dynamic_shapes=({0: "n", 1: "m"},)).to_onnx(functions=True, verify=True)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize(("offset", "dims"), [(0, (0, 1)), (1, (-1, -2)), (-2, (0, 2)), (2, (0, 1))])
+def test_a_write_to_a_diagonal(kind, offset, dims, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    class Write(nn.Module):
+        def forward(self, x):
+            y = x.to(kind)
+            diagonal = y.diagonal(offset, *dims)
+            diagonal.copy_(torch.arange(diagonal.numel()).view(diagonal.shape) + 10)
+            return y
+
+    trace = st.trace(Write(), (torch.zeros(3, 4, 5),), dynamic_shapes=({0: "a", 1: "b", 2: "c"},))
+    trace.to_onnx(tmp_path / "write.onnx", verify=True)
+    session = onnxruntime.InferenceSession(tmp_path / "write.onnx")
+    for shape in ((3, 4, 5), (4, 3, 7), (6, 5, 2)):
+        x = torch.zeros(shape)
+        assert torch.equal(torch.tensor(session.run(None, {"x": x.numpy()})[0]), Write()(x))
+
+
 class Experts(nn.Module):
     """Rows in the order of the experts that they belong to, and what each expert multiplies them by."""
 
