@@ -232,6 +232,28 @@ def test_a_size_that_the_model_fixes():
     assert "write 3" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x[1:].diagonal().squeeze(0),
+        lambda x: x * 2 if x[1:].diagonal().shape[0] == 1 else x,
+        lambda x: x if x[1:].diagonal().numel() > 1 else x * 2,
+    ],
+    ids=["squeeze", "equal", "at most"],
+)
+def test_a_size_that_the_model_fixes_by_the_smaller_of_two(forward):
+    """The diagonal has `min(4, rows - 1)` elements."""
+    with pytest.raises(
+        DynamicShapeError, match=r"dimension 0 \(rows\) was said to be dynamic, .* fixes it at 2"
+    ) as error:
+        st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+    assert "in <lambda>: " in (error.value.source or "")
+    tr = st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim.AUTO},))
+    assert_like_eager(forward, tr, (torch.randn(2, 4),))
+    with pytest.raises(InputMismatchError, match="is 3 and must be at most 2"):
+        tr(torch.randn(3, 4))
+
+
 def test_two_dims_that_the_model_makes_equal():
     shapes = {"a": {0: Dim("n")}, "b": {0: Dim("m")}}
     with pytest.raises(DynamicShapeError, match=r"must always be [nm] in this model"):

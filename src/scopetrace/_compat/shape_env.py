@@ -10,6 +10,7 @@ import dataclasses
 import dis
 import itertools
 import logging
+import operator
 import re
 import sys
 import weakref
@@ -36,7 +37,7 @@ from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined
     ValueRangesSLoc,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, Max, Min
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -291,6 +292,7 @@ class WatchedShapeEnv(ShapeEnv):
             known = bound_sympy(orig_expr, self.narrow)
             if known.is_singleton():
                 return known.lower
+        orig_expr = _without_bounds(orig_expr)
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -396,8 +398,13 @@ class WatchedShapeEnv(ShapeEnv):
         }
 
     def take_for_more_than_one(self, size: Any, place: Place | None = None) -> None:
-        """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now."""
+        """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.
+
+        Where it is 1 in the example, the program holds for that.
+        """
         expr = size.node.expr
+        if size.node.has_hint() and size.node.hint == 1:
+            return
         for symbol in expr.free_symbols:
             if self.smallest.get(symbol, 2) < 2 and self._differs(sympy.Eq(expr, 1), symbol, 1, False):
                 self._assume_not(symbol, 1, place)
@@ -405,6 +412,18 @@ class WatchedShapeEnv(ShapeEnv):
         is_backed = expr.free_symbols <= self.backed_var_to_val.keys()
         if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1 and all(g.expr != other for g in self.guards):
             self.add_guard(other)
+
+
+def _without_bounds(expr: Any) -> Any:
+    """An equal relation, without the numbers of a `Min` or `Max` that cannot decide it: `n < 2` for `Min(4, n) < 2`.
+
+    torch takes what it can solve, such as `n - 1 == 1`, for a fixed size.
+    """
+    if not isinstance(expr, sympy.Rel) or not isinstance(expr.lhs, (Min, Max)) or not expr.rhs.is_number:
+        return expr
+    goes = operator.gt if isinstance(expr.lhs, Min) else operator.lt
+    kept = [a for a in expr.lhs.args if not (a.is_number and goes(a, expr.rhs))]
+    return expr.func(type(expr.lhs)(*kept), expr.rhs) if 0 < len(kept) < len(expr.lhs.args) else expr
 
 
 def _asked_by_the_model() -> bool:
