@@ -394,6 +394,23 @@ def test_a_program_without_tensors_has_no_onnx_model():
         st.trace(lambda n: n + 1, (2,)).to_onnx()
 
 
+@pytest.mark.parametrize("result", [None, 5, (None, None), {}])
+def test_a_program_that_returns_no_tensor_is_not_verified(result):
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.linear(x)
+            return result
+
+    trace = st.trace(Silent(), (torch.randn(2, 4),))
+    assert not trace.to_onnx().graph.outputs
+    with pytest.raises(st.errors.OnnxVerificationError, match=r"returns no tensor and writes to none: .* verify=False"):
+        trace.to_onnx(verify=True)
+
+
 def test_where_the_optimizer_of_onnxscript_fails():
     """It takes no split of a size that is not known (0.7)."""
     trace = st.trace(lambda x: x.chunk(3), (torch.randn(8, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
