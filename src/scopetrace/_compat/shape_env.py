@@ -513,13 +513,17 @@ def new_number(env: WatchedShapeEnv, value: int, path: str, spec: DimSpec) -> sy
 
 
 def new_size(env: WatchedShapeEnv, value: int, operand: int, dim: int | None) -> tuple[sympy.Symbol, Any]:
-    """A new symbol of any value from 0, for a dimension of an operand or for one that is a number, and its SymInt."""
+    """A new symbol of any value from 0, for a dimension of an operand or for one that is a number, and its SymInt.
+
+    Arithmetic on it is not cached. A compiler's tracer knows a number by its node: one that several tensors share would
+    come from the first that has it, which may be a gradient, and the forward would depend on that.
+    """
     source = _source(f"operand_{operand}", dim)
     if dim is None:
         symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
     else:
         symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
-    return symbol, symint(env, symbol, value)
+    return symbol, ShapeEnv.create_symintnode(env, symbol, hint=value)
 
 
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
