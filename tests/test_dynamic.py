@@ -254,6 +254,20 @@ def test_a_size_that_the_model_fixes_by_the_smaller_of_two(forward):
         tr(torch.randn(3, 4))
 
 
+def test_a_gradient_that_divides_by_zero_at_another_size():
+    """That of a variance divides by `rows - 1`: C++ gives infinity, and Python raises."""
+
+    def forward(x):
+        return torch.autograd.grad(x.var(0).sum(), x)[0]
+
+    tr = st.trace(forward, (torch.randn(4, 3, requires_grad=True),), dynamic_shapes=({0: Dim("rows")},))
+    for rows in (2, 4, 7):
+        x = torch.randn(rows, 3, requires_grad=True)
+        torch.testing.assert_close(tr(x), forward(x))
+    with pytest.raises(InputMismatchError, match=r"rows\) is 1: the trace holds for Ne\(rows - 1, 0\)"):
+        tr(torch.randn(1, 3, requires_grad=True))
+
+
 def test_two_dims_that_the_model_makes_equal():
     shapes = {"a": {0: Dim("n")}, "b": {0: Dim("m")}}
     with pytest.raises(DynamicShapeError, match=r"must always be [nm] in this model"):

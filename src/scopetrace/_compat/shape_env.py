@@ -37,7 +37,7 @@ from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined
     ValueRangesSLoc,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.functions import FloorDiv, Max, Min
+from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Max, Min, ToFloat
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -408,10 +408,20 @@ class WatchedShapeEnv(ShapeEnv):
         for symbol in expr.free_symbols:
             if self.smallest.get(symbol, 2) < 2 and self._differs(sympy.Eq(expr, 1), symbol, 1, False):
                 self._assume_not(symbol, 1, place)
-        other = sympy.Ne(expr, 1, evaluate=False)
         is_backed = expr.free_symbols <= self.backed_var_to_val.keys()
-        if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1 and all(g.expr != other for g in self.guards):
-            self.add_guard(other)
+        if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1:
+            self._add_once(sympy.Ne(expr, 1, evaluate=False))
+
+    def take_for_defined(self, number: Any) -> None:
+        """Record that the program holds where no divisor in this number is 0: Python would raise, where C++ divides."""
+        for quotient in number.node.expr.atoms(FloatTrueDiv, IntTrueDiv):
+            divisor = sympy.nsimplify(quotient.args[1].replace(ToFloat, lambda n: n), rational=True)
+            if divisor.free_symbols and divisor.free_symbols <= self.backed_var_to_val.keys():
+                self._add_once(sympy.Ne(divisor, 0, evaluate=False))
+
+    def _add_once(self, condition: Any) -> None:
+        if all(guard.expr != condition for guard in self.guards):
+            self.add_guard(condition)
 
 
 def _without_bounds(expr: Any) -> Any:

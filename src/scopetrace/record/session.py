@@ -66,7 +66,7 @@ from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import CallList, OpList, ReadList, RecordedTape, Value, checks_enabled, recorded
+from scopetrace.ir.tape import CallList, OpList, ReadList, RecordedTape, Value, checks_enabled, recorded, recorded_ops
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -432,6 +432,8 @@ class Recording:
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             expect_copies(tape, tape.sizes.env)
+            for number in leaves([(op.args, op.kwargs) for op in recorded_ops(tape.ops)], torch.SymFloat):
+                tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
             tape.sizes.name_equal()
             self._refuse_others(forward, others)
