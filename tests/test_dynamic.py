@@ -268,6 +268,14 @@ def test_a_gradient_that_divides_by_zero_at_another_size():
         tr(torch.randn(1, 3, requires_grad=True))
 
 
+def test_a_fixed_size_in_place_of_a_dynamic_one():
+    forward = lambda x: x.clone().resize_(2, 3)  # noqa: E731
+    with pytest.raises(
+        st.errors.UnsupportedOpError, match="^the forward gives a tensor with dynamic sizes a fixed size"
+    ):
+        st.trace(forward, (torch.randn(4, 3),), dynamic_shapes=({0: Dim("rows")},))
+
+
 def test_two_dims_that_the_model_makes_equal():
     shapes = {"a": {0: Dim("n")}, "b": {0: Dim("m")}}
     with pytest.raises(DynamicShapeError, match=r"must always be [nm] in this model"):

@@ -654,10 +654,14 @@ _NO_FAKE = {
         "the forward gives a tensor the memory of another one on another device (set_(), copy.copy)",
         "write y = x.clone()",
     ),
+    "tried to directly modify sizes for customized tensor": (
+        "the forward gives a tensor with dynamic sizes a fixed size in place (resize_(2, 3))",
+        "make a new tensor: x.new_empty(2, 3), or x.reshape(-1)[:6].view(2, 3)",
+    ),
     "NYI: aten.": ("tensors have no data while they are traced, and this op needs it", "do it outside of the forward"),
     "torch.distributed.nn.functional": ("", "take the functions of torch.distributed itself"),
 }
-"""By what torch raises where a fake tensor cannot be: the problem ("" for torch's own words), and the way out."""
+"""By what torch raises where a fake tensor cannot be or change: the problem ("" for torch's own words), and the way out."""
 
 _BRANCH = (
     "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
