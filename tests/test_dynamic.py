@@ -270,9 +270,7 @@ def test_a_gradient_that_divides_by_zero_at_another_size():
 
 def test_a_fixed_size_in_place_of_a_dynamic_one():
     forward = lambda x: x.clone().resize_(2, 3)  # noqa: E731
-    with pytest.raises(
-        st.errors.UnsupportedOpError, match="^the forward gives a tensor with dynamic sizes a fixed size"
-    ):
+    with pytest.raises(st.errors.UnsupportedOpError, match="gives a tensor with dynamic sizes a fixed size in place"):
         st.trace(forward, (torch.randn(4, 3),), dynamic_shapes=({0: Dim("rows")},))
 
 

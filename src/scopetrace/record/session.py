@@ -661,7 +661,7 @@ _NO_FAKE = {
     "NYI: aten.": ("tensors have no data while they are traced, and this op needs it", "do it outside of the forward"),
     "torch.distributed.nn.functional": ("", "take the functions of torch.distributed itself"),
 }
-"""By what torch raises where a fake tensor cannot be or change: the problem ("" for torch's own words), and the way out."""
+"""By what torch raises for a fake tensor: the problem ("" for torch's own words), and the way out."""
 
 _BRANCH = (
     "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
