@@ -605,3 +605,23 @@ def test_mistakes(given, said):
 def test_a_target_that_names_nothing():
     with pytest.raises(st.errors.OutlineError, match="'layer' is no call of this trace"):
         st.trace(Net(), (TOKENS,)).compile("eager", functions="layer")
+
+
+FOLDED = {
+    "matmul": lambda x: (x @ torch.ones(3, 4)).sum(-1) * x.flatten(1).sum(1)[:, None],
+    "flatten": lambda x: x.flatten().cumsum(0).view(x.shape).sum(-1) * x.reshape(-1, 3).sin().view(x.shape).mean(-1),
+    "numel": lambda x: x.flatten(0, 1)[::2].sum() + x.sum(-1) / x.numel(),
+}
+
+
+@pytest.mark.parametrize("sizes", [{0: Dim("rows")}, {0: Dim("rows"), 1: Dim("columns")}], ids=["one", "two"])
+@pytest.mark.parametrize("forward", FOLDED.values(), ids=FOLDED)
+def test_products_of_dynamic_sizes_that_a_gradient_has_too(forward, sizes):
+    """A compiler knows a number by its object: those of the forward may not come from a gradient."""
+    tr = st.trace(forward, (torch.randn(5, 4, 3, requires_grad=True),), dynamic_shapes=(sizes,))
+    compiled = tr.compile(backend="aot_eager")
+    for rows, columns in ((5, 4), (7, 4), (2, 6 if 1 in sizes else 4)):
+        x = torch.randn(rows, columns, 3, requires_grad=True)
+        found, expected = compiled(x), forward(x)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*[torch.autograd.grad(y.square().sum(), x) for y in (found, expected)])

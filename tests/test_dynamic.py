@@ -232,6 +232,48 @@ def test_a_size_that_the_model_fixes():
     assert "write 3" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x[1:].diagonal().squeeze(0),
+        lambda x: x * 2 if x[1:].diagonal().shape[0] == 1 else x,
+        lambda x: x if x[1:].diagonal().numel() > 1 else x * 2,
+    ],
+    ids=["squeeze", "equal", "at most"],
+)
+def test_a_size_that_the_model_fixes_by_the_smaller_of_two(forward):
+    """The diagonal has `min(4, rows - 1)` elements."""
+    with pytest.raises(
+        DynamicShapeError, match=r"dimension 0 \(rows\) was said to be dynamic, .* fixes it at 2"
+    ) as error:
+        st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+    assert "in <lambda>: " in (error.value.source or "")
+    tr = st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim.AUTO},))
+    assert_like_eager(forward, tr, (torch.randn(2, 4),))
+    with pytest.raises(InputMismatchError, match="is 3 and must be at most 2"):
+        tr(torch.randn(3, 4))
+
+
+def test_a_gradient_that_divides_by_zero_at_another_size():
+    """That of a variance divides by `rows - 1`: C++ gives infinity, and Python raises."""
+
+    def forward(x):
+        return torch.autograd.grad(x.var(0).sum(), x)[0]
+
+    tr = st.trace(forward, (torch.randn(4, 3, requires_grad=True),), dynamic_shapes=({0: Dim("rows")},))
+    for rows in (2, 4, 7):
+        x = torch.randn(rows, 3, requires_grad=True)
+        torch.testing.assert_close(tr(x), forward(x))
+    with pytest.raises(InputMismatchError, match=r"rows\) is 1: the trace holds for Ne\(rows - 1, 0\)"):
+        tr(torch.randn(1, 3, requires_grad=True))
+
+
+def test_a_fixed_size_in_place_of_a_dynamic_one():
+    forward = lambda x: x.clone().resize_(2, 3)  # noqa: E731
+    with pytest.raises(st.errors.UnsupportedOpError, match="gives a tensor with dynamic sizes a fixed size in place"):
+        st.trace(forward, (torch.randn(4, 3),), dynamic_shapes=({0: Dim("rows")},))
+
+
 def test_two_dims_that_the_model_makes_equal():
     shapes = {"a": {0: Dim("n")}, "b": {0: Dim("m")}}
     with pytest.raises(DynamicShapeError, match=r"must always be [nm] in this model"):
@@ -607,6 +649,41 @@ def test_a_view_of_a_part_of_one_row_that_is_a_copy_at_other_sizes():
 
     with pytest.raises(DynamicShapeError, match=r"dimension 0 \(rows\) was said to be dynamic, and the model fixes it"):
         st.trace(forward, (torch.randn(2, 4),), dynamic_shapes=({0: Dim("rows")},))
+
+
+@pytest.mark.parametrize(
+    ("example", "others", "wrap"),
+    [
+        ((3, 4), [(2, 7), (7, 2), (4, 4), (9, 2)], False),
+        ((3, 4), [(2, 7), (4, 3), (4, 4)], True),
+        ((3, 3, 3), [(2, 2, 2), (5, 5, 5)], False),
+    ],
+)
+def test_fill_diagonal(example, others, wrap):
+    def forward(x):
+        mask = torch.zeros(x.shape, dtype=torch.bool)
+        return x.masked_fill(mask.fill_diagonal_(True, wrap=wrap), 7.0)
+
+    tr = st.trace(forward, (torch.randn(example),), dynamic_shapes=({d: Dim.DYNAMIC for d in range(len(example))},))
+    for size in (example, *others):
+        assert_like_eager(forward, tr, (torch.randn(size),))
+
+
+@pytest.mark.parametrize("shapes", [None, ({0: Dim("n")},)], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize(("r", "with_replacement"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+def test_combinations(r, with_replacement, shapes):
+    forward = lambda x: torch.combinations(x.exp(), r, with_replacement).prod(1).cumsum(0)  # noqa: E731
+    tr = st.trace(forward, (torch.randn(5),), dynamic_shapes=shapes)
+    for n in (5, 7, 3) if shapes else (5,):
+        assert_like_eager(forward, tr, (torch.randn(n, requires_grad=True),))
+
+
+def test_fill_diagonal_of_a_tall_matrix_with_wrap():
+    forward = lambda x: (x * 2).fill_diagonal_(1.0, wrap=True)  # noqa: E731
+    for rows, columns in ((9, 2), (8, 2), (5, 3), (7, 1)):
+        x = torch.randn(rows, columns)
+        tr = st.trace(forward, (x,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+        assert_like_eager(forward, tr, (x,))
 
 
 WRITES_TO_PARTS = {

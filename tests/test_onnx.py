@@ -394,6 +394,23 @@ def test_a_program_without_tensors_has_no_onnx_model():
         st.trace(lambda n: n + 1, (2,)).to_onnx()
 
 
+@pytest.mark.parametrize("result", [None, 5, (None, None), {}])
+def test_a_program_that_returns_no_tensor_is_not_verified(result):
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.linear(x)
+            return result
+
+    trace = st.trace(Silent(), (torch.randn(2, 4),))
+    assert not trace.to_onnx().graph.outputs
+    with pytest.raises(st.errors.OnnxVerificationError, match=r"returns no tensor and writes to none: .* verify=False"):
+        trace.to_onnx(verify=True)
+
+
 def test_where_the_optimizer_of_onnxscript_fails():
     """It takes no split of a size that is not known (0.7)."""
     trace = st.trace(lambda x: x.chunk(3), (torch.randn(8, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
@@ -970,6 +987,26 @@ def test_a_cumulative_product(x, dim, dtype):
     st.trace(Product(), (x,)).to_onnx(verify=True)
     if x.numel() > 3:
         st.trace(Product(), (x,), dynamic_shapes=({0: "n", 1: "m"},)).to_onnx(functions=True, verify=True)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize(("offset", "dims"), [(0, (0, 1)), (1, (-1, -2)), (-2, (0, 2)), (2, (0, 1))])
+def test_a_write_to_a_diagonal(kind, offset, dims, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    class Write(nn.Module):
+        def forward(self, x):
+            y = x.to(kind)
+            diagonal = y.diagonal(offset, *dims)
+            diagonal.copy_(torch.arange(diagonal.numel()).view(diagonal.shape) + 10)
+            return y
+
+    trace = st.trace(Write(), (torch.zeros(3, 4, 5),), dynamic_shapes=({0: "a", 1: "b", 2: "c"},))
+    trace.to_onnx(tmp_path / "write.onnx", verify=True)
+    session = onnxruntime.InferenceSession(tmp_path / "write.onnx")
+    for shape in ((3, 4, 5), (4, 3, 7), (6, 5, 2)):
+        x = torch.zeros(shape)
+        assert torch.equal(torch.tensor(session.run(None, {"x": x.numpy()})[0]), Write()(x))
 
 
 class Experts(nn.Module):

@@ -1206,3 +1206,83 @@ def test_a_count_that_is_asked_for_by_a_path_is_baked_in_and_one_in_a_text_is_no
     with pytest.raises(st.SideEffectError, match=r"config\.n was 1 and became 2"):
         asks(X)
     torch.testing.assert_close(names(X)["n. of rows"], X + 1)
+
+
+CLOCKS = [time.time]
+CLOCK_OF = {"wall": [time.time]}
+
+
+class Timer:
+    def __init__(self):
+        self.clock = time.time
+
+
+class WithClock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.clock, self.timer, self.took = time.time, Timer(), []
+
+    def forward(self, x):
+        start = self.clock()
+        y = x * 2
+        self.took.append(self.clock() - start)
+        return y
+
+
+def with_a_clock(clock=time.time):
+    held = [clock]
+    return lambda x: (x * 2, held[0]()), lambda x: (x * 2, clock())
+
+
+HELD_CLOCKS = {
+    "list": lambda x: (x * 2, CLOCKS[0]()),
+    "dict": lambda x: (x * 2, CLOCK_OF["wall"][0]()),
+    "default": lambda x, now=time.time: (x * 2, now()),
+    "loop": lambda x: (x * 2, *[clock() for clock in CLOCKS]),
+    "closure over a list": with_a_clock()[0],
+    "closure": with_a_clock()[1],
+    "attribute": lambda x: (x * 2, WITH_CLOCK.clock()),
+    "object": lambda x: (x * 2, WITH_CLOCK.timer.clock()),
+}
+WITH_CLOCK = WithClock()
+
+
+@pytest.mark.parametrize("forward", HELD_CLOCKS.values(), ids=HELD_CLOCKS)
+def test_a_clock_that_an_object_or_variable_holds(forward):
+    x = torch.ones(2)
+    tr = st.trace(forward, (x,))
+    assert [effect.name for effect in tr.side_effects] == ["time.time()"]
+    tr(x)
+    with pytest.raises(st.errors.SideEffectError, match=r"time\.time\(\) gave"):
+        tr(x)
+    forward(x)
+    assert CLOCKS == CLOCK_OF["wall"] == [time.time] and WITH_CLOCK.clock is time.time
+    assert isinstance(time.time, types.BuiltinFunctionType) and (forward.__defaults__ or (time.time,)) == (time.time,)
+
+
+def test_what_a_held_clock_gives_may_be_kept_where_nobody_reads_it():
+    class Net(nn.Module):
+        def __init__(self, clock=time.perf_counter):
+            super().__init__()
+            self.clock, self.took = clock, []
+
+        def forward(self, x):
+            start = self.clock()
+            y = x * 2 if self.clock is time.perf_counter else x
+            self.took.append(self.clock() - start)
+            return y
+
+    tr = st.trace(nn.Sequential(Net(), Net()), (torch.ones(2),))
+    for _ in range(3):
+        assert torch.equal(tr(torch.ones(2)), torch.full((2,), 4.0))
+
+
+def test_a_list_of_clocks_that_the_forward_changes_has_its_own_again():
+    clocks = [time.time, time.monotonic]
+
+    def forward(x):
+        clocks.reverse()
+        return x * 2
+
+    st.trace(forward, (torch.ones(2),))
+    assert sorted(clocks, key=id) == sorted([time.time, time.monotonic], key=id)

@@ -110,7 +110,7 @@ NAMES = {
     "torch.optim:SGD": "_init_group",
     "torch.optim.lr_scheduler:LRScheduler": "_update_lr",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
-    "torch.utils._sympy.functions": "FloorDiv Max",
+    "torch.utils._sympy.functions": "FloatTrueDiv FloorDiv IntTrueDiv Max Min ToFloat",
     "torch.utils._sympy.interp": "_run_sympy_handler sympy_interp",
     "torch.utils._sympy.numbers": "int_oo",
     "torch.utils._sympy.printers": "PythonPrinter",

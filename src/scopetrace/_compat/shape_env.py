@@ -10,6 +10,7 @@ import dataclasses
 import dis
 import itertools
 import logging
+import operator
 import re
 import sys
 import weakref
@@ -36,7 +37,7 @@ from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined
     ValueRangesSLoc,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Max, Min, ToFloat
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -291,6 +292,7 @@ class WatchedShapeEnv(ShapeEnv):
             known = bound_sympy(orig_expr, self.narrow)
             if known.is_singleton():
                 return known.lower
+        orig_expr = _without_bounds(orig_expr)
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -396,15 +398,42 @@ class WatchedShapeEnv(ShapeEnv):
         }
 
     def take_for_more_than_one(self, size: Any, place: Place | None = None) -> None:
-        """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now."""
+        """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.
+
+        Where it is 1 in the example, the program holds for that.
+        """
         expr = size.node.expr
+        if size.node.has_hint() and size.node.hint == 1:
+            return
         for symbol in expr.free_symbols:
             if self.smallest.get(symbol, 2) < 2 and self._differs(sympy.Eq(expr, 1), symbol, 1, False):
                 self._assume_not(symbol, 1, place)
-        other = sympy.Ne(expr, 1, evaluate=False)
         is_backed = expr.free_symbols <= self.backed_var_to_val.keys()
-        if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1 and all(g.expr != other for g in self.guards):
-            self.add_guard(other)
+        if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1:
+            self._add_once(sympy.Ne(expr, 1, evaluate=False))
+
+    def take_for_defined(self, number: Any) -> None:
+        """Record that the program holds where no divisor in this number is 0: Python would raise, where C++ divides."""
+        for quotient in number.node.expr.atoms(FloatTrueDiv, IntTrueDiv):
+            divisor = sympy.nsimplify(quotient.args[1].replace(ToFloat, lambda n: n), rational=True)
+            if divisor.free_symbols and divisor.free_symbols <= self.backed_var_to_val.keys():
+                self._add_once(sympy.Ne(divisor, 0, evaluate=False))
+
+    def _add_once(self, condition: Any) -> None:
+        if all(guard.expr != condition for guard in self.guards):
+            self.add_guard(condition)
+
+
+def _without_bounds(expr: Any) -> Any:
+    """An equal relation, without the numbers of a `Min` or `Max` that cannot decide it: `n < 2` for `Min(4, n) < 2`.
+
+    torch takes what it can solve, such as `n - 1 == 1`, for a fixed size.
+    """
+    if not isinstance(expr, sympy.Rel) or not isinstance(expr.lhs, (Min, Max)) or not expr.rhs.is_number:
+        return expr
+    goes = operator.gt if isinstance(expr.lhs, Min) else operator.lt
+    kept = [a for a in expr.lhs.args if not (a.is_number and goes(a, expr.rhs))]
+    return expr.func(type(expr.lhs)(*kept), expr.rhs) if 0 < len(kept) < len(expr.lhs.args) else expr
 
 
 def _asked_by_the_model() -> bool:
@@ -494,13 +523,17 @@ def new_number(env: WatchedShapeEnv, value: int, path: str, spec: DimSpec) -> sy
 
 
 def new_size(env: WatchedShapeEnv, value: int, operand: int, dim: int | None) -> tuple[sympy.Symbol, Any]:
-    """A new symbol of any value from 0, for a dimension of an operand or for one that is a number, and its SymInt."""
+    """A new symbol of any value from 0, for a dimension of an operand or for one that is a number, and its SymInt.
+
+    Arithmetic on it is not cached. A compiler's tracer knows a number by its node: one that several tensors share would
+    come from the first that has it, which may be a gradient, and the forward would depend on that.
+    """
     source = _source(f"operand_{operand}", dim)
     if dim is None:
         symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
     else:
         symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
-    return symbol, symint(env, symbol, value)
+    return symbol, ShapeEnv.create_symintnode(env, symbol, hint=value)
 
 
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:

@@ -48,7 +48,7 @@ from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_installed, is_users, is_users_class, names_of
 from scopetrace.record.model import READ_BY_A_CALL, Change, Model, Snapshot, Words, holds_fake, same, same_tables, short
-from scopetrace.record.uses import are_only_shown, kept_in, uses
+from scopetrace.record.uses import Place, are_only_shown, kept_in, place_in, uses
 
 # Draws ---------------------------------------------------------------------------------------------------------------
 
@@ -95,6 +95,8 @@ class Draw(NamedTuple):
     module: str
     """The scope path in which it was called."""
     frames: Frames
+    place: Place
+    """Where in the code of the innermost frame."""
 
 
 class Draws:
@@ -105,21 +107,28 @@ class Draws:
         self.found: list[Draw] = []
 
     @contextlib.contextmanager
-    def observing(self, reach: Reach) -> Iterator[None]:
-        """Inside, draws of this thread by the functions in `reach` are noted."""
+    def observing(self, reach: Reach, held: Set[int], tables: Iterable[Table]) -> Iterator[None]:
+        """Inside, draws of this thread are noted.
+
+        Those by the functions in `reach`, and by those in C that objects hold: the ids of these, and what has them.
+        """
         thread = threading.get_ident()
         replaced: dict[Any, Callable[..., Any]] = {}
         places: list[tuple[dict[str, Any], str, Any]] = []
-        for prefix, table, names in _reached(reach):
+        for prefix, table, names in _reached(reach, held):
             for name in names:
                 make = self._clocks if isinstance(table[name], type) else self._noted
                 replaced[table[name]] = make(prefix + name, table[name], thread)
                 places.append((table, name, table[name]))
         if replaced:
             places += [place for place in reach.looked_up.values() if _is_function(place[2]) and place[2] in replaced]
+        new = {id(function): replaced[function] for function in replaced if id(function) in held}
+        touched = [each for each in tables if each.holds(new)] if new else []
         try:
             for table, name, function in places:
                 table[name] = replaced[function]
+            for each in touched:
+                each.exchange(new)
             with replacing() as replace:
                 for name in reach.names.intersection(_OF_PATHS):
                     replace(pathlib.Path, name, self._noted(f"Path.{name}", getattr(pathlib.Path, name), thread))
@@ -127,16 +136,19 @@ class Draws:
         finally:
             for table, name, function in places:
                 table[name] = function
+            for each in touched:
+                each.exchange({id(found): function for function, found in replaced.items()})
 
     def _noted(self, name: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             value = function(*args, **kwargs)
-            if threading.get_ident() == thread and is_users(sys._getframe(1).f_code.co_filename):
+            caller = sys._getframe(1)
+            if threading.get_ident() == thread and is_users(caller.f_code.co_filename):
                 module, frames = self._builder.state.current_scope.path, self._builder.frames()
                 opens = name.rpartition(".")[2] == "open"
                 baked_in = name != "print" and (not opens or value.readable())
                 if not (name.endswith("default_rng") and (args or kwargs)):  # a seed decides what it draws
-                    self.found.append(Draw(f"{name}()", value, baked_in, module, frames))
+                    self.found.append(Draw(f"{name}()", value, baked_in, module, frames, place_in(caller)))
             return value
 
         return functools.update_wrapper(call, function)
@@ -156,13 +168,54 @@ class Draws:
         return Meta(kind.__name__, (kind,), noted)
 
 
-def _reached(reach: Reach) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
+class Table(NamedTuple):
+    """Something that holds values."""
+
+    read: Callable[[], Any]
+    """Its content: a dict, list or set."""
+    write: Callable[[Any], None]
+    """Gives it another content."""
+
+    def holds(self, ids: Collection[int]) -> bool:
+        """Whether it holds one of these, given by id."""
+        content = self.read()
+        items = content.values() if isinstance(content, dict) else content
+        return isinstance(content, (dict, list, set)) and any(id(item) in ids for item in items)
+
+    def exchange(self, new: Mapping[int, Any]) -> None:
+        """Put `new` in the place of what has these ids."""
+        if not self.holds(new):
+            return
+        content = self.read()
+        if isinstance(content, dict):
+            self.write({key: new.get(id(item), item) for key, item in content.items()})
+        else:
+            self.write(type(content)(new.get(id(item), item) for item in content))
+
+
+def _content(cell: types.CellType) -> list[Any]:
+    return [cell.cell_contents]
+
+
+def _fill(cell: types.CellType, content: list[Any]) -> None:
+    (cell.cell_contents,) = content
+
+
+def _defaults(function: types.FunctionType) -> list[Any]:
+    return list(function.__defaults__ or ())
+
+
+def _set_defaults(function: types.FunctionType, content: list[Any]) -> None:
+    function.__defaults__ = tuple(content)
+
+
+def _reached(reach: Reach, held: Set[int]) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
     """Of each module, the prefix of its functions in source, its table, and the names that the forward may call."""
     numpy = sys.modules.get("numpy")
     modules = [(prefix, module, names) for prefix, (module, names) in _ASKED.items()]
     if numpy is not None:
         modules.append(("numpy.random", numpy.random, _NUMPY))
-    known = {id(value) for _, _, value in reach.looked_up.values()}  # from time import time as now
+    known = {id(value) for _, _, value in reach.looked_up.values()} | held  # from time import time as now
     for prefix, module, names in modules:
         table = vars(module)
         named = frozenset(n for n in names.split() if n in table and (n in reach.names or id(table[n]) in known))
@@ -259,7 +312,22 @@ class EffectWatch:
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Inside, draws are noted."""
-        return self._draws.observing(self.reach)
+        return self._draws.observing(self.reach, self._snapshot.builtins, self._tables())
+
+    def _tables(self) -> Iterator[Table]:
+        """What holds the values that the forward finds: objects, attributes of modules, variables of functions."""
+        for saved in self._snapshot.saved.values():
+            yield Table(
+                functools.partial(saved.kind.copy, saved.owner), functools.partial(saved.kind.restore, saved.owner)
+            )
+        for module in self._model.saved_modules:
+            yield Table(functools.partial(dict, module.live[0]), module.live[0].update)
+        for _, cell, content in self._cells:
+            if content is not MISSING:
+                yield Table(functools.partial(_content, cell), functools.partial(_fill, cell))
+        for function in self.reach.functions:
+            if function.__defaults__:
+                yield Table(functools.partial(_defaults, function), functools.partial(_set_defaults, function))
 
     def restore(self, *, outside: bool = False) -> list[Change]:
         """Put the model and its arguments back, and say what had changed; elsewhere fake tensors are removed.
@@ -455,9 +523,8 @@ def _caller(code: types.CodeType | None, calls: list[Call]) -> Call:
 
 def _of_draw(draw: Draw, functions: list[types.FunctionType]) -> SideEffect:
     frames = walk_frames(draw.frames)
-    called = draw.name.removesuffix("()").rpartition(".")[2]
     returns = draw.value is not None  # as random.shuffle does not, whose draw is in its argument
-    kept = kept_in(*frames[-1], called) if draw.baked_in and returns and frames else None
+    kept = kept_in(frames[-1][0], draw.place) if draw.baked_in and returns and frames else None
     baked_in = draw.baked_in and (kept is None or not are_only_shown(kept, functions))
     return SideEffect(draw.name, "", short(draw.value), draw.module, user_line(frames), baked_in)
 

@@ -6,7 +6,8 @@ Data flow:
     what backward reads and does not make -> saved: more results of the forward, and operands of the backward
 
 The op is torch's own: a call of the trace makes a Function of both bodies and applies it. Where autograd does not see
-the call, the ops of the forward are recorded in its place.
+the call, the ops of the forward are recorded in its place. A Function of several results that asks for None in place of
+gradients that are zero has a backward for each set of gradients: see `_compat.functions`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils import _pytree as pytree
 
+from scopetrace._compat.functions import APPLY_BY_GRADIENTS
 from scopetrace._compat.tensors import FakeFactory, base_of, requires_grad_of, run_fake
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.segment import body_tape, captured
+from scopetrace.ir.segment import TapeSegment, body_tape, captured
 from scopetrace.ir.tape import BodyTape, Value
 from scopetrace.ops.higher_order import written_inputs
 from scopetrace.ops.history import ONCE_DIFFERENTIABLE
@@ -59,8 +61,10 @@ class FunctionRecorder(BodyRecorder):
         """What the function returns to the model."""
         with torch.no_grad():
             forward, results = self._cut(self._run_forward, "forward", "fwd_body")
-            backward, _ = self._cut(self._run_backward, "backward", "bwd_body")
-        saved = captured([backward])
+            sets = self._gradients_given()
+            recorded = [self._recorded_backward(given, sets[-1]) for given in sets]
+        backwards = [segment for segment in recorded if segment is not None]
+        saved = captured(backwards)
         marked = {self.values.value_of(t) for t in self._ctx.saved_tensors if isinstance(t, torch.Tensor)}
         kwargs = {
             "non_differentiable_idx": [i for i, t in enumerate(results) if not self._is_differentiable(t)],
@@ -68,17 +72,54 @@ class FunctionRecorder(BodyRecorder):
         }
         forward.outputs = [tuple(forward.outputs), tuple(saved)]
         operands = captured([forward])
-        backward.outputs += [None for _ in operands]
-        bodies = [body_tape(self.builder.tape, s, given) for s, given in ((forward, operands), (backward, saved))]
-        self._forget([forward, backward], operands)
-        self._check_written(bodies, len(results))
-        out = self._give_out(bodies[0], [*self.operands, *operands], kwargs["non_differentiable_idx"])
-        self._append_op((*bodies, *self.operands, *operands), kwargs, tuple(out))
+        for backward in backwards:
+            backward.outputs += [None for _ in operands]
+        body = body_tape(self.builder.tape, forward, operands)
+        of_gradients = [None if s is None else body_tape(self.builder.tape, s, saved) for s in recorded]
+        self._forget([forward, *backwards], operands)
+        self._check_written(body, of_gradients, len(saved))
+        out = self._give_out(body, [*self.operands, *operands], kwargs["non_differentiable_idx"])
+        self._append_op((body, *of_gradients, *self.operands, *operands), kwargs, tuple(out))
         left = iter(out)
         found = [next(left) if isinstance(x, torch.Tensor) else x for x in self._results]
         return found[0] if self._is_one else tuple(found)
 
     # ---------------------------------------------------------------- running both parts
+
+    def _gradients_given(self) -> list[list[int]]:
+        """The positions of the results whose gradients backward gets: for each of the backwards that the op takes."""
+        tensors = [i for i, t in enumerate(self._results) if isinstance(t, torch.Tensor)]
+        chosen = [i for i in tensors if self._is_differentiable(self._results[i])]
+        if self._ctx.materialize_grads or len(chosen) < 2:
+            return [tensors]
+        if len(chosen) not in APPLY_BY_GRADIENTS:
+            problem = f"has {len(chosen)} differentiable results, and asks for None in place of gradients that are zero"
+            hint = "trace the step with its backward(), leave out ctx.set_materialize_grads(False)"
+            # a forward that differentiates gets recorded again, and torch then applies the function
+            self.builder.deferred.append(_error(self._path, problem, hint, self.builder))
+            return [tensors]
+        self.hop = APPLY_BY_GRADIENTS[len(chosen)]
+        sets = range(1, 2 ** len(chosen))
+        return [[result for i, result in enumerate(chosen) if bits >> i & 1] for bits in sets]
+
+    def _recorded_backward(self, given: list[int], all_given: list[int]) -> TapeSegment | None:
+        """A run of backward with the gradients of these results. None where it raises without the others."""
+        raised = self.builder.raised
+        noted, fails = len(raised), False
+
+        def run() -> tuple[list[Any], None]:
+            nonlocal fails
+            try:
+                return self._run_backward(given)
+            except (AttributeError, TypeError):  # of None
+                if given is all_given:
+                    raise
+                del raised[noted:]
+                fails = True
+                return [], None
+
+        segment, _ = self._cut(run, "backward", "bwd_body")
+        return None if fails else segment
 
     def _run_forward(self) -> tuple[list[Any], list[torch.Tensor]]:
         given = iter([self._placeholder(i, x, group) for i, (x, group) in enumerate(self.given)])
@@ -92,28 +133,20 @@ class FunctionRecorder(BodyRecorder):
         inner = [x for x in self._results if not isinstance(x, torch.Tensor)]
         if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(inner)):
             self._refuse("returns tensors inside of a container", "return a tuple of tensors")
-        values = [self.values.value_of(t) for t in results]
-        if not self._ctx.materialize_grads and sum(map(self._is_differentiable, results)) > 1:
-            problem = "has several results, and asks for None in place of gradients that are zero"
-            hint = "trace the step with its backward(), leave out ctx.set_materialize_grads(False)"
-            # a forward that differentiates gets recorded again, and torch then applies the function
-            self.builder.deferred.append(_error(self._path, problem, hint, self.builder))
-        return values, results
+        return [self.values.value_of(t) for t in results], results
 
     def _is_differentiable(self, t: torch.Tensor) -> bool:
         floating = t.is_floating_point() or t.is_complex()
         return floating and all(t is not other for other in self._ctx.non_differentiable)
 
-    def _run_backward(self) -> tuple[list[Any], None]:
-        grads: list[Any] = []
-        for i, t in enumerate(self._results):
-            if not isinstance(t, torch.Tensor):
-                grads.append(None)
-                continue
+    def _run_backward(self, given: list[int]) -> tuple[list[Any], None]:
+        grads: list[Any] = [None for _ in self._results]
+        for i in given:
+            t = self._results[i]
             grad = self._like(self.values.value_of(t).fake)
             self.values.append_body_input(f"grad_{i}", grad)
-            is_zero = not self._is_differentiable(t) and not self._ctx.materialize_grads
-            grads.append(None if is_zero else grad)
+            if self._is_differentiable(t) or self._ctx.materialize_grads:
+                grads[i] = grad
         found = self.recorded(self._backward, (self._ctx, *grads))
         found = found if isinstance(found, tuple) else (found,)
         count = len(self._arguments)
@@ -122,17 +155,17 @@ class FunctionRecorder(BodyRecorder):
         needed = zip(found[:count], self._ctx.needs_input_grad, self._arguments, strict=True)
         results = [grad if is_needed else None for grad, is_needed, a in needed if isinstance(a, torch.Tensor)]
         if getattr(self._backward, "__code__", None) is _ONCE:
-            given = [grad for grad in grads if grad is not None]
-            results = [x if x is None else self.recorded(ONCE_DIFFERENTIABLE, (x, given)) for x in results]
+            taken = [grad for grad in grads if grad is not None]
+            results = [x if x is None else self.recorded(ONCE_DIFFERENTIABLE, (x, taken)) for x in results]
         return [x if x is None else self.values.value_of(x) for x in results], None
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         raise _error(self._path, problem, hint, self.builder)
 
-    def _check_written(self, bodies: list[BodyTape], gradients: int) -> None:
-        """Neither part may write to tensors from outside; backward may write to the gradients that it gets."""
-        forward, backward = map(written_inputs, bodies)
-        if forward or any(i >= gradients for i in backward):
+    def _check_written(self, forward: BodyTape, backwards: list[BodyTape | None], saved: int) -> None:
+        """No part may write to tensors from outside; backward may write to the gradients that it gets."""
+        late = (i >= len(body.inputs) - saved for body in backwards if body is not None for i in written_inputs(body))
+        if written_inputs(forward) or any(late):
             self._refuse("writes to a tensor from outside", "clone() it first")
 
     # ---------------------------------------------------------------- the op

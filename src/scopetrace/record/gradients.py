@@ -35,6 +35,7 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place, same
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
+from scopetrace.ops.higher_order import FUNCTIONS
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.flags import FlagRecorder
 from scopetrace.record.model import Model
@@ -536,7 +537,7 @@ class GradientRecorder:
             apart = any(op.grad and is_op(op.target) and can_decompose(op.target) for op in self._tape.ops)
             raise Retrace("the forward differentiates", Assumptions(exact_autograd=True, composites_apart=apart))
         op = self._builder.opaque_to_autograd
-        if op == "autograd_function_apply" and not self._builder.functions_apart:
+        if op in [str(function) for function in FUNCTIONS] and not self._builder.functions_apart:
             raise Retrace("the forward differentiates a function", Assumptions(functions_apart=True))
         if op is not None:
             hint = "trace the forward alone, without torch.autograd.grad in it"

@@ -622,6 +622,8 @@ class Snapshot:
         """Whether what is added belongs neither to the model nor to its arguments."""
         self.classes: set[type] = set()
         """The classes of the objects."""
+        self.builtins: set[int] = set()
+        """The ids of the functions in C that objects hold."""
         self._kinds: dict[type, Kind | None] = {}
 
     def take_found(self) -> tuple[list[types.FunctionType], list[tuple[str, torch.nn.Module]], set[type]]:
@@ -644,6 +646,8 @@ class Snapshot:
         else:
             if kind is types.FunctionType:
                 self.functions.append(x)
+            elif kind is types.BuiltinFunctionType:
+                self.builtins.add(id(x))
             how = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, _kind_of(kind))
             if how is not None and (kind is not types.FunctionType or x.__dict__):
                 self._save(id(x), Saved(name, key, holder, x, how.copy(x), how, self.outside))

@@ -108,7 +108,6 @@ class ObjectReads:
         self.overwritten: dict[tuple[int, str], Read] = {}
         """By the id of an object and a name, what was read of it that the forward changes."""
         self._notes = Notes()
-        self._repeated: dict[int, Repeated] = self._notes.repeated
 
     @contextlib.contextmanager
     def watching(self, mine: Mine) -> Iterator[None]:
@@ -247,7 +246,11 @@ class ObjectReads:
         if at_once or not self._notes.touched.isdisjoint(ids):
             self._notes.note_all(repeated)
         else:
-            self._repeated.update(dict.fromkeys(ids, repeated))
+            self._notes.repeated.update(dict.fromkeys(ids, repeated))
+
+    def _waiting(self) -> list[Repeated]:
+        """The repetitions of which no attribute is noted, each once."""
+        return [each for each in dict.fromkeys(self._notes.repeated.values()) if isinstance(each, Repeated)]
 
     # ---------------------------------------------------------------- after the forward
 
@@ -291,14 +294,14 @@ class ObjectReads:
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
         of_layers = [read for _, read in layers]
         own = [*self._identities(ran), *of_layers, *self._of_members(changed, held), *self._entries(ran)]
-        self._repeated.clear()  # what is watched would hold itself
+        self._notes.repeated.clear()  # what is watched would hold itself
         return variables, [*attributes, *own], repeated
 
     def _note_changed(self, changed: Set[int]) -> None:
         """Note each attribute of repetitions where they, or their originals, have what was changed, or read tensors."""
         self._notes.note_repeated(changed)
         by_original: dict[Original, list[Repeated]] = collections.defaultdict(list)
-        for repeated in dict.fromkeys(self._repeated.values()):
+        for repeated in self._waiting():
             by_original[repeated.original].append(repeated)
         for original, found in by_original.items():
             reads = self._read_of(original)
@@ -324,7 +327,7 @@ class ObjectReads:
     ) -> Iterator[RepeatedReads]:
         """What repetitions read of which it was not noted for each attribute; `layers` are as `_layers` gives them."""
         of_originals: dict[Original, list[tuple[Any, Any, Read]]] = {}
-        for repeated in dict.fromkeys(self._repeated.values()):
+        for repeated in self._waiting():
             original = repeated.original
             if original not in of_originals:
                 found = of_originals[original] = [(x, x, read) for x, read in layers if id(x) in original.owners]
@@ -468,7 +471,7 @@ class ObjectReads:
                     yield found.owner, place, noted
 
     def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[tuple[torch.nn.Module, Read]]:
-        """What torch's own code read of its layers, but for those in `_repeated`."""
+        """What torch's own code read of its layers, but for those of repetitions that wait."""
         calls = self._first_calls()
         around = self._read_by_others(calls)
         unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]] | None] = {}
@@ -501,8 +504,8 @@ class ObjectReads:
             yield module, Read(name, (*value, *[None] * len(lacks)), place, frames, noted[1])
 
     def _first_calls(self) -> dict[int, Noted | None]:
-        """By id of each module that was called, where it first was; None of those in `_repeated`."""
-        repeated = {each.call: each for each in self._repeated.values()}
+        """By id of each module that was called, where it first was; None of those of repetitions that wait."""
+        repeated = {each.call: each for each in self._waiting()}
         found: dict[int, Noted | None] = {}
         for module, frames, path in called_modules(self._builder.tape.calls, repeated):
             found.setdefault(id(module), (frames, path))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from scopetrace._compat.ops import (
     autocast_rule,
     can_decompose,
     custom_function_call,
+    eager,
     eager_kernel,
     function_in_transform,
     in_transform,
@@ -859,6 +861,46 @@ def _dropout_in_place(ops: OpRecorder, x: torch.Tensor, p: float, train: bool) -
     return ops.recorded(lambda: run_parts(_aten.dropout_.default, x, p, train))
 
 
+def _fill_diagonal(ops: OpRecorder, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
+    """With symbolic sizes, which torch's kernel does not take, the writes to views that it does."""
+    if not is_symbolic(x) or x.dim() < 2 or (x.dim() > 2 and any(n != x.size(0) for n in x.shape)):
+        return NotImplemented  # the last raises
+
+    def run() -> Any:
+        rows, columns = x.shape[:2]
+        step = columns + 1
+        starts = range(0, int(rows), int(step)) if wrap and x.dim() == 2 and rows > step else (0,)
+        for start in starts:
+            diagonal = x[start : start + step] if start or len(starts) > 1 else x
+            while diagonal.dim() > 1:
+                diagonal = diagonal.diagonal(0, 0, 1)
+            diagonal.fill_(value)
+        return x
+
+    return ops.recorded(run)
+
+
+def _combinations(ops: OpRecorder, x: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+    """By indices: torch selects each column by a mask of its own, which makes as many sizes that depend on data."""
+    if x.dim() != 1 or r < 1:
+        return NotImplemented
+    count = x.shape[0]
+    if not isinstance(count, torch.SymInt):
+        with eager():
+            indices = torch.combinations(torch.arange(count), r, with_replacement).to(x.device)
+        return ops.recorded(lambda: x[indices])
+    follows = torch.le if with_replacement else torch.lt
+
+    def run() -> torch.Tensor:
+        places = torch.meshgrid([torch.arange(count, device=x.device)] * r, indexing="ij")
+        is_one = torch.ones([count] * r, dtype=torch.bool, device=x.device)
+        for first, second in itertools.pairwise(places):
+            is_one = is_one & follows(first, second)
+        return x[is_one.nonzero()]
+
+    return ops.recorded(run)
+
+
 def _attention(ops: OpRecorder, *args: Any, **kwargs: Any) -> Any:
     """Under `torch.nn.attention.sdpa_kernel` in the forward the parts, which say the kernel that it chooses."""
     if attention_kernels() == ops.attention_kernels:
@@ -903,6 +945,8 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,
     **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
     _aten.dropout_.default: _dropout_in_place,
+    _aten.fill_diagonal_.default: _fill_diagonal,
+    _aten.combinations.default: _combinations,
     _ATTENTION: _attention,
     _END_OF_PROFILED: lambda ops, handle: _END_OF_PROFILED(handle),
 }

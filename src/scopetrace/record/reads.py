@@ -19,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -438,13 +438,23 @@ def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
 # Attributes -----------------------------------------------------------------------------------------------------------
 
 
+class Repetition(Protocol):
+    """A call that has read what another one has read, of the modules and objects in their place."""
+
+    owners: list[int]
+    """The ids of these."""
+
+    def note(self) -> None:
+        """Note each attribute where it is watched, unless it was read or written before."""
+
+
 @dataclasses.dataclass(eq=False)
 class Notes:
     """What all attributes that are watched have in common."""
 
     touched: set[int] = dataclasses.field(default_factory=set)
     """The ids of modules and objects of which an attribute is noted."""
-    repeated: dict[int, Any] = dataclasses.field(default_factory=dict)
+    repeated: dict[int, Repetition] = dataclasses.field(default_factory=dict)
     """By the id of a module or object, the call that has read it as another one has read the one in its place.
 
     Its attributes are not noted one by one, and nothing else has asked for them.
@@ -456,7 +466,7 @@ class Notes:
             for found in {self.repeated[key]: None for key in owners if key in self.repeated}:
                 self.note_all(found)
 
-    def note_all(self, repeated: Any) -> None:
+    def note_all(self, repeated: Repetition) -> None:
         """Note each attribute that a repetition has read."""
         for key in repeated.owners:
             self.repeated.pop(key, None)

@@ -66,7 +66,7 @@ from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import CallList, OpList, ReadList, RecordedTape, Value, checks_enabled, recorded
+from scopetrace.ir.tape import CallList, OpList, ReadList, RecordedTape, Value, checks_enabled, recorded, recorded_ops
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -432,6 +432,8 @@ class Recording:
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             expect_copies(tape, tape.sizes.env)
+            for number in leaves([(op.args, op.kwargs) for op in recorded_ops(tape.ops)], torch.SymFloat):
+                tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
             tape.sizes.name_equal()
             self._refuse_others(forward, others)
@@ -591,9 +593,10 @@ class Recording:
         if f"'{Watched.__name__}'" in str(error):
             problem = "the forward takes an attribute out of the __dict__ of a class, where a trace has another object"
             return UnsupportedOpError(problem, hint="ask the class for it: getattr(type(self), name)", **place)
-        if any(text in str(error) for text in _NO_FAKE):
-            hint = "do it outside of the forward, on tensors that have data"
-            return UnsupportedOpError(str(error), op=None if running is None else str(running), hint=hint, **place)
+        for text, (problem, hint) in _NO_FAKE.items():
+            if text in str(error):
+                op = None if running is None else str(running)
+                return UnsupportedOpError(problem or str(error), op=op, hint=hint, **place)
         if "modified by an inplace operation" in str(error):
             return UnsupportedOpError(
                 "the forward differentiates what it has written to since, and autograd needs the values from before",
@@ -627,16 +630,38 @@ _NO_DATA = re.compile(
     r"|unsupported format string passed to FakeTensor|\bSym(Int|Float|Bool)\b"  # what symbolic numbers cannot do
 )
 
-_NO_FAKE = (
-    "_share_fd_: only available on CPU",  # share_memory_
-    "is not supported under torch.compile",  # torch.distributed.nn.functional
-    "OpaqueTensorImpl",  # MKL-DNN
-    "NYI: aten.",  # pin_memory
-    "quantized nyi in meta tensors",
-    "_apply(): Couldn't swap",  # half() of a module in the forward
-    "Attempted to set the storage of a tensor on device",  # copy.copy
-    "raw Tensor object is already associated",  # a lazy module that the forward makes
-)
+_NO_FAKE = {
+    "NYI: aten._pin_memory": (
+        "the forward pins a tensor (pin_memory()), and tensors have no data while they are traced",
+        "pin the inputs outside of the forward, as a DataLoader with pin_memory=True does; what the forward makes can "
+        "be made pinned: torch.zeros(n, pin_memory=True)",
+    ),
+    "_share_fd_: only available on CPU": (
+        "the forward moves a tensor to shared memory (share_memory_()), and tensors have no data while they are traced",
+        "share the model's tensors and the inputs outside of the forward",
+    ),
+    "raw Tensor object is already associated": (
+        "the forward makes a lazy module, or another parameter without data",
+        "make modules in __init__, and run a lazy one once before st.trace",
+    ),
+    "_apply(): Couldn't swap": (
+        "the forward casts or moves a module (half(), double(), to(...))",
+        "cast or move modules before st.trace, or cast tensors: x.to(weight.dtype)",
+    ),
+    "OpaqueTensorImpl": ("an MKL-DNN tensor has no fake tensor", "leave out to_mkldnn(): torch chooses the kernels"),
+    "quantized nyi in meta tensors": ("a quantized tensor has no fake tensor", "dequantize() it before st.trace"),
+    "Attempted to set the storage of a tensor on device": (
+        "the forward gives a tensor the memory of another one on another device (set_(), copy.copy)",
+        "write y = x.clone()",
+    ),
+    "tried to directly modify sizes for customized tensor": (
+        "the forward gives a tensor with dynamic sizes a fixed size in place (resize_(2, 3))",
+        "make a new tensor: x.new_empty(2, 3), or x.reshape(-1)[:6].view(2, 3)",
+    ),
+    "NYI: aten.": ("tensors have no data while they are traced, and this op needs it", "do it outside of the forward"),
+    "torch.distributed.nn.functional": ("", "take the functions of torch.distributed itself"),
+}
+"""By what torch raises for a fake tensor: the problem ("" for torch's own words), and the way out."""
 
 _BRANCH = (
     "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "

@@ -50,13 +50,13 @@ from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, checks_enabled, flat, map_argument, renamed
 from scopetrace.ops.functional_variants import functional_variant, undeclared_writes
+from scopetrace.ops.higher_order import FUNCTIONS
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.copying import NotRepeated, Step
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.phases import PhaseRecorder
 
 _aten = torch.ops.aten
-_FUNCTION = torch.ops.higher_order.autograd_function_apply
 _SUM = _aten.add.Tensor
 
 
@@ -133,7 +133,7 @@ class TapeAutograd:
 
     def retrace(self, why: str) -> NoReturn:
         """Record again with autograd."""
-        apart = any(op.target is _FUNCTION for op in self._builder.tape.ops)
+        apart = any(op.target in FUNCTIONS for op in self._builder.tape.ops)
         self._builder.expect_no_tape(why, functions_apart=apart)
         raise AssertionError(why)
 

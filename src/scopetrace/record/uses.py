@@ -40,6 +40,8 @@ _MUTATORS = (
 
 Parents = tuple[ast.AST, ...]
 """The nodes around a node, innermost first."""
+Place = tuple[int | None, ...]
+"""The lines and columns between which an expression is."""
 
 
 class Uses(NamedTuple):
@@ -80,16 +82,16 @@ def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False, 
     return Uses(lines, reads)
 
 
-def kept_in(code: types.CodeType, line: int, name: str) -> set[str] | None:
-    """What keeps what calls of a function `name` in a line of code give, if it is only shown beside that.
+def kept_in(code: types.CodeType, place: Place) -> set[str] | None:
+    """What keeps what the call at a place in code gives, if it is only shown beside that.
 
     Attributes `.n`, globals and variables of enclosing functions `n`. None where it may decide something else.
     """
     tree = _tree(code)
+    if tree is None:
+        return None
     telling = _Telling(code, tree, None)
-    found = (
-        [] if tree is None else [f for f in _walk(tree, ()) if isinstance(f[0], ast.Call) and _calls(f[0], line, name)]
-    )
+    found = [f for f in _walk(tree, ()) if isinstance(f[0], ast.Call) and _place_of(f[0]) == place]
     return telling.kept if found and all(telling.is_told(*f) for f in found) else None
 
 
@@ -123,7 +125,7 @@ def shows_only(frame: types.FrameType) -> bool:
 
     Without source, whether it names what prints.
     """
-    place = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    place = place_in(frame)
     outer: types.FrameType | None = frame
     while outer is not None and outer.f_code.co_name in ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>"):
         outer = outer.f_back
@@ -139,7 +141,12 @@ def shows_only(frame: types.FrameType) -> bool:
     return not telling.returned or (caller is not None and is_users(caller.f_code.co_filename) and shows_only(caller))
 
 
-def _place_of(node: ast.expr) -> tuple[int | None, ...]:
+def place_in(frame: types.FrameType) -> Place:
+    """The place of the expression that code is at."""
+    return next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+
+
+def _place_of(node: ast.expr) -> Place:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
@@ -342,11 +349,6 @@ def catches_errors(code: types.CodeType, line: int) -> bool:
     return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in found)
 
 
-def _calls(call: ast.Call, line: int, name: str) -> bool:
-    callee = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
-    return call.lineno == line and callee == name
-
-
 def _mentions(code: types.CodeType, name: str) -> bool:
     variables = (*code.co_varnames, *code.co_freevars, *code.co_cellvars)
     names = names_of(code)
@@ -440,7 +442,7 @@ def _only_updates(node: ast.AST, parents: Parents) -> bool:
     if not isinstance(statement, ast.Assign) or not isinstance(node, ast.expr):
         return False
     text, around = ast.unparse(node), parents[0]
-    if isinstance(node, ast.Constant) and isinstance(around, ast.Call) and _calls(around, node.lineno, "getattr"):
+    if isinstance(node, ast.Constant) and isinstance(around, ast.Call) and _name_of(around.func) == "getattr":
         text = f"{ast.unparse(around.args[0])}.{node.value!s}"
     elif isinstance(around, ast.Call) and _method(around) == "get" and around.args:  # d[k] = d.get(k, 0) + 1
         text = f"{text.removesuffix('.get')}[{ast.unparse(around.args[0])}]"

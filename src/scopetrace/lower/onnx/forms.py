@@ -23,6 +23,7 @@ def forms() -> Table:
     """By op, its form."""
     table: dict[Any, Callable[..., Any]] = {
         torch.ops.aten.copy.default: _copy,
+        torch.ops.aten.diagonal_scatter.default: _diagonal_scatter,
         torch.ops.aten.sort.stable: _sort,
         torch.ops.aten.cumprod.default: _cumprod,
         torch.ops.aten.histc.default: _histc,
@@ -37,6 +38,34 @@ def forms() -> Table:
 def _copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
     """`aten.copy`, which torch.onnx translates without broadcasting `src` to the shape of `self`."""
     return op.Expand(op.CastLike(src, self), op.Shape(self))
+
+
+def _diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """`aten.diagonal_scatter`: torch.onnx decomposes it into a write, and then refuses it."""
+    if self.dtype is ir.DataType.BOOL:  # ONNX Runtime (1.31) has no Where of these
+        base, new = (_cast(t, ir.DataType.UINT8) for t in (self, src))
+        return op.Cast(_diagonal_scatter(base, new, offset, dim1, dim2), to=ir.DataType.BOOL)
+    rank = len(self.shape)
+    others = [d for d in range(rank) if d not in (dim1 % rank, dim2 % rank)]
+    order = [*others, dim1 % rank, dim2 % rank]
+    base = op.Transpose(self, perm=order)
+    rows, columns = (op.Shape(base, start=d, end=d + 1) for d in (rank - 2, rank - 1))
+    row, column = (op.Range(_int(0), op.Squeeze(n, _ints(0)), _int(1)) for n in (rows, columns))
+    differences = op.Sub(op.Unsqueeze(column, _ints(0)), op.Unsqueeze(row, _ints(1)))
+    length, axis = (rows, -1) if offset >= 0 else (columns, -2)  # along it, elements of `src` are at their own indices
+    shape = op.Concat(op.Shape(src, start=0, end=rank - 2), length, axis=0) if others else length
+    longer = op.Concat(src, op.Expand(op.CastLike(_int(0), src), shape), axis=-1)
+    values = op.Slice(longer, _ints(0), length, _ints(rank - 2))
+    result = op.Where(op.Equal(differences, _int(offset)), op.Unsqueeze(values, _ints(axis)), base)
+    return op.Transpose(result, perm=[order.index(d) for d in range(rank)])
+
+
+def _int(n: int) -> Any:
+    return op.Constant(value_int=n)
+
+
+def _ints(*numbers: int) -> Any:
+    return op.Constant(value_ints=numbers)
 
 
 def _sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
@@ -68,9 +97,14 @@ def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> An
     """`aten.histc`, also of integers, of which torch.onnx has no form: they are counted as floating numbers."""
     if not self.dtype.is_integer():
         return aten_histc(self, bins, min, max)
-    given: Any = op.Cast(self, to=ir.DataType.FLOAT)
-    given.type, given.shape = ir.TensorType(ir.DataType.FLOAT), self.shape
-    return op.CastLike(aten_histc(given, bins, min, max), self)
+    return op.CastLike(aten_histc(_cast(self, ir.DataType.FLOAT), bins, min, max), self)
+
+
+def _cast(x: Any, to: ir.DataType) -> Any:
+    """`Cast`, with the type and shape of the result."""
+    found: Any = op.Cast(x, to=to)
+    found.type, found.shape = ir.TensorType(to), x.shape
+    return found
 
 
 def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: int = -1) -> Any:

@@ -227,6 +227,9 @@ def verify(exported: Exported, program: TracedProgram, say: Callable[[str], None
     """The largest error of ONNX Runtime against the model. Raises OnnxVerificationError."""
     if any(t.device.type == "meta" for t in program.tape.attributes.values()):
         raise OnnxVerificationError("the model is on the meta device: it has no weights to compute with; verify=False")
+    if not exported.model.graph.outputs:
+        problem = "the program returns no tensor and writes to none: ONNX Runtime has nothing to compute"
+        raise OnnxVerificationError(f"{problem}; return a tensor, or write verify=False")
     if exported.without_form:
         names = ", ".join(exported.without_form)
         raise OnnxVerificationError(f"the bodies of the plugins {names} have no ONNX form to run: verify=False")
