@@ -224,3 +224,12 @@ def test_hooks_of_a_parameter_that_is_replaced():
     twin.a.weight.register_hook(lambda g: g * 2)
     with pytest.raises(st.errors.StateMismatchError, match="hooks on gradients"):
         plain(x)
+
+
+def test_a_hook_after_accumulation_that_returns_something_raises_as_in_eager():
+    model, (x,) = Net(), inputs()[0]
+    model.a.bias.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+    with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+        step_of(model)(x)
+    with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+        st.trace(step_of(model), (x,))

@@ -200,7 +200,8 @@ def give_hooks(t: torch.Tensor, to: torch.Tensor) -> None:
 def run_after_accumulation(t: torch.Tensor) -> None:
     """Run the hooks that ask for `t.grad` after a gradient was added to it."""
     for hook in list((t._post_accumulate_grad_hooks or {}).values()):
-        hook(t)
+        if hook(t) is not None:
+            raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # as torch's engine does
 
 
 def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
