@@ -175,3 +175,31 @@ def test_a_module_that_hooks_run_again(grad, with_grad):
     assert not with_grad
     expected = results(models[1], models[1], x, with_grad, input_grad=True)
     assert all(map(equal, got, expected))
+
+
+ASKED = {
+    "whether autograd is on": lambda y: torch.is_grad_enabled(),
+    "whether a result requires grad": lambda y: y.requires_grad,
+    "whether a result is a leaf": lambda y: not y.is_leaf,
+}
+
+
+@pytest.mark.parametrize("differentiates", [False, True])
+@pytest.mark.parametrize("asked", ASKED)
+def test_questions_that_a_reentrant_region_answers_otherwise_in_backward_are_refused(asked, differentiates):
+    fc = nn.Linear(4, 4)
+
+    def region(x):
+        y = fc(x)
+        return y if ASKED[asked](y) else y * 2
+
+    def run(x, use_reentrant):
+        y = checkpoint(region, x, use_reentrant=use_reentrant)
+        if differentiates:
+            y.sum().backward()
+        return y
+
+    x = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(st.errors.UnsupportedOpError, match="under reentrant checkpointing"):
+        st.trace(run, (x, True))
+    assert torch.equal(st.trace(run, (x, False))(x, False), fc(x))

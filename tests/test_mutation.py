@@ -320,6 +320,24 @@ def test_attributes_are_bound_to_the_tensors_of_eager(step):
         assert sharing(x, traced.prev, traced.cur) == sharing(y, eager.prev, eager.cur)
 
 
+def test_an_attribute_keeps_the_strides_of_the_tensor_that_was_written():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(2, 3))
+
+        def forward(self, x, y):
+            self.kept = (x * 1).t()
+            self.kept.copy_(y)
+            return y * 2
+
+    eager, traced, args = Keeps(), Keeps(), (torch.zeros(3, 2), torch.randn(2, 3))
+    st.trace(traced, args)(*args)
+    eager(*args)
+    assert torch.equal(traced.kept, eager.kept)
+    assert traced.kept.stride() == eager.kept.stride() == (1, 2)
+
+
 def test_a_result_that_repeats_elements_keeps_its_strides():
     def run(x):
         x.add_(1)

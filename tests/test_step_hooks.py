@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd import graph
+from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
 from tests.steps import Net, run_beside_eager, step_of
@@ -52,6 +53,27 @@ def on_several(model, x):
     graph.register_multi_grad_hook((y, z), lambda found: seen.append(sum(g.sum() for g in found)))
     model.b(z.relu()).sum().backward()
     model.a.bias.grad += seen[0]
+
+
+class Reversed(torch.autograd.Function):
+    """The result is a view of the argument."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def on_a_view_in_a_region(model, x):
+    def region(x):
+        y = Reversed.apply(model.a(x))
+        y.register_hook(threefold)
+        return model.b(y.relu())
+
+    checkpoint(region, x, use_reentrant=False).sum().backward()
 
 
 def after_accumulation(model, x):
@@ -108,6 +130,7 @@ HOOKS = {
     "around a write": around_a_write,
     "retain_grad": keeping_a_gradient,
     "on several tensors": on_several,
+    "on a view by a function in a region that runs again": on_a_view_in_a_region,
     "on a leaf that the step makes": after_accumulation,
     "of a derivative": of_a_derivative,
     "full backward hook": on_a_module("register_full_backward_hook", of_module),
@@ -201,3 +224,12 @@ def test_hooks_of_a_parameter_that_is_replaced():
     twin.a.weight.register_hook(lambda g: g * 2)
     with pytest.raises(st.errors.StateMismatchError, match="hooks on gradients"):
         plain(x)
+
+
+def test_a_hook_after_accumulation_that_returns_something_raises_as_in_eager():
+    model, (x,) = Net(), inputs()[0]
+    model.a.bias.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+    with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+        step_of(model)(x)
+    with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+        st.trace(step_of(model), (x,))

@@ -366,3 +366,18 @@ def test_forward_mode_with_a_dynamic_size_is_refused_where_torch_fixes_it():
 
     with pytest.raises(st.errors.DynamicShapeError, match="x, dimension 0"):
         st.trace(tangent, (torch.randn(5, 4),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+
+
+def test_an_optimizer_that_only_clears_the_gradients_of_parameters_that_the_model_no_longer_has():
+    model, given = Net(), batches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        plain(model, x, y)
+
+    tr = st.trace(step, given[0])
+    tr(*given[0])
+    model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(st.errors.StateMismatchError, match="SGD has the parameters of the model"):
+        tr(*given[1])

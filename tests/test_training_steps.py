@@ -796,6 +796,23 @@ def test_a_derivative_of_a_derivative():
     run_beside_eager(make, model, [(torch.randn(5, 4, requires_grad=True),) for _ in range(3)])
 
 
+def test_what_is_added_to_a_gradient_leaves_it_laid_out_as_it_is():
+    """The first gradient is a sum of two transposed matrices of one row, which has the strides (1, 1)."""
+
+    def make(model):
+        def step(x):
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (out.mean() + slope.square().sum()).backward()
+            first = model.weight.grad.stride()
+            model(x * 2).mean().backward()
+            assert model.weight.grad.stride() == first == (1, 1)
+
+        return step
+
+    run_beside_eager(make, nn.Linear(8, 1, bias=False), [(torch.randn(5, 8, requires_grad=True),)])
+
+
 def test_an_inner_step_through_a_convolution():
     """As MAML does: a derivative of the convolution's backward, by the weight alone."""
 

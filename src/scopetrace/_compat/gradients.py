@@ -94,6 +94,9 @@ class GradientListener(Protocol):
     ) -> Any:
         """A scaler lets an optimizer step unless one of `found`, numbers, is other than 0. Returns what `step` does."""
 
+    def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer sets the gradients of its parameters to None."""
+
     def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> None:
         """A scheduler steps: Python decides."""
 
@@ -200,7 +203,8 @@ def give_hooks(t: torch.Tensor, to: torch.Tensor) -> None:
 def run_after_accumulation(t: torch.Tensor) -> None:
     """Run the hooks that ask for `t.grad` after a gradient was added to it."""
     for hook in list((t._post_accumulate_grad_hooks or {}).values()):
-        hook(t)
+        if hook(t) is not None:
+            raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # as torch's engine does
 
 
 def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -353,6 +357,7 @@ def _report_gradients(replace: Replace, listener: HookListener, mine: Mine) -> N
         return run
 
     def of_groups(self: Any) -> list[torch.Tensor]:
+        listener.gradients.on_zero_grad(self)
         return [p for group in self.param_groups for p in group["params"]]
 
     replace(torch.Tensor, "grad", property(get_grad, set_grad, lambda t: set_grad(t, None)))

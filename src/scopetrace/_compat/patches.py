@@ -67,8 +67,8 @@ class Observer(HookListener, ValueListener, Protocol):
     def on_dispatch_mode(self, name: str) -> None:
         """The forward enters a `TorchDispatchMode` that torch does not have, a class of this name."""
 
-    def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
-        """A reentrant checkpoint begins: its results require grad only if one of these does."""
+    def on_reentrant(self, tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """A context in which a reentrant checkpoint runs: its results require grad only if one of these does."""
 
     def on_nested_region(self, run: Callable[[], Any]) -> Any:
         """A function under `nested_compile_region` is called. Returns what `run` does, which calls it."""
@@ -486,9 +486,9 @@ def _reentrant(observer: Observer, function: Callable[..., Any], keeps_rng: bool
     """A reentrant checkpoint: what it wraps runs. Its results require grad only if one of its arguments does."""
     mark = observer.mark()
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    observer.on_reentrant(tensors)
     keeps = any(map(requires_grad_of, tensors))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(observer.on_reentrant(tensors))
         if not keeps:
             stack.enter_context(torch.no_grad())
         elif observer.differentiates:

@@ -362,8 +362,10 @@ class FakeFactory(FakeMaker):
         """Make `fake` a tensor that requires grad and is the result of an op, not a leaf. It counts as no write."""
         fake.requires_grad_(False)
         kernels = in_kernel_invocation_manager(self.mode)
-        with uncounted(fake), torch._C._DisablePythonDispatcher(), torch.enable_grad(), kernels:
-            fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
+        with torch._C._DisablePythonDispatcher(), torch.enable_grad(), kernels:
+            with uncounted(fake):
+                fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
+            _base.grad_fn.__get__(fake)  # of a view, torch makes it anew for this version: under its lock, by an op
 
     def unbacked_bindings(self, outputs: Any) -> Any:
         """Where in its outputs the last op returned the symbols that it made, or None if it made none.

@@ -147,9 +147,14 @@ class _Builder:
         return [self._result(i, leaf) for i, leaf in enumerate(self._outputs)]
 
     def bound(self) -> list[Source | None]:
-        """What each attribute is bound to, where it is or shares memory with a result, input or attribute."""
+        """What each attribute is bound to, where that is another tensor than the graph's value.
+
+        It may be or share memory with a result, input or attribute, or have other strides.
+        """
         values = enumerate((w.value for w in self.old.attribute_writes), len(self._outputs))
-        found = [self._result(i, v) if self._is_shared(v) else None for i, v in values]
+        found = [
+            self._result(i, v) if self._is_shared(v) or self._is_moved(v, self.read(v)) else None for i, v in values
+        ]
         return found if any(found) else []
 
     def _is_shared(self, v: Value) -> bool:
@@ -227,14 +232,20 @@ class _Builder:
 
     def _plain(self, old: Value, present: Value) -> FromGraph:
         new = self.read(old) if present is old else present
-        stride = tuple(old.fake.stride()) if old.fake.layout is torch.strided else None
-        moved = stride is not None and to_expr(new.fake.stride()) != to_expr(stride) and to_expr(new.fake.numel()) != 0
+        stride = tuple(old.fake.stride()) if self._is_moved(old, new) else None
         owners = self._storages.setdefault(new.storage, [])
         if not owners and new.storage != old.storage and self._is_inputs(new.storage):
             owners.append(new.storage)
         if old.storage not in owners:
             owners.append(old.storage)
-        return self._give(new, self._numbers(stride) if moved else None, owners.index(old.storage))
+        return self._give(new, self._numbers(stride), owners.index(old.storage))
+
+    @staticmethod
+    def _is_moved(old: Value, new: Value) -> bool:
+        """Whether the value in the graph has other strides than the tensor that it stands for."""
+        if old.fake.layout is not torch.strided:
+            return False
+        return to_expr(new.fake.stride()) != to_expr(old.fake.stride()) and to_expr(new.fake.numel()) != 0
 
     def _numbers(self, x: Any) -> Any:
         """`x` with numbers that depend on data as given by the graph, which alone knows them."""

@@ -146,6 +146,8 @@ class TapeBuilder:
         """The memory of tensors that the forward has detached in place, and of which it has views that require grad."""
         self.accumulated: set[int] = set()
         """By id, the tensors without history that `backward()` has put into `grad`: in eager they are no views."""
+        self.reentrant: int | None = None
+        """In a region under reentrant checkpointing that runs again in backward, the number of ops before it."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
         self.looks_at_objects = False

@@ -278,7 +278,7 @@ class CallRecorder:
         tensors, call = [t for t in args if isinstance(t, torch.Tensor)], self._builder.call
         for t in tensors:
             self._reads.on_gradient(t)
-        if not any(t.requires_grad for t in tensors):
+        if not any(map(requires_grad_of, tensors)):
             return NotImplemented
         if not torch.is_grad_enabled():
             if not self._builder.tape.exact_autograd:  # torch detaches a result that autograd takes for no view
@@ -311,16 +311,26 @@ class CallRecorder:
         )
         self._builder.deferred.append(error)
 
-    def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
-        """A reentrant checkpoint begins."""
+    @contextlib.contextmanager
+    def on_reentrant(self, tensors: list[torch.Tensor]) -> Iterator[None]:
+        """As `Observer.on_reentrant`."""
         for t in tensors:
             self._reads.on_requires_grad(t)
+        runs_again = torch.is_grad_enabled() and any(map(requires_grad_of, tensors))
+        outer = self._builder.reentrant
+        if runs_again and outer is None:
+            self._builder.reentrant = len(self._builder.tape.ops)
+        try:
+            yield
+        finally:
+            self._builder.reentrant = outer
 
     def on_hook(self, t: torch.Tensor, method: str) -> None:
         """The forward hangs a hook on a tensor. On a tensor that does not require grad, torch raises itself.
 
         A leaf from outside keeps its gradient anyway. A view made in inference mode requires grad where its base does.
         """
+        self._reads.refuse_in_reentrant(t, f"Tensor.{method}")
         required = t.requires_grad or any(v.ever_requires_grad for v in self._values.sharing(t))
         outside = self._values.is_outside(t)
         keeps_it_anyway = method == "retain_grad" and outside and t.requires_grad and t.is_leaf

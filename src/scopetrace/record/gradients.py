@@ -446,6 +446,15 @@ class GradientRecorder:
             self._refuse_new_state(optimizer, step.state)
         name = f"the parameters and state of {type(optimizer).__name__}"
         self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+        self._note_held(optimizer)
+
+    def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """As `GradientListener.on_zero_grad`."""
+        if not self._is_made_inside(optimizer):
+            self._note_held(optimizer)
+
+    def _note_held(self, optimizer: torch.optim.Optimizer) -> None:
+        """A call is compared with it that the parameters of an optimizer are those of the model."""
         params = [(p, self._model.owner(p)) for group in optimizer.param_groups for p in group["params"]]
         places = tuple([(*owner[1:], p) for p, owner in params if owner is not None])
         held = f"{type(optimizer).__name__} has the parameters of the model"

@@ -27,7 +27,7 @@ from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.patches import replacing
 from scopetrace._compat.questions import NoData
-from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
+from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, SCOPETRACE
 from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import TraceError, UnsupportedOpError
@@ -49,7 +49,7 @@ from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value, ops_between, recorded_ops
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import Reach, names_of
+from scopetrace.record.code import Reach, is_users, names_of
 from scopetrace.record.model import Model
 
 _RECORDER = str(Path(__file__).parent)
@@ -125,10 +125,40 @@ class ReadRecorder:
 
     def on_flag(self, name: str, args: tuple[Any, ...] | None, answer: Any) -> None:
         """As `Listener.on_flag`."""
+        if name == "torch.is_grad_enabled" and answer:
+            self.refuse_in_reentrant(None, name)
         if (name, args, answer) not in self._known:
             self._known.add((name, args, answer))
             text = name if args is None else f"{name}({', '.join(map(repr, args))})"
             self._note(text, answer, Flag(name, args or ()))
+
+    def refuse_in_reentrant(self, t: torch.Tensor | None, question: str) -> None:
+        """Raise where Python asks whether autograd is on, or follows `t`, in a region under reentrant checkpointing.
+
+        Eager runs the region without autograd, and in backward again with it: the answers differ, and what Python makes
+        of them.
+        """
+        builder = self._builder
+        if builder.reentrant is None or not self._is_users_question():
+            return
+        value = None if t is None else self._values.by_id.get(id(t))
+        if t is not None and (value is None or value.op not in builder.tape.ops[builder.reentrant :]):
+            return
+        raise UnsupportedOpError(
+            "the forward asks whether autograd is on, or hangs a hook on a tensor, in a region under reentrant "
+            "checkpointing, which runs without autograd first and with it in backward",
+            op=question,
+            **builder.where(),
+            hint="give checkpoint use_reentrant=False, which runs the region with autograd both times, or ask before",
+        )
+
+    @staticmethod
+    def _is_users_question() -> bool:
+        """Whether neither torch nor Python's library asks."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(SCOPETRACE):
+            frame = frame.f_back
+        return is_users(frame.f_code.co_filename)
 
     def drop_inner_flags(self) -> None:
         """After the forward: a flag that was another one then had been set by the forward itself."""
@@ -228,7 +258,13 @@ class ReadRecorder:
     # ---------------------------------------------------------------- facts of tensors
 
     def on_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
-        """As `Listener.on_fact`. The facts of a tensor made in the forward follow from those of the inputs."""
+        """As `Listener.on_fact`."""
+        if name in ("requires_grad", "is_leaf", "grad_fn") and answer != (name == "is_leaf"):
+            self.refuse_in_reentrant(t, f"Tensor.{name}")
+        self._note_fact(t, name, args, answer)
+
+    def _note_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
+        """The facts of a tensor made in the forward follow from those of the inputs."""
         value = self._values.by_id.get(id(t))
         inputs = self._builder.tape.inputs
         answer = snapshot(answer) if name[0] == "." else answer
@@ -275,7 +311,7 @@ class ReadRecorder:
         if not questions.grad_enabled() and self._grad:
             return  # a block of the forward itself switches autograd off
         self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
-        self.on_fact(t, "requires_grad", (), requires_grad_of(t))
+        self._note_fact(t, "requires_grad", (), requires_grad_of(t))
 
     def on_layout(self, *, offset: bool = False) -> None:
         """Something depends on the strides of a tensor made in the forward: all inputs must be laid out as here."""
