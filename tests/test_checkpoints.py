@@ -403,6 +403,36 @@ def test_a_gradient_inside_of_selective_checkpointing():
     assert all(map(torch.allclose, found, expected))
 
 
+def split_and_written(m, t):
+    first, second = (t * m.p).unsafe_chunk(2, 1)
+    return second.mul_(first.sigmoid_())  # autograd has saved `first`; writes to `second` are counted apart
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN", "unsafe_chunk"])
+def test_writes_beside_what_autograd_has_saved(kind, use_reentrant):
+    torch.manual_seed(1)
+    m, x = Parts(), torch.rand(3, 4, requires_grad=True)
+    layer = nn.Identity() if kind == "unsafe_chunk" else getattr(nn, kind)(4, 4)
+    leaves = [x, m.p, *layer.parameters()]
+
+    def step(x):
+        region = functools.partial(split_and_written, m) if kind == "unsafe_chunk" else lambda t: layer(t * m.p)[0]
+        y = checkpoint(region, x, use_reentrant=use_reentrant)
+        y.square().sum().backward()
+        return y
+
+    def gradients(run):
+        y = run(x)
+        found = [None if t.grad is None else t.grad.clone() for t in leaves]
+        for t in leaves:
+            t.grad = None
+        return [y, *found]
+
+    expected = gradients(step)
+    torch.testing.assert_close(gradients(st.trace(step, (x,))), expected)  # nn.LSTM without gradients is one kernel
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 

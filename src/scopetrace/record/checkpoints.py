@@ -26,6 +26,8 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.effects import place_of
 from scopetrace.record.regions import CHECKPOINT, Region
 
+_aten = torch.ops.aten
+
 RecordOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Records an op on fake tensors, and gives its results."""
 
@@ -203,11 +205,11 @@ class CheckpointedRegion:
     def _refuse_stale(self) -> None:
         """Refuse where torch finds that what autograd needs was written, or does not find it and is wrong."""
         ops = itertools.islice(self._tape.ops, self._start, self._last())
-        last = {v.storage: (i, op) for i, op in enumerate(ops, self._start) for v in _declared_writes(op)}
+        last = {_counted_with(v): (i, op) for i, op in enumerate(ops, self._start) for v in _declared_writes(op)}
         for saved in self._saved if last else ():
-            i, op = last.get(storage := self._value(saved).storage, (-1, None))
-            after = self._after(saved)
-            if op is not None and (i >= after or (i == after - 1 and saved.value and _reads_beside(op, storage))):
+            value, after = self._value(saved), self._after(saved)
+            i, op = last.get(_counted_with(value), (-1, None))
+            if op is not None and (i >= after or (i == after - 1 and saved.value and _reads_beside(op, value.storage))):
                 self._refuse("writes to what autograd has saved in it", op, "write out of place")
         for t, version in self._arguments:
             if version_of(self._values.value_of(t).fake) != version:
@@ -331,6 +333,20 @@ def _draws(op: Op) -> bool:
     names = schema_of(op.target).names
     given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
     return given.get("train") is not False and 0 not in (given.get("dropout_p"), given.get("p"))
+
+
+_UNSAFE_SPLITS = (_aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default, _aten.unsafe_chunk.default)
+"""Ops whose results share memory, and autograd counts the writes to each by itself, as a cell of `nn.GRU` needs."""
+
+
+def _counted_with(v: Value) -> Value:
+    """The value with which autograd counts the writes of another one: the first one of its memory."""
+    while v.op.target not in _UNSAFE_SPLITS:
+        base = next((i for i in v.op.inputs() if i.storage == v.storage), None)
+        if base is None:
+            break
+        v = base
+    return v
 
 
 def _reads_beside(op: Op, storage: int) -> bool:

@@ -18,7 +18,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Set
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +51,6 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, is_users, names_of
 from scopetrace.record.model import Model
 
-_RECORDER = str(Path(__file__).parent)
 Noted = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
@@ -530,10 +528,7 @@ class Watched:
     def __get__(self, owner: Any, cls: type) -> Any:
         place = self.base if owner is None else owner
         if id(place) not in self.first and not self.builder.looks_at_objects:
-            asker = sys._getframe(1)
-            if asker.f_code.co_name == "__getattribute__" and asker.f_code.co_filename.startswith(_RECORDER):
-                asker = asker.f_back or asker  # one that `ObjectReads` has put in the place of the class's
-            self._note(place, noted_at(self.builder, asker))
+            self._note(place, noted_at(self.builder, sys._getframe(1)))
         value = MISSING if owner is None else own_dict(owner).get(self.key, MISSING)
         if value is not MISSING:
             return value
@@ -587,7 +582,9 @@ class Watched:
 
 
 def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
-    """Where the forward is, in `frame`."""
+    """Where the forward is, in `frame`, or in the one outside of scopetrace from which that was called."""
+    while frame.f_code.co_filename.startswith(SCOPETRACE) and frame.f_back is not None:
+        frame = frame.f_back
     outer: Frames = builder.call.frames if builder.call is not None else ()
     return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
 
