@@ -26,8 +26,6 @@ REFUSED = {
     "nn.functional.gaussian_nll_loss": VALUE,
     "scatter_reduce.prod": VALUE,
 }
-if torch.__version__ < "2.15":
-    REFUSED["combinations"] = NO_SHAPE
 SAMPLES = slice(0, 6, 3)
 
 
