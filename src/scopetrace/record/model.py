@@ -240,7 +240,9 @@ class Model:
             [None if p is None else p.shape for p in params],  # which may be others when they are asked for
             [None if p is None else p.dtype for p in params],
         )
-        return Registered.later(columns.tables)
+        found = Registered.__new__(Registered)
+        vars(found)["make"] = columns.tables
+        return found
 
     @property
     def saved_modules(self) -> Collection[SavedModule]:
