@@ -674,10 +674,9 @@ class ModuleTables:
         own = [m.__dict__ for m in self._modules]
         self._hooks = list(hooks)
         self._now: list[dict[Any, Any]] = [*itertools.chain.from_iterable(map(_tables_of, own)), *hooks.values()]
-        self._then = [table.copy() if table else _EMPTY for table in self._now]
         self._empty = [table for table in self._now if not table]
         self._filled = [table for table in self._now if table]
-        self._filled_then = [table for table in self._then if table]
+        self._then = [table.copy() for table in self._filled]
         self._kinds = [type(m) for m in self._modules]
         methods = zip(own, [names for _, _, names in found], strict=True)
         self._methods = [names if names.isdisjoint(table) else names - table.keys() for table, names in methods]
@@ -685,7 +684,9 @@ class ModuleTables:
 
     def restore(self) -> None:
         """Make the tables what they were, so that hooks which a forward has made are gone."""
-        for now, then in zip(self._now, self._then, strict=True):
+        for table in filter(None, self._empty):
+            table.clear()
+        for now, then in zip(self._filled, self._then, strict=True):
             if now != then:
                 now.clear()
                 now.update(then)
@@ -700,7 +701,7 @@ class ModuleTables:
         for table, forward in self._forwards:
             yield Condition("{}.get('forward') == {}", (table, forward))
         yield Condition("not {}({})", (any, self._empty))
-        yield Condition("{} == {}", (self._filled, self._filled_then))
+        yield Condition("{} == {}", (self._filled, self._then))
 
     def changes(self) -> Iterator[TableChange]:
         """The tables that are not what they were."""
@@ -708,11 +709,13 @@ class ModuleTables:
             (m, name, table) for m, name in zip(self._modules, self._names, strict=True) for table in _TABLES
         ]
         owners += [(None, "all modules", table) for table in self._hooks]
-        for owner, new, old in zip(owners, self._now, self._then, strict=True):
+        then = {id(table): old for table, old in zip(self._filled, self._then, strict=True)}
+        for owner, new in zip(owners, self._now, strict=True):
+            old = then.get(id(new), _EMPTY)
             if new != old:
                 yield TableChange(*owner, old, new)
-        then = zip(self._modules, self._kinds, self._names, self._methods, strict=True)
-        for module, kind, name, methods in then:
+        code = zip(self._modules, self._kinds, self._names, self._methods, strict=True)
+        for module, kind, name, methods in code:
             if type(module) is not kind:
                 names = kind.__name__, type(module).__name__
                 yield TableChange(module, name, CODE, {"class": names[0]}, {"class": names[1]})

@@ -454,7 +454,7 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
     ran.add_class(type(getattr(fn, "__self__", fn)))
     for kind in {call.module_type: None for call in recorded(tape.calls) if call.module_type is not None}:
         ran.add_class(kind)
-    objects = [x for x in values if type(x) not in ATOMS]
+    objects = [x for x in values if not (type(x) in ATOMS or (type(x) is tuple and ATOMS.issuperset(map(type, x))))]
     for found in (*functions_of(reach, tape), *objects):
         ran.visit("", "", found)
     return ran

@@ -96,12 +96,12 @@ def _names_in(tables: Sequence[dict[str, Any]]) -> list[str | None]:
     return [name for table in tables for name in (*table, None)]
 
 
-def _values_in(tables: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+def _values_in(tables: Sequence[dict[str, Any]]) -> list[Any]:
     """What is in `attribute_tables`, one table after the other."""
     if len(tables) == 4:  # as above
         own, params, buffers, modules = tables
-        return *own.values(), *params.values(), *buffers.values(), *modules.values()
-    return tuple([x for table in tables for x in table.values()])
+        return [*own.values(), *params.values(), *buffers.values(), *modules.values()]
+    return [x for table in tables for x in table.values()]
 
 
 def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,13 +375,13 @@ class SavedModule:
         return plain_attributes(dict(zip(self.layout.names[0], self.values, strict=False)))
 
     @property
-    def parameters(self) -> tuple[torch.nn.Parameter | None, ...]:
+    def parameters(self) -> list[torch.nn.Parameter | None]:
         """Those of its own, in the order of its table."""
         ends = self.layout.ends
-        return self.values[ends[0] : ends[1]] if len(ends) > 1 else ()
+        return self.values[ends[0] : ends[1]] if len(ends) > 1 else []
 
     @property
-    def members(self) -> tuple[torch.Tensor | None, ...]:
+    def members(self) -> list[torch.Tensor | None]:
         """Its own parameters and buffers."""
         ends = self.layout.ends
         return self.values[ends[0] : ends[min(2, len(ends) - 1)]]

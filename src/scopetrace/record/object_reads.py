@@ -61,7 +61,7 @@ from scopetrace.record.code import (
 from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, bookkeeping_of
 from scopetrace.record.original import Original
 from scopetrace.record.reads import Noted, Notes, Watched, class_attribute, noted_at
-from scopetrace.record.repeated_reads import Repeated, RepeatedReads
+from scopetrace.record.repeated_reads import OfOwner, Repeated, RepeatedReads
 
 _BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
@@ -326,20 +326,29 @@ class ObjectReads:
         self, layers: list[tuple[torch.nn.Module, Read]], names: dict[int, str]
     ) -> Iterator[RepeatedReads]:
         """What repetitions read of which it was not noted for each attribute; `layers` are as `_layers` gives them."""
-        of_originals: dict[Original, list[tuple[Any, Any, Read]]] = {}
+        of_originals: dict[Original, list[OfOwner]] = {}
         for repeated in self._waiting():
             original = repeated.original
             if original not in of_originals:
-                found = of_originals[original] = [(x, x, read) for x, read in layers if id(x) in original.owners]
-                for owner, holder, place, noted in self._read_of(original):
-                    assert noted is not None
-                    if holder is owner:
-                        read = Read(names.get(id(owner), ""), MISSING, place, *noted)
-                    else:
-                        read = Read(f"{holder.__name__}.{place.key}", snapshot(place.now(NO_CALL)), place, *noted)
-                    found.append((owner, holder, read))
+                of_originals[original] = self._by_owner(original, layers, names)
             if of_originals[original]:
                 yield RepeatedReads(repeated, of_originals[original], names)
+
+    def _by_owner(
+        self, original: Original, layers: list[tuple[torch.nn.Module, Read]], names: dict[int, str]
+    ) -> list[OfOwner]:
+        found: dict[int, OfOwner] = {}
+        for layer, read in layers:
+            if id(layer) in original.owners:
+                found.setdefault(id(layer), (layer, []))[1].append((layer, read))
+        for owner, holder, place, noted in self._read_of(original):
+            assert noted is not None
+            if holder is owner:
+                read = Read(names.get(id(owner), ""), MISSING, place, *noted)
+            else:
+                read = Read(f"{holder.__name__}.{place.key}", snapshot(place.now(NO_CALL)), place, *noted)
+            found.setdefault(id(owner), (owner, []))[1].append((holder, read))
+        return list(found.values())
 
     def _identities(self, ran: Reach) -> Iterator[Read]:
         """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.

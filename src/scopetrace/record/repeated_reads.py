@@ -75,26 +75,34 @@ class Repeated:
                 watched.first[id(new)] = new, noted and noted_in(noted)
 
 
+OfOwner = tuple[Any, list[tuple[Any, Read]]]
+"""A module or object, and what was read of it and of its class: each with which of them has it."""
+
+
 class RepeatedReads:
     """What one repetition read, as items of `tape.ReadList`."""
 
     __slots__ = ("_calls", "_names", "_owners", "_reads", "values")
 
-    def __init__(
-        self, repeated: Repeated, of_original: Sequence[tuple[Any, Any, Read]], names: Mapping[int, str]
-    ) -> None:
-        """`of_original` has what was read of the modules and objects of the original, and of their classes.
+    def __init__(self, repeated: Repeated, of_original: Sequence[OfOwner], names: Mapping[int, str]) -> None:
+        """`of_original` has what was read of the modules and objects of the original, and `names` those of all, by id.
 
-        Each with who was asked, and what has it. `names` are those of all, by id. To be made when the modules are as
-        they were before the forward.
+        To be made when the modules are as they were before the forward.
         """
         self._calls = repeated.original.call, repeated.call
-        pairs = [(repeated.partner(owner), owner, *found) for owner, *found in of_original]
-        # the others are of both calls
-        own = [(new if holder is owner else None, read) for new, owner, holder, read in pairs if new is not owner]
-        self._owners, self._reads = tuple([new for new, _ in own]), tuple([read for _, read in own])
-        self.values = tuple([read.value if new is None else _value_of(own_dict(new), read) for new, read in own])
         self._names = names
+        self._owners, self._reads = list[Any](), list[Read]()
+        self.values = list[Any]()
+        for owner, found in of_original:
+            new = repeated.partner(owner)
+            if new is owner:  # it is one of both calls
+                continue
+            own = own_dict(new)
+            for holder, read in found:
+                is_own = holder is owner
+                self._owners.append(new if is_own else None)
+                self._reads.append(read)
+                self.values.append(_value_of(own, read) if is_own else read.value)
 
     @property
     def count(self) -> int:
