@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -35,7 +34,6 @@ from scopetrace._compat.ops import (
     autocast_rule,
     can_decompose,
     custom_function_call,
-    eager,
     eager_kernel,
     function_in_transform,
     in_transform,
@@ -47,11 +45,10 @@ from scopetrace._compat.ops import (
     with_mode,
     without_transforms,
 )
-from scopetrace._compat.questions import attention_kernels, default_dtype
+from scopetrace._compat.questions import attention_kernels
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
-    CTC_LIBRARIES,
     RECURRENT,
     FakeFactory,
     FakeTensor,
@@ -86,10 +83,10 @@ from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.parts import PartsRecorder
 from scopetrace.record.reads import FAST_PATH, ReadRecorder
+from scopetrace.record.rewritten_ops import REWRITES
 
 _aten = torch.ops.aten
 _flex_attention = torch.ops.higher_order.flex_attention
-_END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction
 _Parameter = torch.nn.Parameter
 
 RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
@@ -102,7 +99,7 @@ class OpFacts:
         schema = schema_of(func)
         self.func = func  # also keeps its id from being used again
         collective = schema.name.startswith("c10d::")
-        self.rewrite = functools.partial(_collective, func) if collective else _REWRITES.get(func)
+        self.rewrite = functools.partial(_collective, func) if collective else REWRITES.get(func)
         self.reads = func in READERS
         self.inferable = may_infer(func)
         self.convolves = "conv" in schema.name
@@ -277,7 +274,7 @@ class OpRecorder:
                 self._builder.loses_device = UnsupportedOpError(
                     "torch computes this derivative in forward mode with a tensor of zeros that is on no device",
                     op=str(func),
-                    **self._builder.where(),
+                    **self.where(),
                     hint="use a derivative in reverse mode (torch.func.grad, vjp, jacrev), or compute it outside",
                 )
         return out
@@ -305,7 +302,7 @@ class OpRecorder:
         if _facts_of(func).is_fast_path:
             hint = "call torch.backends.mha.set_fastpath_enabled(False), so that torch.nn runs its parts"
         problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
-        return UnsupportedOpError(problem, op=str(func), **self._builder.where(), hint=hint)
+        return UnsupportedOpError(problem, op=str(func), **self.where(), hint=hint)
 
     def updates(self, func: Any) -> bool:
         """Whether an op writes to arguments that it does not return."""
@@ -344,7 +341,7 @@ class OpRecorder:
             raise UnsupportedOpError(
                 "a higher-order op that is not recorded" + (f" with {', '.join(kwargs)}" if hop in FORMS else ""),
                 op=str(hop),
-                **self._builder.where(),
+                **self.where(),
                 hint="write the branch or loop so that Python decides it"
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
@@ -368,6 +365,10 @@ class OpRecorder:
             return with_mode(self.mode, run)
         finally:
             self._builder.op_frames = outer
+
+    def where(self) -> dict[str, str | None]:
+        """Module and source line of the op that is being recorded, as arguments of an error."""
+        return self._builder.where()
 
     # ---------------------------------------------------------------- the path of an op
 
@@ -422,8 +423,8 @@ class OpRecorder:
         hint = "make a module for each layer with nn.Dropout between them"
         if any(map(is_symbolic, tensors)):
             hint = f"trace with fixed sizes, or {hint}"
-            raise DynamicShapeError(f"{problem}, of dynamic sizes", op=str(func), **self._builder.where(), hint=hint)
-        raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **self._builder.where(), hint=hint)
+            raise DynamicShapeError(f"{problem}, of dynamic sizes", op=str(func), **self.where(), hint=hint)
+        raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **self.where(), hint=hint)
 
     def _needs_autograd(self, call: OpCall) -> bool:
         """Whether autograd may keep something of the op; under no_grad, a view of what requires grad."""
@@ -470,7 +471,7 @@ class OpRecorder:
             raise UnsupportedOpError(
                 "a tensor gets other memory after another tensor has got its memory, as where two are swapped",
                 op="Tensor.set_",
-                **self._builder.where(),
+                **self.where(),
                 hint="swap the values: keep a clone() of one, and use copy_",
             )
         self._given_away[self.values.value_of(source).storage] = id(t)
@@ -481,7 +482,7 @@ class OpRecorder:
             raise UnsupportedOpError(
                 "a tensor that requires grad changes its shape in place under no_grad",
                 op=op,
-                **self._builder.where(),
+                **self.where(),
                 hint="use the op that gives a view, such as x.t() in place of x.t_()",
             )
 
@@ -500,7 +501,7 @@ class OpRecorder:
             raise ForeignTensorError(
                 error.problem,
                 op=str(facts.func),
-                **self._builder.where(),
+                **self.where(),
                 hint="torch made it inside an op and reads it in backward, or another thread did: take gradients "
                 "outside of the forward, and make tensors in its thread",
             ) from None
@@ -562,7 +563,7 @@ class OpRecorder:
             raise RandomStateError(
                 "an op draws from a random generator of its own, which no graph can hold",
                 op=str(call.facts.func),
-                **self._builder.where(),
+                **self.where(),
                 hint="draw from torch's default generator, or outside of the model",
             )
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
@@ -815,99 +816,6 @@ class _BeforeWrite:
         return tuple(dict.fromkeys(found))
 
 
-def _lift_fresh(ops: OpRecorder, t: torch.Tensor) -> torch.Tensor:
-    if t.dtype == default_dtype():
-        ops.reads.on_default_dtype()
-    ops.reads.on_default_device(t.device)
-    return ops.values.lift_fresh(t)
-
-
-def _split(ops: OpRecorder, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
-    return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
-
-
-def _narrow(ops: OpRecorder, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
-    return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
-
-
-def _ctc_loss(
-    ops: OpRecorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
-) -> Any:
-    """That of lengths as tensors: to divide by numbers, torch would write them into a tensor without data."""
-
-    def run() -> Any:
-        of_numbers = [torch.tensor(numbers, device=log_probs.device) for numbers in (lengths, target_lengths)]
-        return _aten.ctc_loss.Tensor(log_probs, targets, *of_numbers, *more)
-
-    return ops.recorded(run)
-
-
-def _ctc_loss_of_tensors(
-    ops: OpRecorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
-) -> Any:
-    """That of lengths on the device of `log_probs`: eager makes numbers of them, and torch's parts divide by them."""
-    device = log_probs.device
-    if target_lengths.device == device:
-        return NotImplemented
-    return ops.recorded(
-        lambda: _aten.ctc_loss.Tensor(log_probs, targets, lengths.to(device), target_lengths.to(device), *more)
-    )
-
-
-def _dropout_in_place(ops: OpRecorder, x: torch.Tensor, p: float, train: bool) -> Any:
-    """On a GPU its parts, since `aten.dropout`, its functional variant, has a kernel there that draws other numbers."""
-    if x.device.type == "cpu":
-        return NotImplemented
-    return ops.recorded(lambda: run_parts(_aten.dropout_.default, x, p, train))
-
-
-def _fill_diagonal(ops: OpRecorder, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
-    """With symbolic sizes, which torch's kernel does not take, the writes to views that it does."""
-    if not is_symbolic(x) or x.dim() < 2 or (x.dim() > 2 and any(n != x.size(0) for n in x.shape)):
-        return NotImplemented  # the last raises
-
-    def run() -> Any:
-        rows, columns = x.shape[:2]
-        step = columns + 1
-        starts = range(0, int(rows), int(step)) if wrap and x.dim() == 2 and rows > step else (0,)
-        for start in starts:
-            diagonal = x[start : start + step] if start or len(starts) > 1 else x
-            while diagonal.dim() > 1:
-                diagonal = diagonal.diagonal(0, 0, 1)
-            diagonal.fill_(value)
-        return x
-
-    return ops.recorded(run)
-
-
-def _combinations(ops: OpRecorder, x: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
-    """By indices: torch selects each column by a mask of its own, which makes as many sizes that depend on data."""
-    if x.dim() != 1 or r < 1:
-        return NotImplemented
-    count = x.shape[0]
-    if not isinstance(count, torch.SymInt):
-        with eager():
-            indices = torch.combinations(torch.arange(count), r, with_replacement).to(x.device)
-        return ops.recorded(lambda: x[indices])
-    follows = torch.le if with_replacement else torch.lt
-
-    def run() -> torch.Tensor:
-        places = torch.meshgrid([torch.arange(count, device=x.device)] * r, indexing="ij")
-        is_one = torch.ones([count] * r, dtype=torch.bool, device=x.device)
-        for first, second in itertools.pairwise(places):
-            is_one = is_one & follows(first, second)
-        return x[is_one.nonzero()]
-
-    return ops.recorded(run)
-
-
-def _attention(ops: OpRecorder, *args: Any, **kwargs: Any) -> Any:
-    """Under `torch.nn.attention.sdpa_kernel` in the forward the parts, which say the kernel that it chooses."""
-    if attention_kernels() == ops.attention_kernels:
-        return NotImplemented
-    return ops.recorded(lambda: run_parts(_ATTENTION, *args, **kwargs))
-
-
 def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
     return ops.collectives.record(func, args)
 
@@ -922,39 +830,6 @@ _OF_NUMBERS = {
 }
 """Ops whose backward reads both operands, with that for a number: a tensor of a number is none that torch could show to
 Python as the operand of a transform's backward."""
-
-
-def _refuse_batched(ops: OpRecorder, *_: Any) -> Any:
-    raise UnsupportedOpError(
-        "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)",
-        op="torch.autograd.grad",
-        **ops._builder.where(),
-        hint="take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time",
-    )
-
-
-_ATTENTION = _aten.scaled_dot_product_attention.default
-_REWRITES: dict[Any, Callable[..., Any]] = {
-    _aten._add_batch_dim.default: _refuse_batched,
-    _aten.size.default: lambda ops, t: tuple(t.shape),
-    _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
-    _aten.lift_fresh.default: _lift_fresh,
-    _aten.tensor_split.tensor_indices_or_sections: _split,
-    _aten.narrow.Tensor: _narrow,
-    _aten.ctc_loss.IntList: _ctc_loss,
-    _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,
-    **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
-    _aten.dropout_.default: _dropout_in_place,
-    _aten.fill_diagonal_.default: _fill_diagonal,
-    _aten.combinations.default: _combinations,
-    _ATTENTION: _attention,
-    _END_OF_PROFILED: lambda ops, handle: _END_OF_PROFILED(handle),
-}
-"""Ops that are recorded as others, or not at all. What gives NotImplemented leaves one as it is.
-
-Two of them read numbers from a tensor: that is an op for each number. `torch.profiler.record_function` marks a stretch
-of time for the profiler: it runs, and is no part of the program.
-"""
 
 
 _OF_ONE_DTYPE = frozenset(

@@ -1,0 +1,164 @@
+"""Ops that are recorded as other ops, or not at all.
+
+Data flow:
+    an op with a row in REWRITES -> its function runs other ops, which are recorded, or answers without any
+    NotImplemented from there    -> the op is recorded as it is
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from scopetrace._compat.ops import eager
+from scopetrace._compat.questions import attention_kernels, default_dtype
+from scopetrace._compat.tensors import CTC_LIBRARIES, is_symbolic, run_parts
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.record.builder import ValueTable
+from scopetrace.record.reads import ReadRecorder
+
+_aten = torch.ops.aten
+_ATTENTION = _aten.scaled_dot_product_attention.default
+_END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction
+
+
+class Recorder(Protocol):
+    """What the functions below need of `OpRecorder`."""
+
+    values: ValueTable
+    reads: ReadRecorder
+    attention_kernels: tuple[Any, ...]
+
+    def recorded(self, run: Callable[[], Any]) -> Any:
+        """What `run` returns; the ops that it calls are recorded."""
+
+    def where(self) -> dict[str, str | None]:
+        """Module and source line of the op that is being recorded, as arguments of an error."""
+
+
+def _lift_fresh(ops: Recorder, t: torch.Tensor) -> torch.Tensor:
+    if t.dtype == default_dtype():
+        ops.reads.on_default_dtype()
+    ops.reads.on_default_device(t.device)
+    return ops.values.lift_fresh(t)
+
+
+def _split(ops: Recorder, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
+    return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
+
+
+def _narrow(ops: Recorder, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
+    return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
+
+
+def _ctc_loss(
+    ops: Recorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
+) -> Any:
+    """That of lengths as tensors: to divide by numbers, torch would write them into a tensor without data."""
+
+    def run() -> Any:
+        of_numbers = [torch.tensor(numbers, device=log_probs.device) for numbers in (lengths, target_lengths)]
+        return _aten.ctc_loss.Tensor(log_probs, targets, *of_numbers, *more)
+
+    return ops.recorded(run)
+
+
+def _ctc_loss_of_tensors(
+    ops: Recorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
+) -> Any:
+    """That of lengths on the device of `log_probs`: eager makes numbers of them, and torch's parts divide by them."""
+    device = log_probs.device
+    if target_lengths.device == device:
+        return NotImplemented
+    return ops.recorded(
+        lambda: _aten.ctc_loss.Tensor(log_probs, targets, lengths.to(device), target_lengths.to(device), *more)
+    )
+
+
+def _dropout_in_place(ops: Recorder, x: torch.Tensor, p: float, train: bool) -> Any:
+    """On a GPU its parts, since `aten.dropout`, its functional variant, has a kernel there that draws other numbers."""
+    if x.device.type == "cpu":
+        return NotImplemented
+    return ops.recorded(lambda: run_parts(_aten.dropout_.default, x, p, train))
+
+
+def _fill_diagonal(ops: Recorder, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
+    """With symbolic sizes, which torch's kernel does not take, the writes to views that it does."""
+    if not is_symbolic(x) or x.dim() < 2 or (x.dim() > 2 and any(n != x.size(0) for n in x.shape)):
+        return NotImplemented  # the last raises
+
+    def run() -> Any:
+        rows, columns = x.shape[:2]
+        step = columns + 1
+        starts = range(0, int(rows), int(step)) if wrap and x.dim() == 2 and rows > step else (0,)
+        for start in starts:
+            diagonal = x[start : start + step] if start or len(starts) > 1 else x
+            while diagonal.dim() > 1:
+                diagonal = diagonal.diagonal(0, 0, 1)
+            diagonal.fill_(value)
+        return x
+
+    return ops.recorded(run)
+
+
+def _combinations(ops: Recorder, x: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+    """By indices: torch selects each column by a mask of its own, which makes as many sizes that depend on data."""
+    if x.dim() != 1 or r < 1:
+        return NotImplemented
+    count = x.shape[0]
+    if not isinstance(count, torch.SymInt):
+        with eager():
+            indices = torch.combinations(torch.arange(count), r, with_replacement).to(x.device)
+        return ops.recorded(lambda: x[indices])
+    follows = torch.le if with_replacement else torch.lt
+
+    def run() -> torch.Tensor:
+        places = torch.meshgrid([torch.arange(count, device=x.device)] * r, indexing="ij")
+        is_one = torch.ones([count] * r, dtype=torch.bool, device=x.device)
+        for first, second in itertools.pairwise(places):
+            is_one = is_one & follows(first, second)
+        return x[is_one.nonzero()]
+
+    return ops.recorded(run)
+
+
+def _attention(ops: Recorder, *args: Any, **kwargs: Any) -> Any:
+    """Under `torch.nn.attention.sdpa_kernel` in the forward the parts, which say the kernel that it chooses."""
+    if attention_kernels() == ops.attention_kernels:
+        return NotImplemented
+    return ops.recorded(lambda: run_parts(_ATTENTION, *args, **kwargs))
+
+
+def _refuse_batched(ops: Recorder, *_: Any) -> Any:
+    raise UnsupportedOpError(
+        "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)",
+        op="torch.autograd.grad",
+        **ops.where(),
+        hint="take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time",
+    )
+
+
+REWRITES: dict[Any, Callable[..., Any]] = {
+    _aten._add_batch_dim.default: _refuse_batched,
+    _aten.size.default: lambda ops, t: tuple(t.shape),
+    _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
+    _aten.lift_fresh.default: _lift_fresh,
+    _aten.tensor_split.tensor_indices_or_sections: _split,
+    _aten.narrow.Tensor: _narrow,
+    _aten.ctc_loss.IntList: _ctc_loss,
+    _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,
+    **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
+    _aten.dropout_.default: _dropout_in_place,
+    _aten.fill_diagonal_.default: _fill_diagonal,
+    _aten.combinations.default: _combinations,
+    _ATTENTION: _attention,
+    _END_OF_PROFILED: lambda ops, handle: _END_OF_PROFILED(handle),
+}
+"""Ops that are recorded as others, or not at all. What gives NotImplemented leaves one as it is.
+
+Two of them read numbers from a tensor: that is an op for each number. `torch.profiler.record_function` marks a stretch
+of time for the profiler: it runs, and is no part of the program.
+"""
