@@ -160,11 +160,14 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
 
 @contextlib.contextmanager
 def replacing() -> Iterator[Replace]:
-    """Gives what sets attributes of classes and Python modules; after it they have again what they had, or inherit."""
+    """Gives what sets attributes of classes and Python modules, or the `__class__` of an object.
+
+    After it they have again what they had, or inherit.
+    """
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, vars(owner).get(name, MISSING)))
+        replaced.append((owner, name, type(owner) if name == "__class__" else vars(owner).get(name, MISSING)))
         setattr(owner, name, value)
 
     try:

@@ -427,28 +427,37 @@ GETTERS.add(_with_class_of_users.__code__)
 
 
 def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> None:
-    environment: Any = type(os.environ)
-    ask, names = environment.__getitem__, environment.__iter__
-
-    def tell(self: Any, key: str | None, answer: Any) -> None:
-        if self is os.environ and mine() and not (asker().startswith(NOT_THE_MODEL) or _is_importing()):
+    def tell(environment: Any, key: str | None, answer: Any) -> None:
+        if environment is os.environ and mine() and not (asker().startswith(NOT_THE_MODEL) or _is_importing()):
             listener.on_environment(key, answer)
 
-    def __getitem__(self: Any, key: str) -> str:
+    replace(sys.modules[__name__], "_tell_of_environment", tell)
+    replace(os.environ, "__class__", _Environment)
+
+
+def _tell_of_environment(environment: Any, key: str | None, answer: Any) -> None:
+    """What hears of reads of the environment while something is traced."""
+
+
+class _Environment(type(os.environ)):  # type: ignore[misc]
+    """The class of `os.environ` while something is traced.
+
+    Its own class is left alone: where the methods of a class changed a thousand times, Python 3.13 goes on calling the
+    `__getitem__` of an earlier time (`_spec_cache.getitem` of a type without a version).
+    """
+
+    def __getitem__(self, key: str) -> str:
         found: Any = MISSING
         try:
-            found = ask(self, key)
+            found = super().__getitem__(key)
             return found
         finally:
-            tell(self, key, found)
+            _tell_of_environment(self, key, found)
 
-    def __iter__(self: Any) -> Iterator[str]:
-        found = list(names(self))
-        tell(self, None, found)
+    def __iter__(self) -> Iterator[str]:
+        found = list(super().__iter__())
+        _tell_of_environment(self, None, found)
         return iter(found)
-
-    replace(environment, "__getitem__", __getitem__)
-    replace(environment, "__iter__", __iter__)
 
 
 def is_of_python(path: str) -> bool:
