@@ -334,20 +334,6 @@ def test_state_that_a_step_binds_is_refused(rebinds, match):
         st.trace(step, batches()[0])
 
 
-def test_a_scheduler_whose_step_was_bound_before_is_refused():
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.01))
-    advance = torch.optim.lr_scheduler.StepLR(optimizer, 2).step
-
-    def step(x, y):
-        out = step_of(model, optimizer)(x, y)
-        advance()
-        return out
-
-    with pytest.raises(st.errors.UnsupportedOpError, match=r"StepLR\.step changes settings of AdamW"):
-        st.trace(step, batches()[0])
-
-
 def test_derivatives_by_a_batch_of_gradients_are_refused():
     model = Net()
 

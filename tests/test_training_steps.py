@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -1413,19 +1414,49 @@ def test_a_scaled_step_of_an_optimizer_that_is_made_in_it():
         assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
-def test_what_python_decides_in_a_step_is_refused():
+SCHEDULERS = {
+    "StepLR": lambda o: schedules.StepLR(o, 1),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 2),
+    "ReduceLROnPlateau": schedules.ReduceLROnPlateau,
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)], [1]
+    ),
+    "ChainedScheduler": lambda o: schedules.ChainedScheduler([schedules.ConstantLR(o)]),
+}
+
+
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_steps_in_a_step_is_refused(name, lr):
+    """Its counts, and the learning rate that follows from them, are numbers of Python, which stay as they are."""
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    scheduler = SCHEDULERS[name](optimizer)
+    before = copy.deepcopy(scheduler.state_dict())
 
     def scheduled(x):
         model(x).sum().backward()
         optimizer.step()
-        scheduler.step()
+        scheduler.step(*[0.1][: name == "ReduceLROnPlateau"])
 
-    with pytest.raises(st.UnsupportedOpError, match=r"StepLR.step changes settings of SGD, which are num"):
+    with pytest.raises(st.UnsupportedOpError, match=f"{name}.step changes settings of AdamW, which are num"):
         st.trace(scheduled, (torch.ones(3, 4),))
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert scheduler.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau"])
+def test_a_scheduler_whose_step_was_bound_before_is_refused(name):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    advance = SCHEDULERS[name](optimizer).step
+
+    def scheduled(x):
+        model(x).sum().backward()
+        optimizer.step()
+        advance(*[0.1][: name == "ReduceLROnPlateau"])
+
+    with pytest.raises(st.UnsupportedOpError, match=f"{name}.step changes settings of AdamW"):
+        st.trace(scheduled, (torch.ones(3, 4),))
 
 
 def test_a_learning_rate_that_the_step_changes_by_hand_is_refused():

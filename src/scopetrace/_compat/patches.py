@@ -23,6 +23,8 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, _enable_get_lr_call
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import (
     _get_overridable_functions,
@@ -143,6 +145,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         behave_as_numbers(replace, mine)
         _report_steps(stack, replace, observer, lambda: is_recording() and mine())
         _report_scalers(replace, observer, lambda: is_recording() and mine())
+        _report_schedulers(replace, observer, lambda: is_recording() and mine())
         _put_scalers_back(stack, replace, observer, lambda: is_recording() and mine())
         for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way(), device_at_once()):
             replace(owner, name, value)
@@ -342,10 +345,9 @@ def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Obser
 
 
 def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Scalers of gradients, and schedulers of learning rates."""
-    scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler
+    """Scalers of gradients."""
+    scaler = torch.amp.GradScaler
     begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
-    update = scheduler._update_lr
 
     def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
         with eager() if mine() else contextlib.nullcontext():
@@ -366,15 +368,34 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
         found = state["found_inf_per_device"].values()
         return observer.gradients.on_scaled_step(optimizer, found, functools.partial(optimizer.step, *args, **kwargs))
 
-    def updates(self: torch.optim.lr_scheduler.LRScheduler, *args: Any, **kwargs: Any) -> None:
-        if mine():
-            observer.gradients.on_python_step(self, self.optimizer)
-        update(self, *args, **kwargs)
-
     replace(scaler, "_lazy_init_scale_growth_tracker", begins)
     replace(scaler, "scale", scales)
     replace(scaler, "_maybe_opt_step", decides)
-    replace(scheduler, "_update_lr", updates)  # what `step` calls, which may have been bound before the trace
+
+
+def _report_schedulers(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """Schedulers of learning rates, by their `step`, and by what it calls, since it may be bound before the trace."""
+
+    def reported(run: Callable[..., Any], scheduler_of: Callable[..., LRScheduler]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if mine():
+                scheduler = scheduler_of(*args)
+                observer.gradients.on_python_step(scheduler, scheduler.optimizer)
+            return run(*args, **kwargs)
+
+        return method
+
+    def first(scheduler: LRScheduler, *_: Any) -> LRScheduler:
+        return scheduler
+
+    def second(_: Any, scheduler: LRScheduler) -> LRScheduler:
+        return scheduler
+
+    for cls in [x for x in vars(lr_scheduler).values() if isinstance(x, type) and issubclass(x, LRScheduler)]:
+        if "step" in vars(cls):
+            replace(cls, "step", reported(vars(cls)["step"], first))
+    replace(ReduceLROnPlateau, "_is_better", reported(ReduceLROnPlateau._is_better, first))
+    replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, second))
 
 
 def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
