@@ -377,6 +377,30 @@ def test_the_step_of_an_object():
     assert trace.call("model.a").module_type is torch.nn.Linear
 
 
+def test_a_step_that_gets_model_optimizer_and_scaler_as_arguments():
+    def made():
+        torch.manual_seed(0)
+        model = Net()
+        return model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(model, optimizer, scaler, x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    ours, theirs = made(), made()
+    trace = st.trace(step, (*ours, *batches()[0]))
+    for batch in batches():
+        assert torch.equal(trace(*ours, *batch), step(*theirs, *batch))
+        assert all(map(equal, ours[0].parameters(), theirs[0].parameters()))
+        torch.testing.assert_close(ours[1].state_dict(), theirs[1].state_dict(), rtol=0, atol=0)
+    with pytest.raises(st.InputMismatchError, match="argument 1 was AdamW .* and is another one now"):
+        trace(ours[0], theirs[1], ours[2], *batches()[0])
+
+
 def test_settings_and_state_of_an_optimizer_are_compared_at_a_call():
     trainer, args = Trainer(Net()), batches(1)[0]
     trace = st.trace(trainer.step, args)

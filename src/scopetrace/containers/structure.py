@@ -38,7 +38,10 @@ from torch.utils import _pytree as pytree
 from scopetrace.errors import ExportError, InputMismatchError, OpaqueOutputError
 
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-_NOT_PLAIN = (torch.nn.Module, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
+_NOT_PLAIN = (
+    *(torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler),
+    *(torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial),
+)
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 _RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # in the code that torch.fx generates
 
