@@ -397,7 +397,7 @@ def test_a_step_that_gets_model_optimizer_and_scaler_as_arguments():
         assert torch.equal(trace(*ours, *batch), step(*theirs, *batch))
         assert all(map(equal, ours[0].parameters(), theirs[0].parameters()))
         torch.testing.assert_close(ours[1].state_dict(), theirs[1].state_dict(), rtol=0, atol=0)
-    with pytest.raises(st.InputMismatchError, match="argument 1 was AdamW .* and is another one now"):
+    with pytest.raises(st.InputMismatchError, match=r"argument 1 was AdamW .* and is another one now"):
         trace(ours[0], theirs[1], ours[2], *batches()[0])
 
 

@@ -110,6 +110,7 @@ NAMES = {
     "torch.optim:SGD": "_init_group",
     "torch.optim.lr_scheduler": "_enable_get_lr_call",
     "torch.optim.lr_scheduler:ReduceLROnPlateau": "_is_better",
+    "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._sympy.functions": "FloatTrueDiv FloorDiv IntTrueDiv Max Min ToFloat",
     "torch.utils._sympy.interp": "_run_sympy_handler sympy_interp",

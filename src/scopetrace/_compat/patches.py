@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
+from scopetrace._compat.gradients import HookListener, checkpointed, hooks_of_all_optimizers, report_hooks
 from scopetrace._compat.ops import device_at_once, eager, hop_entry_points, in_transform, is_recording, short_way
 from scopetrace._compat.questions import MISSING, Mine, Replace, ValueListener, report_values
 from scopetrace._compat.sources import NOT_THE_MODEL
@@ -318,7 +318,7 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
 
 def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
     """Optimizers that are made, and the steps of all."""
-    make = torch.optim.Optimizer.__init__
+    make, hooks = torch.optim.Optimizer.__init__, hooks_of_all_optimizers()
 
     def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
@@ -330,7 +330,7 @@ def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Obser
             return None
         is_named = len(args) < 2  # the optimizer is the first
         closure = kwargs.get("closure") if is_named else args[1]
-        run = observer.gradients.on_step(optimizer, closure if callable(closure) else None)
+        run = observer.gradients.on_step(optimizer, closure if callable(closure) else None, hooks)
         if run is None:
             return None
         return (args, {**kwargs, "closure": run}) if is_named else ((args[0], run, *args[2:]), kwargs)

@@ -24,6 +24,7 @@ from scopetrace._compat.gradients import (
     has_gradient_hooks,
     has_other_gradient,
     hooks_of,
+    hooks_of_all_optimizers,
     leaves_of,
     run_after_accumulation,
 )
@@ -377,11 +378,14 @@ class GradientRecorder:
     def _is_made_inside(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(optimizer is made for made in self._made)
 
-    def on_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    def on_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
+    ) -> Callable[[], Any] | None:
         """An optimizer begins a step: its ops have a scope of their own. A call is compared with its settings.
 
         Returns what it is to call in place of `closure`, whose ops are none of the step.
         """
+        self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, ()))
         step = _Step(optimizer, self._is_made_inside(optimizer))
         self._stepping.append(step)
         if not step.is_inside:
