@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
+from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -37,7 +38,15 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scopetrace._compat.gradients import HookListener, checkpointed, hooks_of_all_optimizers, report_hooks
-from scopetrace._compat.ops import device_at_once, eager, hop_entry_points, in_transform, is_recording, short_way
+from scopetrace._compat.ops import (
+    device_at_once,
+    eager,
+    hop_entry_points,
+    in_transform,
+    is_recording,
+    short_way,
+    without_transforms,
+)
 from scopetrace._compat.questions import MISSING, Mine, Replace, ValueListener, report_values
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.symbols import behave_as_numbers, compare_symbols, index_with_symbols
@@ -143,6 +152,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         index_with_symbols(replace, mine)
         compare_symbols(replace, mine)
         behave_as_numbers(replace, mine)
+        _report_transforms(replace, observer, mine)
         _report_steps(stack, replace, observer, lambda: is_recording() and mine())
         _report_scalers(replace, observer, lambda: is_recording() and mine())
         _report_schedulers(replace, observer, lambda: is_recording() and mine())
@@ -314,6 +324,22 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
 
     dual = torch.autograd.forward_ad.make_dual
     replace(torch.autograd.forward_ad, "make_dual", make_dual)
+
+
+def _report_transforms(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """Transforms such as torch.vmap wrap what stands for a parameter in autograd's graph of the forward."""
+
+    def reported(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        def run(t: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(t, torch.Tensor) and mine():
+                with without_transforms():
+                    t = observer.gradients.differentiated(t)
+            return wrap(t, *args, **kwargs)
+
+        return run
+
+    replace(vmap, "_add_batch_dim", reported(vmap._add_batch_dim))  # type: ignore[attr-defined]
+    replace(eager_transforms, "_wrap_tensor_for_grad", reported(eager_transforms._wrap_tensor_for_grad))
 
 
 def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
