@@ -361,3 +361,14 @@ class Trainer:
 def test_the_step_of_an_object_with_slots():
     trace = run_beside_eager(lambda model: Trainer(model).step, given=inputs())
     assert any(mutation.name == "model.a.weight" for mutation in trace.mutations)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_a_hook_on_the_node_that_adds_to_a_gradient_is_refused(kind):
+    model, (x,) = Net(), inputs()[0]
+    node = model.a.weight.expand_as(model.a.weight).grad_fn.next_functions[0][0]
+    hook = getattr(node, kind)(lambda *_: None)
+    with pytest.raises(st.UnsupportedOpError, match=r"(?s)hook hangs on the node .*register_post_accumulate_grad_hook"):
+        st.trace(step_of(model), (x,))
+    hook.remove()
+    st.trace(step_of(model), (x,))

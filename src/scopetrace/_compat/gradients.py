@@ -195,6 +195,19 @@ def hooks_of(*tensors: torch.Tensor) -> list[list[Callable[..., Any]]]:
     return list(map(_hooks, tensors))
 
 
+def has_node_hooks(t: torch.Tensor) -> bool:
+    """Whether hooks made in Python hang on the node of autograd's graph that adds to the `grad` of a leaf.
+
+    The node lives while somebody keeps it. It tells of its hooks where it gets another one.
+    """
+    node = torch.autograd.graph.get_gradient_edge(t).node
+    handles = node.register_hook(print), node.register_prehook(print)
+    found = [len(handle.hooks_dict_ref() or ()) > 1 for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return any(found)
+
+
 def has_gradient_hooks(t: torch.Tensor) -> bool:
     """Whether hooks of `register_hook` get the gradient of a leaf."""
     return bool(t._backward_hooks)
