@@ -1654,3 +1654,26 @@ def test_recurrent_layers_under_functional_call(kind):
         expected = step(x), [p.grad.clone() for p in layer.parameters()]
         layer.zero_grad()
         torch.testing.assert_close(found, expected)
+
+
+def test_a_check_compares_gradients_and_leaves_them_as_they_are():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, optimizer, x, y):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    args = (model, optimizer, *batches()[0])
+    step(*args)
+    trace = st.trace(step, args)
+    before = [p.grad.clone() for p in model.parameters()]
+    trace.check(args)
+    assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
+    for node in trace.graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._log_softmax_backward_data.default
+    ):
+        node.args = (node.args[0], *node.args[1:2], 0, torch.float32)
+    trace.graph_module.recompile()
+    with pytest.raises(st.CheckError, match=r"gradient of model\.|gradient of _tensor_constant"):
+        trace.check(args)
