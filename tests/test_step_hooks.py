@@ -372,3 +372,37 @@ def test_a_hook_on_the_node_that_adds_to_a_gradient_is_refused(kind):
         st.trace(step_of(model), (x,))
     hook.remove()
     st.trace(step_of(model), (x,))
+
+
+def of_a_closure(p):
+    return lambda x: (p * x).sum().backward(), ()
+
+
+def of_a_list_of_an_object(p):
+    holder = Factor()
+    holder.value = [p]
+    return lambda x: (holder.value[0] * x).sum().backward(), ()
+
+
+def of_an_argument(p):
+    return lambda p, x: (p * x).sum().backward(), (p,)
+
+
+def of_a_module_among_the_arguments(p):
+    return lambda module, x: (module[0] * x).sum().backward(), (torch.nn.ParameterList([p]),)
+
+
+@pytest.mark.parametrize(
+    "place", [of_a_closure, of_a_list_of_an_object, of_an_argument, of_a_module_among_the_arguments]
+)
+def test_hooks_of_parameters_that_are_in_no_module_of_the_model(place, monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+    p = torch.nn.Parameter(torch.ones(4))
+    p.register_hook(lambda g: g * 2 if FACTOR > 1 else None)
+    step, args = place(p)
+    (x,) = inputs()[0]
+    trace = st.trace(step, (*args, x))
+    trace(*args, x)
+    set_global(None)
+    with pytest.raises(st.StateMismatchError, match=r"FACTOR: 1\.0 when traced and 2\.0 now"):
+        trace(*args, x)

@@ -37,7 +37,7 @@ import torch
 from scopetrace._compat.gradients import hooks_of, is_function, node_of, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.tensors import base_of, is_symbolic, is_view, requires_grad_of, tags_of
+from scopetrace._compat.tensors import base_of, is_symbolic, is_view, parameters_of, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
@@ -294,8 +294,15 @@ class EffectWatch:
             reach.outer_objects = snapshot.saved.keys() - inner
 
     def _follow_hooks(self) -> None:
-        """What hooks on the gradients of the model's tensors may run, and the objects that they may write to."""
-        for (path, _), hooks in zip(self._tensors, hooks_of(*(t for _, t in self._tensors)), strict=True):
+        """What hooks on the gradients of tensors from outside may run, and the objects that they may write to."""
+        inside = [
+            (f"{s.name}.{name}", p) for s in self._model.saved_modules for name, p in parameters_of(s.module).items()
+        ]
+        found = {
+            id(t): (path, t) for path, t in (*self._model.tensors, *self._snapshot.tensors, *inside) if t is not None
+        }
+        for path, t in found.values():
+            (hooks,) = hooks_of(t)
             for hook in hooks:
                 self._snapshot.add(f"{path}'s hook", "", hook)
             self.reach.hooks += hooks

@@ -619,6 +619,8 @@ class Snapshot:
         """The functions that were found on the way."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
         """The modules that were found on the way, with their names; they are not saved."""
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """The tensors that were found on the way, with their names."""
         self.outside = False
         """Whether what is added belongs neither to the model nor to its arguments."""
         self.classes: set[type] = set()
@@ -645,10 +647,7 @@ class Snapshot:
             for i, item in enumerate(_parts(x)):
                 self.add(f"{name}[{i}]", key, item, holder)
         else:
-            if kind is types.FunctionType:
-                self.functions.append(x)
-            elif kind is types.BuiltinFunctionType:
-                self.builtins.add(id(x))
+            self._note(name, x)
             how = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, _kind_of(kind))
             if how is not None and (kind is not types.FunctionType or x.__dict__):
                 self._save(id(x), Saved(name, key, holder, x, how.copy(x), how, self.outside))
@@ -656,6 +655,15 @@ class Snapshot:
             own = own_dict(x)
             if own or kind not in (collections.OrderedDict, functools.partial):  # to which hardly anybody gives some
                 self._save(id(own), Saved(name, key, holder, x, dict(own), ATTRIBUTES, self.outside))
+
+    def _note(self, name: str, x: Any) -> None:
+        """Keep what is followed elsewhere: functions and tensors."""
+        if type(x) is types.FunctionType:
+            self.functions.append(x)
+        elif type(x) is types.BuiltinFunctionType:
+            self.builtins.add(id(x))
+        elif isinstance(x, torch.Tensor):
+            self.tensors.append((name, x))
 
     def _save(self, number: int, saved: Saved) -> None:
         self.saved[number] = saved
@@ -695,6 +703,7 @@ class Snapshot:
         for saved, now in changed:
             if outside or not saved.outside or saved.kind.words is not None or holds_fake(now):
                 saved.kind.restore(saved.owner, saved.before)
+        self.tensors.clear()
         self.saved.clear()  # what a weak reference leads to lives no longer than without a trace
         return found
 
