@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd import graph
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
@@ -233,3 +234,175 @@ def test_a_hook_after_accumulation_that_returns_something_raises_as_in_eager():
         step_of(model)(x)
     with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
         st.trace(step_of(model), (x,))
+
+
+FACTOR = 1.0
+
+
+class Factor:
+    """What hooks read; `scaled` is one itself."""
+
+    def __init__(self):
+        self.value = 1.0
+
+    def scaled(self, gradient):
+        return gradient * self.value
+
+
+def set_global(_):
+    global FACTOR
+    FACTOR = 2.0
+
+
+def set_attribute(factor):
+    factor.value = 2.0
+
+
+READING = {
+    "a global, by an op": (lambda _: lambda g: g * FACTOR, set_global),
+    "a global, without an op": (lambda _: lambda g: g * 2 if FACTOR > 1 else None, set_global),
+    "an object around": (lambda factor: lambda g: g * factor.value, set_attribute),
+    "its object": (lambda factor: factor.scaled, set_attribute),
+}
+PLACES = {
+    "the gradient of a parameter": lambda model, _, f: model.a.weight.register_hook(f),
+    "after accumulation": lambda model, _, f: model.a.weight.register_post_accumulate_grad_hook(
+        lambda p: setattr(p, "grad", p.grad if (new := f(p.grad)) is None else new)
+    ),
+    "the call of a module": lambda model, _, f: model.a.register_forward_hook(lambda m, given, out: f(out)),
+    "the backward of a module": lambda model, _, f: model.b.register_full_backward_pre_hook(
+        lambda m, given: None if (new := f(given[0])) is None else (new,)
+    ),
+    "the step of an optimizer": lambda _, optimizer, f: optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: setattr(
+            p := o.param_groups[0]["params"][0], "grad", p.grad if (n := f(p.grad)) is None else n
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reading", READING)
+def test_what_a_hook_reads_is_compared_at_a_call(reading, place, monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+    hook, change = READING[reading]
+    model, factor = Net(), Factor()
+    optimizer = torch.optim.SGD(model.parameters())
+    PLACES[place](model, optimizer, hook(factor))
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    (x,) = inputs()[0]
+    trace = st.trace(step, (x,))
+    trace(x)
+    change(factor)
+    with pytest.raises(st.StateMismatchError, match=r"(FACTOR|value).*: 1\.0 when traced and 2\.0 now"):
+        trace(x)
+
+
+@pytest.mark.parametrize("place", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_count_of_a_hook_on_which_its_result_depends(place):
+    model, counts = Net(), [0]
+
+    def counted(t):
+        counts[0] += 1
+        (t if t.grad is None else t.grad).mul_(counts[0])
+
+    getattr(model.a.weight, place)(counted)
+    (x,) = inputs()[0]
+    trace = st.trace(step_of(model), (x,))
+    trace(x)
+    with pytest.raises(st.SideEffectError, match=r"counts was \[0\] and became \[1\]"):
+        trace(x)
+
+
+def test_hooks_of_all_optimizers_are_compared_at_a_call():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    (x,) = inputs()[0]
+    trace = st.trace(step, (x,))
+    trace(x)
+    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: None)
+    try:
+        with pytest.raises(st.StateMismatchError, match=r"the hooks of all optimizers.* optimizer.step\(\)"):
+            trace(x)
+    finally:
+        hook.remove()
+    trace(x)
+
+
+class Trainer:
+    """A step of an object that has `__slots__`."""
+
+    __slots__ = ("model", "optimizer")
+
+    def __init__(self, model):
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def test_the_step_of_an_object_with_slots():
+    trace = run_beside_eager(lambda model: Trainer(model).step, given=inputs())
+    assert any(mutation.name == "model.a.weight" for mutation in trace.mutations)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_a_hook_on_the_node_that_adds_to_a_gradient_is_refused(kind):
+    model, (x,) = Net(), inputs()[0]
+    node = model.a.weight.expand_as(model.a.weight).grad_fn.next_functions[0][0]
+    hook = getattr(node, kind)(lambda *_: None)
+    with pytest.raises(st.UnsupportedOpError, match=r"(?s)hook hangs on the node .*register_post_accumulate_grad_hook"):
+        st.trace(step_of(model), (x,))
+    hook.remove()
+    st.trace(step_of(model), (x,))
+
+
+def of_a_closure(p):
+    return lambda x: (p * x).sum().backward(), ()
+
+
+def of_a_list_of_an_object(p):
+    holder = Factor()
+    holder.value = [p]
+    return lambda x: (holder.value[0] * x).sum().backward(), ()
+
+
+def of_an_argument(p):
+    return lambda p, x: (p * x).sum().backward(), (p,)
+
+
+def of_a_module_among_the_arguments(p):
+    return lambda module, x: (module[0] * x).sum().backward(), (torch.nn.ParameterList([p]),)
+
+
+@pytest.mark.parametrize(
+    "place", [of_a_closure, of_a_list_of_an_object, of_an_argument, of_a_module_among_the_arguments]
+)
+def test_hooks_of_parameters_that_are_in_no_module_of_the_model(place, monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+    p = torch.nn.Parameter(torch.ones(4))
+    p.register_hook(lambda g: g * 2 if FACTOR > 1 else None)
+    step, args = place(p)
+    (x,) = inputs()[0]
+    trace = st.trace(step, (*args, x))
+    trace(*args, x)
+    set_global(None)
+    with pytest.raises(st.StateMismatchError, match=r"FACTOR: 1\.0 when traced and 2\.0 now"):
+        trace(*args, x)

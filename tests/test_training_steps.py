@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -374,6 +375,30 @@ def test_the_step_of_an_object():
     trace = run_beside_eager(lambda model: Trainer(model).step)
     assert "model.a.weight_exp_avg" in [m.name for m in trace.mutations]
     assert trace.call("model.a").module_type is torch.nn.Linear
+
+
+def test_a_step_that_gets_model_optimizer_and_scaler_as_arguments():
+    def made():
+        torch.manual_seed(0)
+        model = Net()
+        return model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(model, optimizer, scaler, x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    ours, theirs = made(), made()
+    trace = st.trace(step, (*ours, *batches()[0]))
+    for batch in batches():
+        assert torch.equal(trace(*ours, *batch), step(*theirs, *batch))
+        assert all(map(equal, ours[0].parameters(), theirs[0].parameters()))
+        torch.testing.assert_close(ours[1].state_dict(), theirs[1].state_dict(), rtol=0, atol=0)
+    with pytest.raises(st.InputMismatchError, match=r"argument 1 was AdamW .* and is another one now"):
+        trace(ours[0], theirs[1], ours[2], *batches()[0])
 
 
 def test_settings_and_state_of_an_optimizer_are_compared_at_a_call():
@@ -1413,19 +1438,49 @@ def test_a_scaled_step_of_an_optimizer_that_is_made_in_it():
         assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
-def test_what_python_decides_in_a_step_is_refused():
+SCHEDULERS = {
+    "StepLR": lambda o: schedules.StepLR(o, 1),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 2),
+    "ReduceLROnPlateau": schedules.ReduceLROnPlateau,
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)], [1]
+    ),
+    "ChainedScheduler": lambda o: schedules.ChainedScheduler([schedules.ConstantLR(o)]),
+}
+
+
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_steps_in_a_step_is_refused(name, lr):
+    """Its counts, and the learning rate that follows from them, are numbers of Python, which stay as they are."""
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    scheduler = SCHEDULERS[name](optimizer)
+    before = copy.deepcopy(scheduler.state_dict())
 
     def scheduled(x):
         model(x).sum().backward()
         optimizer.step()
-        scheduler.step()
+        scheduler.step(*[0.1][: name == "ReduceLROnPlateau"])
 
-    with pytest.raises(st.UnsupportedOpError, match=r"StepLR.step changes settings of SGD, which are num"):
+    with pytest.raises(st.UnsupportedOpError, match=f"{name}.step changes settings of AdamW, which are num"):
         st.trace(scheduled, (torch.ones(3, 4),))
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert scheduler.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau"])
+def test_a_scheduler_whose_step_was_bound_before_is_refused(name):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    advance = SCHEDULERS[name](optimizer).step
+
+    def scheduled(x):
+        model(x).sum().backward()
+        optimizer.step()
+        advance(*[0.1][: name == "ReduceLROnPlateau"])
+
+    with pytest.raises(st.UnsupportedOpError, match=f"{name}.step changes settings of AdamW"):
+        st.trace(scheduled, (torch.ones(3, 4),))
 
 
 def test_a_learning_rate_that_the_step_changes_by_hand_is_refused():
@@ -1599,3 +1654,26 @@ def test_recurrent_layers_under_functional_call(kind):
         expected = step(x), [p.grad.clone() for p in layer.parameters()]
         layer.zero_grad()
         torch.testing.assert_close(found, expected)
+
+
+def test_a_check_compares_gradients_and_leaves_them_as_they_are():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, optimizer, x, y):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    args = (model, optimizer, *batches()[0])
+    step(*args)
+    trace = st.trace(step, args)
+    before = [p.grad.clone() for p in model.parameters()]
+    trace.check(args)
+    assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
+    for node in trace.graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._log_softmax_backward_data.default
+    ):
+        node.args = (node.args[0], *node.args[1:2], 0, torch.float32)
+    trace.graph_module.recompile()
+    with pytest.raises(st.CheckError, match=r"gradient of model\.|gradient of _tensor_constant"):
+        trace.check(args)

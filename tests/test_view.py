@@ -331,6 +331,21 @@ def test_boxes(name, functional):
     assert len(keys) == len(set(keys))
 
 
+def test_the_picture_of_a_training_step():
+    """AdamW computes with numbers, of which the graph has no example."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    root = boxes(program_of(st.trace(step, (X,))))
+    verify(root)
+    assert "operator.pow" in dot_text([root], 1)
+
+
 def test_the_boxes_of_a_chain_of_layers():
     root = boxes(program_of(trace(Net(3), X)))
     (run,) = root.children

@@ -26,6 +26,7 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from scopetrace._compat.ops import is_recording
 from scopetrace._compat.questions import Mine, Replace, asker
@@ -77,8 +78,13 @@ class GradientListener(Protocol):
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The forward makes an optimizer."""
 
-    def on_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-        """An optimizer begins a step. Returns what it is to call in place of `closure`."""
+    def on_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
+    ) -> Callable[[], Any] | None:
+        """An optimizer begins a step. Returns what it is to call in place of `closure`.
+
+        `hooks` are the `hooks_of_all_optimizers` before the forward.
+        """
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step has ended."""
@@ -187,6 +193,19 @@ def _hooks(t: torch.Tensor) -> list[Callable[..., Any]]:
 def hooks_of(*tensors: torch.Tensor) -> list[list[Callable[..., Any]]]:
     """The hooks on the gradient of each tensor."""
     return list(map(_hooks, tensors))
+
+
+def has_node_hooks(t: torch.Tensor) -> bool:
+    """Whether hooks made in Python hang on the node of autograd's graph that adds to the `grad` of a leaf.
+
+    The node lives while somebody keeps it. It tells of its hooks where it gets another one.
+    """
+    node = torch.autograd.graph.get_gradient_edge(t).node
+    handles = node.register_hook(print), node.register_prehook(print)
+    found = [len(handle.hooks_dict_ref() or ()) > 1 for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return any(found)
 
 
 def has_gradient_hooks(t: torch.Tensor) -> bool:
@@ -510,6 +529,12 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
             yield from (
                 t for t in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(t, torch.Tensor)
             )
+
+
+def hooks_of_all_optimizers() -> list[Callable[..., Any]]:
+    """The hooks that run around each step of any optimizer, but for those by which traces see steps."""
+    tables = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    return [hook for table in tables for hook in table.values() if not str(hook.__module__).startswith("scopetrace.")]
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,9 +20,12 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
+from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, _enable_get_lr_call
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import (
     _get_overridable_functions,
@@ -34,8 +37,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
-from scopetrace._compat.ops import device_at_once, eager, hop_entry_points, in_transform, is_recording, short_way
+from scopetrace._compat.gradients import HookListener, checkpointed, hooks_of_all_optimizers, report_hooks
+from scopetrace._compat.ops import (
+    device_at_once,
+    eager,
+    hop_entry_points,
+    in_transform,
+    is_recording,
+    short_way,
+    without_transforms,
+)
 from scopetrace._compat.questions import MISSING, Mine, Replace, ValueListener, report_values
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.symbols import behave_as_numbers, compare_symbols, index_with_symbols
@@ -141,8 +152,10 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         index_with_symbols(replace, mine)
         compare_symbols(replace, mine)
         behave_as_numbers(replace, mine)
+        _report_transforms(replace, observer, mine)
         _report_steps(stack, replace, observer, lambda: is_recording() and mine())
         _report_scalers(replace, observer, lambda: is_recording() and mine())
+        _report_schedulers(replace, observer, lambda: is_recording() and mine())
         _put_scalers_back(stack, replace, observer, lambda: is_recording() and mine())
         for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way(), device_at_once()):
             replace(owner, name, value)
@@ -316,9 +329,25 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
     replace(torch.autograd.forward_ad, "make_dual", make_dual)
 
 
+def _report_transforms(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """Transforms such as torch.vmap wrap what stands for a parameter in autograd's graph of the forward."""
+
+    def reported(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        def run(t: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(t, torch.Tensor) and mine():
+                with without_transforms():
+                    t = observer.gradients.differentiated(t)
+            return wrap(t, *args, **kwargs)
+
+        return run
+
+    replace(vmap, "_add_batch_dim", reported(vmap._add_batch_dim))  # type: ignore[attr-defined]
+    replace(eager_transforms, "_wrap_tensor_for_grad", reported(eager_transforms._wrap_tensor_for_grad))
+
+
 def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
     """Optimizers that are made, and the steps of all."""
-    make = torch.optim.Optimizer.__init__
+    make, hooks = torch.optim.Optimizer.__init__, hooks_of_all_optimizers()
 
     def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
@@ -330,7 +359,7 @@ def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Obser
             return None
         is_named = len(args) < 2  # the optimizer is the first
         closure = kwargs.get("closure") if is_named else args[1]
-        run = observer.gradients.on_step(optimizer, closure if callable(closure) else None)
+        run = observer.gradients.on_step(optimizer, closure if callable(closure) else None, hooks)
         if run is None:
             return None
         return (args, {**kwargs, "closure": run}) if is_named else ((args[0], run, *args[2:]), kwargs)
@@ -345,10 +374,9 @@ def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Obser
 
 
 def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Scalers of gradients, and schedulers of learning rates."""
-    scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler
+    """Scalers of gradients."""
+    scaler = torch.amp.GradScaler
     begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
-    update = scheduler._update_lr
 
     def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
         with eager() if mine() else contextlib.nullcontext():
@@ -369,15 +397,34 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
         found = state["found_inf_per_device"].values()
         return observer.gradients.on_scaled_step(optimizer, found, functools.partial(optimizer.step, *args, **kwargs))
 
-    def updates(self: torch.optim.lr_scheduler.LRScheduler, *args: Any, **kwargs: Any) -> None:
-        if mine():
-            observer.gradients.on_python_step(self, self.optimizer)
-        update(self, *args, **kwargs)
-
     replace(scaler, "_lazy_init_scale_growth_tracker", begins)
     replace(scaler, "scale", scales)
     replace(scaler, "_maybe_opt_step", decides)
-    replace(scheduler, "_update_lr", updates)  # what `step` calls, which may have been bound before the trace
+
+
+def _report_schedulers(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """Schedulers of learning rates, by their `step`, and by what it calls, since it may be bound before the trace."""
+
+    def reported(run: Callable[..., Any], scheduler_of: Callable[..., LRScheduler]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if mine():
+                scheduler = scheduler_of(*args)
+                observer.gradients.on_python_step(scheduler, scheduler.optimizer)
+            return run(*args, **kwargs)
+
+        return method
+
+    def first(scheduler: LRScheduler, *_: Any) -> LRScheduler:
+        return scheduler
+
+    def second(_: Any, scheduler: LRScheduler) -> LRScheduler:
+        return scheduler
+
+    for cls in [x for x in vars(lr_scheduler).values() if isinstance(x, type) and issubclass(x, LRScheduler)]:
+        if "step" in vars(cls):
+            replace(cls, "step", reported(vars(cls)["step"], first))
+    replace(ReduceLROnPlateau, "_is_better", reported(ReduceLROnPlateau._is_better, first))
+    replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, second))
 
 
 def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:

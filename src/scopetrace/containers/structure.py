@@ -38,7 +38,9 @@ from torch.utils import _pytree as pytree
 from scopetrace.errors import ExportError, InputMismatchError, OpaqueOutputError
 
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-_NOT_PLAIN = (torch.nn.Module, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
+STATEFUL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""What a program belongs to, also where it is an argument: a call takes these objects and no others."""
+_NOT_PLAIN = (*STATEFUL, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 _RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # in the code that torch.fx generates
 

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import buffers_of
-from scopetrace.containers.structure import leaves_with_path, match, tensor_holders
+from scopetrace.containers.structure import STATEFUL, leaves_with_path, match, tensor_holders
 from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.tape import ProgramTape, Value
@@ -81,7 +81,7 @@ class _Decisions(torch.fx.Interpreter):
 
 
 class _State:
-    """What a run may change: attributes and buffers of the model's modules, and tensors that the program writes."""
+    """What a run may change: attributes and buffers of the model's modules, tensors that are written, and gradients."""
 
     def __init__(self, tape: ProgramTape, model: Callable[..., Any]) -> None:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
@@ -92,6 +92,8 @@ class _State:
         tensors = {**self._buffers(), **{f"attribute {name}": tape.attributes[name] for name in read}}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
+        self._leaves = {name: t for name, t in tape.attributes.items() if t.is_leaf and t.requires_grad}
+        self._gradients = {name: (t.grad, _copy(t.grad)) for name, t in self._leaves.items()}
 
     def _buffers(self) -> dict[str, torch.Tensor | None]:
         """The buffers that the modules have now."""
@@ -102,12 +104,13 @@ class _State:
         }
 
     def now(self) -> dict[str, Any]:
-        """Copies of the values after a run: of the tensors saved before it, and of the buffers bound now."""
+        """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
-        return {name: None if t is None else t.detach().clone() for name, t in {**self._tensors, **bound}.items()}
+        gradients = {f"gradient of {name}": t.grad for name, t in self._leaves.items()}
+        return {name: _copy(t) for name, t in {**self._tensors, **bound, **gradients}.items()}
 
     def restore(self) -> None:
-        """Restore attributes, the storages of tensors, and their values."""
+        """Restore attributes, the storages of tensors, their values, and gradients."""
         self._objects.restore()
         for saved in self._modules:
             saved.restore()
@@ -119,6 +122,14 @@ class _State:
                 if t.layout is torch.strided and not t.is_set_to(memory):
                     t.data = memory
                 t.copy_(value)
+            for name, (gradient, content) in self._gradients.items():
+                self._leaves[name].grad = gradient
+                if gradient is not None and content is not None and gradient.device.type != "meta":
+                    gradient.copy_(content)
+
+
+def _copy(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.detach().clone()
 
 
 def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
@@ -165,10 +176,15 @@ def run_once(
 
 
 def copy_inputs(x: Any) -> Any:
-    """A deep copy that keeps shared memory, strides and `requires_grad`, of non-leaf tensors too."""
+    """A deep copy that keeps shared memory, strides and `requires_grad`, of non-leaf tensors too.
+
+    Modules and optimizers stay the same objects.
+    """
     memo: dict[int, Any] = {}
     for _, leaf in leaves_with_path(x, "", tensor_holders(x)):
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+        if isinstance(leaf, STATEFUL):
+            memo[id(leaf)] = leaf
+        elif isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
             with torch.no_grad():
                 new = copy.deepcopy(leaf.detach(), memo)
             memo[id(leaf)] = new.requires_grad_(leaf.requires_grad)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.graph_module import LazyGraphModule
-from scopetrace._compat.questions import is_of_python
+from scopetrace._compat.questions import hooks_of_all_modules, is_of_python
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 from scopetrace.ir.reads import MISSING, NO_CALL, InClosure, InSlot, InTable, OfFunctions, Read, content_of, snapshot
 from scopetrace.ir.tape import Tape, recorded
@@ -55,6 +55,9 @@ _OF_NAMED_CLASSES = _OF_OBJECTS - {"forward"} | {"__new__", "__init__", "__post_
 
 _OF_AUTOGRAD = frozenset({"forward", "backward", "setup_context"})
 """Those that `apply` runs of a `torch.autograd.Function`."""
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The tables of a module that have its hooks."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
@@ -218,6 +221,8 @@ class Reach(abc.ABC):
         """Whether code that belongs to no installed library may ask for a method by a computed name."""
         self.takes_dicts = False
         """Whether code that belongs to no installed library may ask for a `__dict__`, as `vars` does."""
+        self.hooks: list[Any] = []
+        """The hooks on gradients of tensors from outside, where the forward may differentiate."""
         self.inner: Inner | None = None
         """What of it was found before a function that is around the modules; None where there is none."""
         self.outer_objects: Set[int] = frozenset()
@@ -455,9 +460,21 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
     for kind in {call.module_type: None for call in recorded(tape.calls) if call.module_type is not None}:
         ran.add_class(kind)
     objects = [x for x in values if not (type(x) in ATOMS or (type(x) is tuple and ATOMS.issuperset(map(type, x))))]
-    for found in (*functions_of(reach, tape), *objects):
+    for found in (*functions_of(reach, tape), *_hooks_of_calls(tape), *reach.hooks, *objects):
         ran.visit("", "", found)
     return ran
+
+
+def has_hooks(own: dict[str, Any]) -> bool:
+    """Whether hooks run when the module is called of which this is the `__dict__`."""
+    return any(map(own.get, HOOKS))
+
+
+def _hooks_of_calls(tape: Tape) -> list[Any]:
+    """The hooks of the modules that were called, and of all modules; one that runs no op is in no frame of the tape."""
+    called = {id(call.module): vars(call.module) for call in recorded(tape.calls) if call.module is not None}
+    tables = [own[name] for own in called.values() if has_hooks(own) for name in HOOKS if own.get(name)]
+    return [hook for table in (*tables, *hooks_of_all_modules().values()) for hook in table.values()]
 
 
 def functions_of(reach: Reach, tape: Tape) -> list[types.FunctionType]:

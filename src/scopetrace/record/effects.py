@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.gradients import is_function, node_of, nodes_of, sequence_number
+from scopetrace._compat.gradients import hooks_of, is_function, node_of, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.tensors import base_of, is_symbolic, is_view, requires_grad_of, tags_of
+from scopetrace._compat.tensors import base_of, is_symbolic, is_view, parameters_of, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
@@ -263,6 +263,8 @@ class EffectWatch:
             for name, x in tags.items():
                 self._snapshot.add(f"{path}.{name}", f".{name}", x, t)
         self._follow(fn)
+        if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
+            self._follow_hooks()
         if not self.reach.names.isdisjoint(("environ", "putenv")):
             self._snapshot.add("os.environ", "environ", os.environ)
         self.tag_names = {name for tags in self._tags for name in tags}
@@ -290,6 +292,21 @@ class EffectWatch:
         self._follow_modules()
         if inner is not None:
             reach.outer_objects = snapshot.saved.keys() - inner
+
+    def _follow_hooks(self) -> None:
+        """What hooks on the gradients of tensors from outside may run, and the objects that they may write to."""
+        inside = [
+            (f"{s.name}.{name}", p) for s in self._model.saved_modules for name, p in parameters_of(s.module).items()
+        ]
+        found = {
+            id(t): (path, t) for path, t in (*self._model.tensors, *self._snapshot.tensors, *inside) if t is not None
+        }
+        for path, t in found.values():
+            (hooks,) = hooks_of(t)
+            for hook in hooks:
+                self._snapshot.add(f"{path}'s hook", "", hook)
+            self.reach.hooks += hooks
+        self._follow_modules()
 
     def _follow_modules(self) -> None:
         snapshot, reach = self._snapshot, self.reach

@@ -22,14 +22,16 @@ import torch
 from scopetrace._compat.gradients import (
     give_hooks,
     has_gradient_hooks,
+    has_node_hooks,
     has_other_gradient,
     hooks_of,
+    hooks_of_all_optimizers,
     leaves_of,
     run_after_accumulation,
 )
 from scopetrace._compat.ops import can_decompose, eager, in_transform, is_op, paused, unwrapped
 from scopetrace._compat.patches import exporting
-from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, storage_id
+from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place, same
@@ -377,11 +379,14 @@ class GradientRecorder:
     def _is_made_inside(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(optimizer is made for made in self._made)
 
-    def on_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    def on_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
+    ) -> Callable[[], Any] | None:
         """An optimizer begins a step: its ops have a scope of their own. A call is compared with its settings.
 
         Returns what it is to call in place of `closure`, whose ops are none of the step.
         """
+        self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, ()))
         step = _Step(optimizer, self._is_made_inside(optimizer))
         self._stepping.append(step)
         if not step.is_inside:
@@ -565,6 +570,13 @@ class GradientRecorder:
         if accumulates and any(t.grad_fn is not None for t in by if not isinstance(t, FakeTensor)):
             self._refuse_beyond()
         by = [t for t in by if unwrapped(t) is t and not isinstance(t, FakeTensor)]
+        with eager():
+            if any(has_node_hooks(t) for t in by if accumulates and t.is_leaf and requires_grad_of(t)):
+                self._refuse(
+                    "a hook hangs on the node of autograd's graph that adds to the gradient of a parameter",
+                    "register_post_accumulate_grad_hook of the parameter runs at the same time, and can be traced",
+                    "Node.register_hook",
+                )
         written, sharing = self._tape.written_storages(), collections.Counter(v.storage for v, _ in examples)
         rewritten = [(v, t) for v, t in examples if v.requires_grad and v.storage in written and is_view(t)]
         depends = any(sharing[v.storage] > 1 or any(t is other for other in by) for v, t in rewritten)

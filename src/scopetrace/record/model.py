@@ -41,7 +41,7 @@ from scopetrace._compat.tensors import FakeTensor, unsaved_buffers_of
 from scopetrace.ir.reads import MISSING, Missing, content_of, own_dict, value_of
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
-from scopetrace.record.code import ATOMS, MEMO, is_users_class, methods_of
+from scopetrace.record.code import ATOMS, HOOKS, MEMO, is_users_class, methods_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
@@ -116,10 +116,9 @@ def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
 _OTHERS = (torch.Tensor, torch.nn.Module, Value)
 _PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attributes: isinstance takes longer
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOK_TABLES = (*_HOOKS, *(name for name in sorted(BOOKKEEPING) if name.endswith(("_with_kwargs", "_always_called"))))
+_HOOK_TABLES = (*HOOKS, *(name for name in sorted(BOOKKEEPING) if name.endswith(("_with_kwargs", "_always_called"))))
 """The tables of a module that have its hooks, and how these are called."""
-READ_BY_A_CALL = frozenset({"training", *_HOOKS})
+READ_BY_A_CALL = frozenset({"training", *HOOKS})
 """The attributes of a module that its call reads."""
 
 
@@ -356,7 +355,7 @@ class SavedModule:
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
         has_hooks = any(map(own.get, _HOOK_TABLES))
         self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)} if has_hooks else _EMPTY
-        for hooks in _HOOKS if has_hooks else ():
+        for hooks in HOOKS if has_hooks else ():
             for hook in self.hooks.get(hooks, {}).values():
                 snapshot.add(f"{name}'s hook", "", hook)
 
@@ -426,7 +425,7 @@ class SavedModule:
         for name in _HOOK_TABLES:
             table, old = own.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_tables(table, old):
-                if name in _HOOKS:
+                if name in HOOKS:
                     hooks = name.strip("_").replace("_", " ")
                     yield Change(f"{hooks} of {self.name}", f".{name}", len(old), len(table), self.module)
                 table.clear()
@@ -514,14 +513,14 @@ def _variables(fn: Any) -> list[tuple[str, Any]]:
     if isinstance(fn, torch.nn.Module):
         found.append(("func", fn))
     elif code is None:
-        found += getattr(fn, "__dict__", {}).items()
+        found += attributes_and_slots(fn).items()
     else:
         found += [(name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)]
         defaults = fn.__defaults__ or ()
         found += zip(_parameters(fn)[::-1], defaults[::-1], strict=False)
         found += (fn.__kwdefaults__ or {}).items()
         found += [(name, fn.__globals__.get(name)) for name in code.co_names]
-    found += vars(getattr(fn, "__self__", None) or object).items() if isinstance(fn, types.MethodType) else ()
+    found += attributes_and_slots(fn.__self__).items() if isinstance(fn, types.MethodType) else ()
     return found
 
 
@@ -547,7 +546,7 @@ def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:
         return [(key, item) for key, item in x.items() if isinstance(key, str) and key.isidentifier()]
     if isinstance(x, (type, torch.Tensor, dict, list, tuple)) or not is_users_class(type(x)):
         return ()
-    return getattr(x, "__dict__", {}).items()
+    return attributes_and_slots(x).items()
 
 
 # Snapshots of objects ------------------------------------------------------------------------------------------------
@@ -620,6 +619,8 @@ class Snapshot:
         """The functions that were found on the way."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
         """The modules that were found on the way, with their names; they are not saved."""
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """The tensors that were found on the way, with their names."""
         self.outside = False
         """Whether what is added belongs neither to the model nor to its arguments."""
         self.classes: set[type] = set()
@@ -646,10 +647,7 @@ class Snapshot:
             for i, item in enumerate(_parts(x)):
                 self.add(f"{name}[{i}]", key, item, holder)
         else:
-            if kind is types.FunctionType:
-                self.functions.append(x)
-            elif kind is types.BuiltinFunctionType:
-                self.builtins.add(id(x))
+            self._note(name, x)
             how = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, _kind_of(kind))
             if how is not None and (kind is not types.FunctionType or x.__dict__):
                 self._save(id(x), Saved(name, key, holder, x, how.copy(x), how, self.outside))
@@ -657,6 +655,15 @@ class Snapshot:
             own = own_dict(x)
             if own or kind not in (collections.OrderedDict, functools.partial):  # to which hardly anybody gives some
                 self._save(id(own), Saved(name, key, holder, x, dict(own), ATTRIBUTES, self.outside))
+
+    def _note(self, name: str, x: Any) -> None:
+        """Keep what is followed elsewhere: functions and tensors."""
+        if type(x) is types.FunctionType:
+            self.functions.append(x)
+        elif type(x) is types.BuiltinFunctionType:
+            self.builtins.add(id(x))
+        elif isinstance(x, torch.Tensor):
+            self.tensors.append((name, x))
 
     def _save(self, number: int, saved: Saved) -> None:
         self.saved[number] = saved
@@ -696,6 +703,7 @@ class Snapshot:
         for saved, now in changed:
             if outside or not saved.outside or saved.kind.words is not None or holds_fake(now):
                 saved.kind.restore(saved.owner, saved.before)
+        self.tensors.clear()
         self.saved.clear()  # what a weak reference leads to lives no longer than without a trace
         return found
 

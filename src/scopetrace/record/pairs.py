@@ -33,10 +33,9 @@ from scopetrace._compat.tensors import (
     tags_of,
 )
 from scopetrace.ir.reads import MISSING, Missing, content_of, own_dict
-from scopetrace.record.code import ATOMS, TOLD_BY_TEXT, is_users
+from scopetrace.record.code import ATOMS, TOLD_BY_TEXT, has_hooks, is_users
 from scopetrace.record.model import Saved, SavedModule, attributes_and_slots, own_names, short, slots_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("parameters", "buffers", "submodules")
 _SIZE = torch.nn.Module.__basicsize__
 """Of an object that holds what is in its `__dict__`, and no more."""
@@ -351,11 +350,6 @@ class Pairs:
             raise Differs(f" differs in length: {len(left)}, {len(right)}")
         for i, (x, y) in enumerate(zip(left, right, strict=True)):
             self._value(f"[{i}]", x, y)
-
-
-def has_hooks(own: dict[str, Any]) -> bool:
-    """Whether hooks run when the module is called of which this is the `__dict__`."""
-    return any(map(own.get, _HOOKS))
 
 
 def _items(kind: type, x: Any) -> list[Any] | None:

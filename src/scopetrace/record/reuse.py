@@ -35,13 +35,13 @@ from scopetrace.ir.tape import Call, CallList, Value, ops_between
 from scopetrace.ir.unmade import CopiedCall
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress
-from scopetrace.record.code import ATOMS, TOLD_BY_TEXT
+from scopetrace.record.code import ATOMS, TOLD_BY_TEXT, has_hooks
 from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import Model, is_torchs, modules_in, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.original import LayoutOfModel, Original
-from scopetrace.record.pairs import Differs, Pairs, has_hooks
+from scopetrace.record.pairs import Differs, Pairs
 from scopetrace.record.python_state import State
 from scopetrace.record.reads import Noted, ReadRecorder
 from scopetrace.record.replay import Replay, Tools

@@ -168,7 +168,8 @@ class _Boxes:
         box.writes = tuple(dict.fromkeys(name for member in box.children for name in member.writes))
         return box
 
-    def _op(self, op: Op, key: str) -> Box:
+    def _op(self, op: Op, key: str, given: Nodes) -> Box:
+        """`given` are its results, also one without an example value, as a number that is computed of numbers."""
         box = Box(self._unique(key), target_text(op.node), "op", self._call_of(op), self._meter.of_op(op))
         bodies = [*op.bodies, *op.shared]
         if op.node.target is torch.ops.higher_order.invoke_subgraph:
@@ -176,7 +177,7 @@ class _Boxes:
         box.text = op_line(op, named)
         box.source = self._source(op)
         box.inputs = [self._port(node) for node in self._taken(op)]
-        box.outputs = [self._port(node) for node in _given(op)]
+        box.outputs = [self._port(node) for node in given]
         box.children = [self._section(body, f"{key}/{body.body}", {}) for body in op.bodies]
         read = [
             self._port(n) for n in op.node.all_input_nodes if n.op == "get_attr" and str(n.target) in self._attributes
@@ -216,7 +217,7 @@ class _Boxes:
 
     def _item(self, item: Item, around: str, needed: Nodes) -> Box:
         if isinstance(item, Op):
-            return self._op(item, f"{around}/%{item.node.name}")
+            return self._op(item, f"{around}/%{item.node.name}", needed)
         first = item.sections[0] if isinstance(item, Run) else item
         index = f"#{first.call.index}" if first.is_call and first.call.index else ""
         key = f"{first.path}{index}"
