@@ -36,7 +36,8 @@ from scopetrace.ir.reads import MISSING, Missing, content_of, own_dict
 from scopetrace.record.code import ATOMS, TOLD_BY_TEXT, is_users
 from scopetrace.record.model import Saved, SavedModule, attributes_and_slots, own_names, short, slots_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The tables of hooks that run when a module is called, or in backward."""
 _TABLES = ("parameters", "buffers", "submodules")
 _SIZE = torch.nn.Module.__basicsize__
 """Of an object that holds what is in its `__dict__`, and no more."""
@@ -355,7 +356,7 @@ class Pairs:
 
 def has_hooks(own: dict[str, Any]) -> bool:
     """Whether hooks run when the module is called of which this is the `__dict__`."""
-    return any(map(own.get, _HOOKS))
+    return any(map(own.get, HOOKS))
 
 
 def _items(kind: type, x: Any) -> list[Any] | None:

@@ -7,12 +7,14 @@ Data flow:
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
 import operator
 import os
 import threading
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -55,6 +57,7 @@ class State:
         self._others = [(s.owner, s.kind, s.before) for s in others if not s.kind.is_draw]
         self._draws = [(s.owner, s.kind, s.before) for s in others if s.kind.is_draw]
         self._environment = dict(_ENVIRONMENT)
+        self._filters, self._registered = list(warnings.filters), abc.get_cache_token()
         self._tables = tables
         self._values = [x for _, _, values in tables for x in values]
         self._cells = _cells_of(effects)
@@ -92,6 +95,8 @@ class State:
         return (
             function_modes() == self._modes
             and self._environment == _ENVIRONMENT
+            and self._registered == abc.get_cache_token()
+            and self._filters == warnings.filters
             and all(map(operator.is_, now, self._values))
             and self._contents.are_same()
             and all([object.__getattribute__(x, "__dict__") is own for x, own in self._own_dicts])

@@ -37,17 +37,19 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress
 from scopetrace.record.code import ATOMS, TOLD_BY_TEXT
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, is_torchs, modules_in, plain_attributes
+from scopetrace.record.model import BOOKKEEPING, Model, is_torchs, modules_in, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.original import LayoutOfModel, Original
-from scopetrace.record.pairs import Differs, Pairs, has_hooks
+from scopetrace.record.pairs import HOOKS, Differs, Pairs, has_hooks
 from scopetrace.record.python_state import State
 from scopetrace.record.reads import Noted, ReadRecorder
 from scopetrace.record.replay import Replay, Tools
 
-_IDENTITY = frozenset({"id", "hash"})
-"""What tells equal modules apart."""
+_COMPARED = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *HOOKS}
+_UNCOMPARED = BOOKKEEPING - _COMPARED | {"id", "hash", "_getframe", "currentframe", "f_back", "geterr"}
+"""The names by which code tells equal modules or calls apart: which object a module is, tables of nn.Module that are
+not compared, the frames around a call, how NumPy reports errors."""
 _FEW = 4
 """So often modules that look alike may run in vain, and so often the state of Python objects may change, until
 nothing more is tried."""
@@ -231,7 +233,7 @@ class CallRecorderWithReuse(CallRecorder):
         if self._builder.tape.exact_autograd or self._leaves or any(hooks_of_all_modules().values()):
             return False
         reach = self._effects.reach
-        return all(_IDENTITY.isdisjoint(f.__code__.co_names) for f in filter(reach.is_inner, reach.functions))
+        return all(_UNCOMPARED.isdisjoint(f.__code__.co_names) for f in filter(reach.is_inner, reach.functions))
 
     @functools.cached_property
     def _state(self) -> State:
