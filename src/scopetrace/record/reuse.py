@@ -330,7 +330,7 @@ class CallRecorderWithReuse(CallRecorder):
             return None
         reads = self._asked
         asked = len(reads.asked), len(reads.layouts), len(reads.contiguous)
-        where = self._builder.body, len(self._builder.tape.calls)
+        where = self._builder.body, len(self._builder.tape.calls), self._state.asked_memos()
         return _Kept(call, given, self._state, settings(), self._marks(), asked, *where)
 
     def _renew(self) -> None:
@@ -387,6 +387,8 @@ class CallRecorderWithReuse(CallRecorder):
             return "it changes a setting of torch"
         if not kept.state.is_unchanged(draws=False) or not all(map(self._state.is_same, modules_in(call.module))):
             return "it writes to Python objects"
+        if kept.state.has_memo_with_state(kept.memos):
+            return "it asks a memo for what can be written to"
         if not kept.state.is_unchanged():  # by it, or before it
             self._renew()
             return "random generators of Python have changed"
@@ -512,6 +514,8 @@ class _Kept:
     """That of the higher-order op that it is in; None outside. What is in a body leaves the tape at its end."""
     calls: int
     """The number of calls on the tape before the first one inside of it."""
+    memos: list[tuple[int, ...]]
+    """How often memos had been asked: see `State.asked_memos`."""
     original: Original | None = None
 
 
