@@ -19,6 +19,7 @@ import abc
 import dis
 import enum
 import functools
+import operator
 import re
 import sys
 import types
@@ -264,6 +265,10 @@ class Reach(abc.ABC):
             self._add_function(x)
         elif isinstance(x, MEMO):
             self.add(x.__wrapped__)
+        elif isinstance(x, operator.attrgetter):  # code that names attributes in C
+            names = [name for path in x.__reduce__()[1] for name in path.split(".")]
+            self.asked.update(names)
+            self._add_names(frozenset(names))
 
     def add_class(self, kind: type) -> None:
         """Follow the methods of a class that some function names, its `forward` and its operators."""
@@ -327,11 +332,7 @@ class Reach(abc.ABC):
         if not is_installed(function):
             self._note_of_users(code, names)
             named |= names.asked
-        new = named - self.names
-        self.names |= new
-        for name in new & self._unnamed.keys():
-            for base in self._unnamed.pop(name, ()):
-                self._add_member(base, name, vars(base)[name])
+        self._add_names(named)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._add_cell(name, cell, names)
         for name in names.globals & table.keys():
@@ -342,6 +343,14 @@ class Reach(abc.ABC):
                 self._look_into(found[2], names)  # of which this function may name something else
         if function.__defaults__ or function.__kwdefaults__:
             self._visit_defaults(function)
+
+    def _add_names(self, names: Set[str]) -> None:
+        """Note what code names, and follow the methods of these names."""
+        new = names - self.names
+        self.names |= new
+        for name in new & self._unnamed.keys():
+            for base in self._unnamed.pop(name, ()):
+                self._add_member(base, name, vars(base)[name])
 
     def _visit_defaults(self, function: types.FunctionType) -> None:
         values, code = function.__defaults__ or (), function.__code__
@@ -441,10 +450,15 @@ class _Ran(Reach):
                 self.add(item)
 
     def _add_kind(self, x: Any) -> None:
-        """Follow the class of an object, or what is a class itself: what code names of it counts as read."""
-        self.add_class(type(x))
-        if isinstance(x, type) and not is_installed(x) and not issubclass(x, enum.Enum):
-            self.bases.update(dict.fromkeys(filter(is_users_class, x.__mro__)))
+        """Follow the class of an object, or what is a class itself: what code names of it counts as read.
+
+        So does what it names of the class of an object without a `__dict__`, which is not watched.
+        """
+        kind = type(x)
+        self.add_class(kind)
+        found = x if isinstance(x, type) else None if kind.__dictoffset__ else kind
+        if found is not None and not is_installed(found) and not issubclass(found, enum.Enum):
+            self.bases.update(dict.fromkeys(filter(is_users_class, found.__mro__)))
 
 
 def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach) -> Reach:

@@ -616,7 +616,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.saved: dict[int, Saved] = {}
-        self.functions: list[types.FunctionType] = []
+        self.functions: list[Callable[..., Any]] = []
         """The functions that were found on the way."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
         """The modules that were found on the way, with their names; they are not saved."""
@@ -628,7 +628,7 @@ class Snapshot:
         """The ids of the functions in C that objects hold."""
         self._kinds: dict[type, Kind | None] = {}
 
-    def take_found(self) -> tuple[list[types.FunctionType], list[tuple[str, torch.nn.Module]], set[type]]:
+    def take_found(self) -> tuple[list[Callable[..., Any]], list[tuple[str, torch.nn.Module]], set[type]]:
         """The functions, modules and classes that were found since the last call."""
         found = self.functions, self.modules, self.classes
         self.functions, self.modules, self.classes = [], [], set()
@@ -646,7 +646,7 @@ class Snapshot:
             for i, item in enumerate(_parts(x)):
                 self.add(f"{name}[{i}]", key, item, holder)
         else:
-            if kind is types.FunctionType:
+            if kind is types.FunctionType or kind is operator.attrgetter:
                 self.functions.append(x)
             elif kind is types.BuiltinFunctionType:
                 self.builtins.add(id(x))
