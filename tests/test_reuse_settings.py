@@ -168,3 +168,41 @@ def test_the_tables_of_a_module_tell_layers_apart(ask, change):
     change(model.layers[3])
     with torch.no_grad(), pytest.raises(st.StateMismatchError, match=r"layers\.3"):
         trace(x)
+
+
+class Doubles(Asks):
+    """Another class of such layers."""
+
+    def forward(self, x):
+        """Run it."""
+        return self.fc(x * 4.0).tanh()
+
+
+class Switches(Net):
+    """The third layer is of another class for its call."""
+
+    def in_block(self, layer, x):
+        """Run a layer in it."""
+        layer.__class__ = Doubles
+        x = layer(x)
+        layer.__class__ = Asks
+        return x
+
+
+def test_a_layer_that_is_of_another_class_for_a_while():
+    trace = compared(Switches(lambda layer: 2.0), torch.ones(2, 4))
+    assert trace.reuse.replayed == {"Asks": 2}
+
+
+@contextlib.contextmanager
+def hooks_on_all_modules():
+    """The results of linear layers are doubled."""
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 2 if isinstance(module, nn.Linear) else None
+    )
+    yield
+    hook.remove()
+
+
+def test_hooks_on_all_modules_that_are_there_for_a_while():
+    compared(Net(lambda layer: 2.0, hooks_on_all_modules), torch.ones(2, 4))

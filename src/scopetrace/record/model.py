@@ -336,11 +336,12 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "hooks", "layout", "live", "module", "name", "unsaved", "values")
+    __slots__ = ("contents", "fqn", "hooks", "kind", "layout", "live", "module", "name", "unsaved", "values")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
+        self.kind = type(module)
         self.name = name
         self.live = tuple(attribute_tables(module))
         # Not as dicts, which take four times the memory: to go through it takes most of the time to compare them.
@@ -361,7 +362,9 @@ class SavedModule:
                 snapshot.add(f"{name}'s hook", "", hook)
 
     def is_unchanged(self) -> bool:
-        """Whether all attributes are the objects that they were, in the same order."""
+        """Whether the class is that which it was, and all attributes are the same objects, in the same order."""
+        if type(self.module) is not self.kind:
+            return False
         return _names_in(self.live) == self.layout.flat and all(map(_is, _values_in(self.live), self.values))
 
     @property

@@ -293,7 +293,9 @@ class CallRecorderWithReuse(CallRecorder):
         if group is None or call.parent is None or not self._builder.is_plain() or call.replaced:
             return None
         is_alone = group.size == 1 and call.index == 0
-        if is_alone or group.kind.is_small or group.in_vain > _FEW or caches_parametrizations():
+        if is_alone or group.kind.is_small or group.in_vain > _FEW:
+            return None
+        if caches_parametrizations() or any(hooks_of_all_modules().values()):
             return None
         return group if group.originals or self._may_keep() else None
 
