@@ -19,6 +19,7 @@ import abc
 import dis
 import enum
 import functools
+import itertools
 import operator
 import re
 import sys
@@ -152,6 +153,17 @@ def asks_by_computed_name(code: types.CodeType) -> bool:
     return not all(_has_fixed_name(steps[start + 1 :]) for start in starts)
 
 
+def imports_of(code: types.CodeType) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    """The imports in code: the module, how many packages up it is looked for, and the names that are taken from it."""
+    if _IMPORT in code.co_code[::2]:
+        steps = [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "CACHE")]
+        for level, taken, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opcode == _IMPORT:
+                yield step.argval, level.argval, taken.argval or ()
+    for inner in filter(lambda c: isinstance(c, types.CodeType), code.co_consts):
+        yield from imports_of(inner)
+
+
 def _has_fixed_name(steps: list[dis.Instruction]) -> bool:
     """Whether the second argument of the call that these instructions lead to is a constant."""
     depth, is_fixed = 0, False
@@ -173,6 +185,7 @@ MEMO = type(functools.cache(len))
 _ASKING = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller"})
 _BY_TEXT = ("globals", "eval", "exec")
 """Functions by which code names globals in strings: `globals()["N"] = 1`."""
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _IS = dis.opmap["IS_OP"]
 _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
 _LOAD_CONST = dis.opmap["LOAD_CONST"]
@@ -331,6 +344,7 @@ class Reach(abc.ABC):
         named = names.all
         if not is_installed(function):
             self._note_of_users(code, names)
+            self._add_imports(function, names)
             named |= names.asked
         self._add_names(named)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
@@ -367,6 +381,21 @@ class Reach(abc.ABC):
         if not self.takes_any and asks_by_computed_name(code):
             self._take_any()
 
+    def _add_imports(self, function: types.FunctionType, names: Names) -> None:
+        """Follow what a function imports itself, if it was imported before, as if its file had done so."""
+        for name, level, taken in imports_of(function.__code__):
+            if level:
+                name = _absolute(name, level, function.__globals__)
+            packages = [] if taken else list(itertools.accumulate(name.split("."), "{}.{}".format))[:-1]
+            for module in filter(None, map(sys.modules.get, [*packages, name])):
+                table = vars(module)
+                for key in taken if _is_followed(module) else ():
+                    if (id(table), key) in self.looked_up:
+                        self._look_into(self.looked_up[id(table), key][2], names)
+                    elif key in table:
+                        self._look_up(table, key, names)
+                self._look_into(module, names)
+
     def _add_cell(self, name: str, cell: types.CellType, names: Names) -> None:
         content = content_of(cell)
         self._look_into(content, names)
@@ -399,9 +428,7 @@ class Reach(abc.ABC):
         if isinstance(value, type):
             self._look_into_class(value, names)
         elif isinstance(value, types.ModuleType):
-            file = getattr(value, "__file__", None)
-            is_made = file is None and value.__spec__ is None  # by hand, or that of `python -c`
-            self._look_into_module(vars(value), names, is_made or is_users(file or "<frozen"))
+            self._look_into_module(vars(value), names, _is_followed(value))
 
     def _look_into_module(self, inside: dict[str, Any], names: Names, follow: bool) -> None:
         for name in names.bound_attributes:
@@ -423,6 +450,19 @@ class Reach(abc.ABC):
         for base in kind.__mro__:
             for name in wanted & vars(base).keys() if is_users_class(base) else ():
                 self._add_member(base, name, vars(base)[name])
+
+
+def _is_followed(module: types.ModuleType) -> bool:
+    """Whether what code names of a Python module is followed."""
+    file = getattr(module, "__file__", None)
+    is_made = file is None and module.__spec__ is None  # by hand, or that of `python -c`
+    return is_made or is_users(file or "<frozen")
+
+
+def _absolute(name: str, level: int, table: dict[str, Any]) -> str:
+    """The whole name of a module that a file with these globals imports relatively."""
+    package = str(table.get("__package__") or table.get("__name__"))
+    return ".".join(filter(None, [*package.split(".")[: len(package.split(".")) + 1 - level], name]))
 
 
 def is_installed(x: Any) -> bool:
