@@ -18,6 +18,11 @@ class Config:
 config = Config()
 counts = [1]
 
+def __getattr__(name):
+    if name != "late":
+        raise AttributeError(name)
+    return SCALE
+
 def scale():
     return SCALE
 
@@ -70,6 +75,7 @@ def net(body):
         ("from local_package import settings; return self.fc(x) * settings.SCALE", "SCALE"),
         ("from .settings import SCALE; return self.fc(x) * SCALE", "SCALE"),
         ("from . import settings; return self.fc(x) * settings.SCALE", "SCALE"),
+        ("from . import settings; return self.fc(x) * settings.late", "SCALE"),
         ("from .settings import scale; return self.fc(x) * scale()", "SCALE"),
         ("from .settings import config; return self.fc(x) * config.scale", "config"),
         ("from .settings import Config; return self.fc(x) * Config.scale", "Config"),

@@ -433,7 +433,7 @@ class Reach(abc.ABC):
     def _look_into_module(self, inside: dict[str, Any], names: Names, follow: bool) -> None:
         for name in names.bound_attributes:
             self.globals[id(inside), name] = inside, name
-        for name in (names.all | names.asked) & inside.keys() if follow else ():
+        for name in (names.all | names.asked | {"__getattr__"}) & inside.keys() if follow else ():
             if (id(inside), name) not in self.looked_up:
                 self._look_up(inside, name, None)
 
