@@ -173,8 +173,8 @@ _SETTINGS = [
 
 def settings() -> dict[str, Any]:
     """The state of the process that a forward may change, by name."""
-    dtypes = [torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES]  # also where autocast is off
-    return {AUTOCAST: autocast_state(), "dtypes": dtypes, **{name: ask() for name, ask in _SETTINGS}}
+    dtypes = tuple(map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))  # also where autocast is off
+    return {AUTOCAST: autocast_state(), "dtypes of torch.autocast": dtypes, **{name: ask() for name, ask in _SETTINGS}}
 
 
 _attention_flags: list[Callable[[], Any]] = [
