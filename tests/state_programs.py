@@ -39,10 +39,9 @@ _PLACES = (
     "RegistryOfInstance, ReplacesCode, Subclasses"
 )
 _KINDS_OF_VALUES = (
-    "C, abstract, array flags, array of objects, class that inherits, dict and slots, dir, dispatch, enum attribute, "
-    "event, exception, frozenset, hash, instance of class, layer, lock, logger, logger asked, memo, memo counts, "
-    "memoryview, method of list, module, set, set of True, sub float, sub int, sub partial, sub set, sub str, "
-    "template, tensor grad, tensor tag, torch generator"
+    "C, abstract, array flags, array of objects, dict and slots, dir, dispatch, enum attribute, event, exception, "
+    "frozenset, hash, lock, logger, memo counts, memoryview, method of list, module, set, set of True, sub float, "
+    "sub int, sub set, sub str, template, torch generator"
 )
 UNSEEN = frozenset(f"{_PLACES}, {_KINDS_OF_VALUES}".split(", "))
 """What a trace does not see change, or code tells apart in one: docs/limits.md has those that a model may have."""

@@ -646,6 +646,51 @@ def test_what_layers_write_in_python_is_seen_by_those_after_them(way):
             trace(torch.ones(2, 4))
 
 
+class Remembers(nn.Module):
+    """A layer that multiplies by what it finds in something that a memo gives, and writes to it."""
+
+    def __init__(self, memo, number, write):
+        super().__init__()
+        self.memo, self.number, self.write = memo, number, write
+
+    def forward(self, x):
+        """Run it."""
+        found = self.memo(4)
+        x = x.relu() * self.number(found)
+        self.write(found)
+        return x
+
+
+@pytest.mark.parametrize("memo", [functools.cache, functools.lru_cache])
+@pytest.mark.parametrize("asked_before", [False, True])
+@pytest.mark.parametrize(
+    ("make", "number", "write"),
+    [
+        (lambda n: [n], len, lambda found: found.append(1)),
+        (lambda n: types.SimpleNamespace(scale=n), lambda x: x.scale, lambda x: setattr(x, "scale", x.scale + 1)),
+        (lambda n: (n, {}), lambda x: 1 + len(x[1]), lambda x: x[1].setdefault(len(x[1]), 1)),
+        (lambda n: torch.ones(n), lambda t: t, lambda t: t.add_(1)),
+    ],
+)
+def test_layers_that_write_to_what_a_memo_has(memo, asked_before, make, number, write):
+    found = []
+    for reuse in (False, True):
+        remembered = memo(make)
+        if asked_before:
+            remembered(4)
+        model, x = Net(*(Remembers(remembered, number, write) for _ in range(3))), torch.ones(2, 4)
+        with torch.no_grad():
+            found.append(st.trace(model, (x,), reuse=reuse))
+    assert not reuse_programs.differences(*map(tape_of, found))
+
+
+def test_layers_that_ask_a_memo_for_numbers_are_copied():
+    for memo in (functools.cache, functools.lru_cache):
+        remembered = memo(lambda n: (n, (n + 1, "a")))
+        model = Net(*(Remembers(remembered, lambda found: found[1][0], len) for _ in range(3)))
+        assert compared(model, torch.ones(2, 4)).reuse.replayed == {"Remembers": 2}
+
+
 class Grows(nn.Module):
     """A parametrization with state."""
 

@@ -31,8 +31,9 @@ NAMES = {
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode
         _current_autograd_node
         _get_cudnn_enabled _get_cudnn_sdp_enabled _get_deterministic_algorithms _get_flash_sdp_enabled
-        _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_overrideable_sdp_enabled _get_sdp_priority_order
-        _get_mkldnn_enabled _is_any_autocast_enabled _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled
+        _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_overrideable_sdp_enabled _get_qengine
+        _get_sdp_priority_order _get_mkldnn_enabled _is_any_autocast_enabled _len_torch_function_stack
+        _set_grad_enabled _set_mkldnn_enabled
         _set_throw_on_mutable_data_ptr""",
     "torch._C._autograd": """
         _get_sequence_nr _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks

@@ -164,12 +164,17 @@ _BACKENDS = [
 
 _OF_MODES = {*(name for name in _flags if "autocast" in name), "torch.get_default_device"}
 """Those that take arguments, or run an op to answer."""
-_SETTINGS = [(name, ask) for name, ask in (*_flags.items(), *_BACKENDS) if name not in _OF_MODES]
+_SETTINGS = [
+    *[(name, ask) for name, ask in (*_flags.items(), *_BACKENDS) if name not in _OF_MODES],
+    ("torch.is_autocast_cache_enabled", torch.is_autocast_cache_enabled),
+    ("torch.backends.quantized.engine", torch._C._get_qengine),
+]
 
 
 def settings() -> dict[str, Any]:
     """The state of the process that a forward may change, by name."""
-    return {AUTOCAST: autocast_state(), **{name: ask() for name, ask in _SETTINGS}}
+    dtypes = tuple(map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))  # also where autocast is off
+    return {AUTOCAST: autocast_state(), "dtypes of torch.autocast": dtypes, **{name: ask() for name, ask in _SETTINGS}}
 
 
 _attention_flags: list[Callable[[], Any]] = [

@@ -19,6 +19,8 @@ import abc
 import dis
 import enum
 import functools
+import itertools
+import operator
 import re
 import sys
 import types
@@ -154,6 +156,17 @@ def asks_by_computed_name(code: types.CodeType) -> bool:
     return not all(_has_fixed_name(steps[start + 1 :]) for start in starts)
 
 
+def imports_of(code: types.CodeType) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    """The imports in code: the module, how many packages up it is looked for, and the names that are taken from it."""
+    if _IMPORT in code.co_code[::2]:
+        steps = [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "CACHE")]
+        for level, taken, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opcode == _IMPORT:
+                yield step.argval, level.argval, taken.argval or ()
+    for inner in filter(lambda c: isinstance(c, types.CodeType), code.co_consts):
+        yield from imports_of(inner)
+
+
 def _has_fixed_name(steps: list[dis.Instruction]) -> bool:
     """Whether the second argument of the call that these instructions lead to is a constant."""
     depth, is_fixed = 0, False
@@ -175,6 +188,7 @@ MEMO = type(functools.cache(len))
 _ASKING = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller"})
 _BY_TEXT = ("globals", "eval", "exec")
 """Functions by which code names globals in strings: `globals()["N"] = 1`."""
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _IS = dis.opmap["IS_OP"]
 _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
 _LOAD_CONST = dis.opmap["LOAD_CONST"]
@@ -269,6 +283,10 @@ class Reach(abc.ABC):
             self._add_function(x)
         elif isinstance(x, MEMO):
             self.add(x.__wrapped__)
+        elif isinstance(x, operator.attrgetter):  # code that names attributes in C
+            names = [name for path in x.__reduce__()[1] for name in path.split(".")]
+            self.asked.update(names)
+            self._add_names(frozenset(names))
 
     def add_class(self, kind: type) -> None:
         """Follow the methods of a class that some function names, its `forward` and its operators."""
@@ -331,12 +349,9 @@ class Reach(abc.ABC):
         named = names.all
         if not is_installed(function):
             self._note_of_users(code, names)
+            self._add_imports(function, names)
             named |= names.asked
-        new = named - self.names
-        self.names |= new
-        for name in new & self._unnamed.keys():
-            for base in self._unnamed.pop(name, ()):
-                self._add_member(base, name, vars(base)[name])
+        self._add_names(named)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._add_cell(name, cell, names)
         for name in names.globals & table.keys():
@@ -347,6 +362,14 @@ class Reach(abc.ABC):
                 self._look_into(found[2], names)  # of which this function may name something else
         if function.__defaults__ or function.__kwdefaults__:
             self._visit_defaults(function)
+
+    def _add_names(self, names: Set[str]) -> None:
+        """Note what code names, and follow the methods of these names."""
+        new = names - self.names
+        self.names |= new
+        for name in new & self._unnamed.keys():
+            for base in self._unnamed.pop(name, ()):
+                self._add_member(base, name, vars(base)[name])
 
     def _visit_defaults(self, function: types.FunctionType) -> None:
         values, code = function.__defaults__ or (), function.__code__
@@ -362,6 +385,21 @@ class Reach(abc.ABC):
         self.takes_dicts = self.takes_dicts or not names.all.isdisjoint(("vars", "__dict__"))
         if not self.takes_any and asks_by_computed_name(code):
             self._take_any()
+
+    def _add_imports(self, function: types.FunctionType, names: Names) -> None:
+        """Follow what a function imports itself, if it was imported before, as if its file had done so."""
+        for name, level, taken in imports_of(function.__code__):
+            if level:
+                name = _absolute(name, level, function.__globals__)
+            packages = [] if taken else list(itertools.accumulate(name.split("."), "{}.{}".format))[:-1]
+            for module in filter(None, map(sys.modules.get, [*packages, name])):
+                table = vars(module)
+                for key in taken if _is_followed(module) else ():
+                    if (id(table), key) in self.looked_up:
+                        self._look_into(self.looked_up[id(table), key][2], names)
+                    elif key in table:
+                        self._look_up(table, key, names)
+                self._look_into(module, names)
 
     def _add_cell(self, name: str, cell: types.CellType, names: Names) -> None:
         content = content_of(cell)
@@ -395,14 +433,12 @@ class Reach(abc.ABC):
         if isinstance(value, type):
             self._look_into_class(value, names)
         elif isinstance(value, types.ModuleType):
-            file = getattr(value, "__file__", None)
-            is_made = file is None and value.__spec__ is None  # by hand, or that of `python -c`
-            self._look_into_module(vars(value), names, is_made or is_users(file or "<frozen"))
+            self._look_into_module(vars(value), names, _is_followed(value))
 
     def _look_into_module(self, inside: dict[str, Any], names: Names, follow: bool) -> None:
         for name in names.bound_attributes:
             self.globals[id(inside), name] = inside, name
-        for name in (names.all | names.asked) & inside.keys() if follow else ():
+        for name in (names.all | names.asked | {"__getattr__"}) & inside.keys() if follow else ():
             if (id(inside), name) not in self.looked_up:
                 self._look_up(inside, name, None)
 
@@ -419,6 +455,19 @@ class Reach(abc.ABC):
         for base in kind.__mro__:
             for name in wanted & vars(base).keys() if is_users_class(base) else ():
                 self._add_member(base, name, vars(base)[name])
+
+
+def _is_followed(module: types.ModuleType) -> bool:
+    """Whether what code names of a Python module is followed."""
+    file = getattr(module, "__file__", None)
+    is_made = file is None and module.__spec__ is None  # by hand, or that of `python -c`
+    return is_made or is_users(file or "<frozen")
+
+
+def _absolute(name: str, level: int, table: dict[str, Any]) -> str:
+    """The whole name of a module that a file with these globals imports relatively."""
+    package = str(table.get("__package__") or table.get("__name__"))
+    return ".".join(filter(None, [*package.split(".")[: len(package.split(".")) + 1 - level], name]))
 
 
 def is_installed(x: Any) -> bool:
@@ -446,10 +495,15 @@ class _Ran(Reach):
                 self.add(item)
 
     def _add_kind(self, x: Any) -> None:
-        """Follow the class of an object, or what is a class itself: what code names of it counts as read."""
-        self.add_class(type(x))
-        if isinstance(x, type) and not is_installed(x) and not issubclass(x, enum.Enum):
-            self.bases.update(dict.fromkeys(filter(is_users_class, x.__mro__)))
+        """Follow the class of an object, or what is a class itself: what code names of it counts as read.
+
+        So does what it names of the class of an object without a `__dict__`, which is not watched.
+        """
+        kind = type(x)
+        self.add_class(kind)
+        found = x if isinstance(x, type) else None if kind.__dictoffset__ else kind
+        if found is not None and not is_installed(found) and not issubclass(found, enum.Enum):
+            self.bases.update(dict.fromkeys(filter(is_users_class, found.__mro__)))
 
 
 def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach) -> Reach:

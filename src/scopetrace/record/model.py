@@ -335,11 +335,12 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "hooks", "layout", "live", "module", "name", "unsaved", "values")
+    __slots__ = ("contents", "fqn", "hooks", "kind", "layout", "live", "module", "name", "unsaved", "values")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
+        self.kind = type(module)
         self.name = name
         self.live = tuple(attribute_tables(module))
         # Not as dicts, which take four times the memory: to go through it takes most of the time to compare them.
@@ -360,7 +361,9 @@ class SavedModule:
                 snapshot.add(f"{name}'s hook", "", hook)
 
     def is_unchanged(self) -> bool:
-        """Whether all attributes are the objects that they were, in the same order."""
+        """Whether the class is that which it was, and all attributes are the same objects, in the same order."""
+        if type(self.module) is not self.kind:
+            return False
         return _names_in(self.live) == self.layout.flat and all(map(_is, _values_in(self.live), self.values))
 
     @property
@@ -615,7 +618,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.saved: dict[int, Saved] = {}
-        self.functions: list[types.FunctionType] = []
+        self.functions: list[Callable[..., Any]] = []
         """The functions that were found on the way."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
         """The modules that were found on the way, with their names; they are not saved."""
@@ -629,7 +632,7 @@ class Snapshot:
         """The ids of the functions in C that objects hold."""
         self._kinds: dict[type, Kind | None] = {}
 
-    def take_found(self) -> tuple[list[types.FunctionType], list[tuple[str, torch.nn.Module]], set[type]]:
+    def take_found(self) -> tuple[list[Callable[..., Any]], list[tuple[str, torch.nn.Module]], set[type]]:
         """The functions, modules and classes that were found since the last call."""
         found = self.functions, self.modules, self.classes
         self.functions, self.modules, self.classes = [], [], set()
@@ -658,7 +661,7 @@ class Snapshot:
 
     def _note(self, name: str, x: Any) -> None:
         """Keep what is followed elsewhere: functions and tensors."""
-        if type(x) is types.FunctionType:
+        if type(x) is types.FunctionType or type(x) is operator.attrgetter:
             self.functions.append(x)
         elif type(x) is types.BuiltinFunctionType:
             self.builtins.add(id(x))

@@ -548,13 +548,18 @@ def _asker(owner: Any, asker: types.FrameType) -> types.FrameType | None:
     return asker
 
 
-_MEMBER_TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+_MEMBER_TABLES = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 def _entries_of(module: torch.nn.Module, table: str) -> list[Any]:
-    """The names in a table of a module, each with whether a tensor is there."""
+    """The names in a table of a module, each with whether something is there; of hooks, which have none, how many."""
     found = module.__dict__[table]
-    return [(key, x is not None) for key, x in found.items()] if isinstance(found, dict) else sorted(found)
+    if not isinstance(found, dict):
+        return sorted(found)
+    return [len(found)] if table.endswith("_hooks") else [(key, x is not None) for key, x in found.items()]
 
 
 def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...]:

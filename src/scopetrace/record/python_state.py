@@ -7,20 +7,23 @@ Data flow:
 
 from __future__ import annotations
 
+import abc
 import functools
+import gc
 import itertools
 import operator
 import os
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from scopetrace._compat.questions import function_modes
 from scopetrace.ir.reads import MISSING, content_of, own_dict
-from scopetrace.record.code import Reach, is_installed
+from scopetrace.record.code import ATOMS, MEMO, Reach, is_installed
 from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import ATTRIBUTES, Kind, Model, Saved, Snapshot
 from scopetrace.record.pairs import Watch
@@ -55,6 +58,7 @@ class State:
         self._others = [(s.owner, s.kind, s.before) for s in others if not s.kind.is_draw]
         self._draws = [(s.owner, s.kind, s.before) for s in others if s.kind.is_draw]
         self._environment = dict(_ENVIRONMENT)
+        self._filters, self._registered = list(warnings.filters), abc.get_cache_token()
         self._tables = tables
         self._values = [x for _, _, values in tables for x in values]
         self._cells = _cells_of(effects)
@@ -66,6 +70,7 @@ class State:
         if len(model.saved_modules) > len(model.modules):
             self._outside = [saved.module for saved in model.saved_modules if model.is_outside(saved.module)]
         self._modes = function_modes()
+        self._memos = [x.owner for x in objects.values() if type(x.owner) is MEMO]
 
     @classmethod
     def of_now(cls, effects: EffectWatch, model: Model, objects: dict[int, Saved]) -> State:
@@ -92,6 +97,8 @@ class State:
         return (
             function_modes() == self._modes
             and self._environment == _ENVIRONMENT
+            and self._registered == abc.get_cache_token()
+            and self._filters == warnings.filters
             and all(map(operator.is_, now, self._values))
             and self._contents.are_same()
             and all([object.__getattribute__(x, "__dict__") is own for x, own in self._own_dicts])
@@ -101,6 +108,23 @@ class State:
             and not (draws and not all([_is_unchanged(*found) for found in self._draws]))
             and all([content_of(cell) is old for cell, old in self._cells])
             and all(map(self.is_same, self._outside))
+        )
+
+    def asked_memos(self) -> list[tuple[int, ...]]:
+        """Of each memo, how often it was asked for what it knew, and for what it did not."""
+        return [memo.cache_info()[:2] for memo in self._memos]
+
+    def has_memo_with_state(self, before: list[tuple[int, ...]]) -> bool:
+        """Whether a memo that was asked since `asked_memos` gave `before` has something that code may write to.
+
+        Tensors that it had before are on the tape, with what is done to them.
+        """
+        asked = zip(self._memos, before, self.asked_memos(), strict=True)
+        return any(
+            not _is_fixed(x) and (old[1] != new[1] or not isinstance(x, torch.Tensor))
+            for memo, old, new in asked
+            if old != new
+            for x in _remembered(memo)
         )
 
     def is_same(self, module: torch.nn.Module) -> bool:
@@ -147,6 +171,25 @@ class _Entries:
         """Whether they hold the same objects as before."""
         now = itertools.chain.from_iterable(self._now)
         return list(map(len, self._now)) == self._lengths and all(map(operator.is_, now, self._before))
+
+
+def _remembered(memo: Any) -> Iterable[Any]:
+    """What a memo gives for what it was asked; only the garbage collector tells.
+
+    A dict by key stands before the function. With a limit it has links, and the keys and values come before it.
+    """
+    found = gc.get_referents(memo)
+    end = [x is memo.__wrapped__ for x in found].index(True) - 1
+    table = found[end]
+    if type(table) is not dict:
+        return ()
+    keys = set(map(id, table))
+    is_limited = memo.cache_parameters()["maxsize"] is not None
+    return [x for x in found[:end] if id(x) not in keys and type(x) is not type] if is_limited else table.values()
+
+
+def _is_fixed(x: Any) -> bool:
+    return type(x) in ATOMS or (isinstance(x, tuple | frozenset) and all(map(_is_fixed, x)))
 
 
 _parts_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")

@@ -35,9 +35,9 @@ from scopetrace.ir.tape import Call, CallList, Value, ops_between
 from scopetrace.ir.unmade import CopiedCall
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress
-from scopetrace.record.code import ATOMS, TOLD_BY_TEXT, has_hooks
+from scopetrace.record.code import ATOMS, HOOKS, TOLD_BY_TEXT, has_hooks
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, is_torchs, modules_in, plain_attributes
+from scopetrace.record.model import BOOKKEEPING, Model, is_torchs, modules_in, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.original import LayoutOfModel, Original
@@ -46,8 +46,10 @@ from scopetrace.record.python_state import State
 from scopetrace.record.reads import Noted, ReadRecorder
 from scopetrace.record.replay import Replay, Tools
 
-_IDENTITY = frozenset({"id", "hash"})
-"""What tells equal modules apart."""
+_COMPARED = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *HOOKS}
+_UNCOMPARED = BOOKKEEPING - _COMPARED | {"id", "hash", "_getframe", "currentframe", "f_back", "geterr"}
+"""The names by which code tells equal modules or calls apart: which object a module is, tables of nn.Module that are
+not compared, the frames around a call, how NumPy reports errors."""
 _FEW = 4
 """So often modules that look alike may run in vain, and so often the state of Python objects may change, until
 nothing more is tried."""
@@ -231,7 +233,7 @@ class CallRecorderWithReuse(CallRecorder):
         if self._builder.tape.exact_autograd or self._leaves or any(hooks_of_all_modules().values()):
             return False
         reach = self._effects.reach
-        return all(_IDENTITY.isdisjoint(f.__code__.co_names) for f in filter(reach.is_inner, reach.functions))
+        return all(_UNCOMPARED.isdisjoint(f.__code__.co_names) for f in filter(reach.is_inner, reach.functions))
 
     @functools.cached_property
     def _state(self) -> State:
@@ -291,7 +293,9 @@ class CallRecorderWithReuse(CallRecorder):
         if group is None or call.parent is None or not self._builder.is_plain() or call.replaced:
             return None
         is_alone = group.size == 1 and call.index == 0
-        if is_alone or group.kind.is_small or group.in_vain > _FEW or caches_parametrizations():
+        if is_alone or group.kind.is_small or group.in_vain > _FEW:
+            return None
+        if caches_parametrizations() or any(hooks_of_all_modules().values()):
             return None
         return group if group.originals or self._may_keep() else None
 
@@ -328,7 +332,7 @@ class CallRecorderWithReuse(CallRecorder):
             return None
         reads = self._asked
         asked = len(reads.asked), len(reads.layouts), len(reads.contiguous)
-        where = self._builder.body, len(self._builder.tape.calls)
+        where = self._builder.body, len(self._builder.tape.calls), self._state.asked_memos()
         return _Kept(call, given, self._state, settings(), self._marks(), asked, *where)
 
     def _renew(self) -> None:
@@ -385,6 +389,8 @@ class CallRecorderWithReuse(CallRecorder):
             return "it changes a setting of torch"
         if not kept.state.is_unchanged(draws=False) or not all(map(self._state.is_same, modules_in(call.module))):
             return "it writes to Python objects"
+        if kept.state.has_memo_with_state(kept.memos):
+            return "it asks a memo for what can be written to"
         if not kept.state.is_unchanged():  # by it, or before it
             self._renew()
             return "random generators of Python have changed"
@@ -510,6 +516,8 @@ class _Kept:
     """That of the higher-order op that it is in; None outside. What is in a body leaves the tape at its end."""
     calls: int
     """The number of calls on the tape before the first one inside of it."""
+    memos: list[tuple[int, ...]]
+    """How often memos had been asked: see `State.asked_memos`."""
     original: Original | None = None
 
 
