@@ -276,6 +276,61 @@ def test_a_bound_method_has_the_names_of_its_module():
     assert values(tr.calls[0].arguments) == {"x": "%x"}
 
 
+@dataclasses.dataclass
+class Trainer:
+    model: nn.Module
+    more: list
+
+
+NETS = {"a": nn.Linear(4, 4), "b": [nn.Linear(4, 4)]}
+GIVEN = {
+    "an argument": (lambda model, x: model(x), (nn.Linear(4, 4),), {}, ["model"]),
+    "a keyword": (lambda x, *, model: model(x), (), {"model": nn.Linear(4, 4)}, ["model"]),
+    "several": (
+        lambda *models: models[0](models[1](models[2])),
+        (nn.Tanh(), nn.Linear(4, 4)),
+        {},
+        ["models.1", "models.0"],
+    ),
+    "one twice": (lambda p, q, x: p(q(x)), (NETS["a"], NETS["a"]), {}, ["p", "p"]),
+    "a dict": (lambda nets, x: nets["a"](nets["b"][0](x)), (NETS,), {}, ["nets.b.0", "nets.a"]),
+    "an object": (
+        lambda trainer, x: trainer.model(trainer.more[0](x)),
+        (Trainer(nn.Tanh(), [nn.Linear(4, 4)]),),
+        {},
+        ["trainer.more.0", "trainer.model"],
+    ),
+    "beside one of a closure": (lambda model, x: model(NETS["a"](x)), (nn.Tanh(),), {}, ["NETS.a", "model"]),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_modules_among_the_arguments_are_named_after_them(given):
+    run, modules, kwargs, names = GIVEN[given]
+    x = torch.randn(2, 4)
+    tr = st.trace(run, (*modules, x), kwargs)
+    assert [call.fqn for call in tr.calls if call.fqn] == names
+    assert not any("constant" in str(node.target) for node in tr.graph_module.graph.nodes)
+    with torch.no_grad():
+        for model in leaves(modules, kwargs):
+            model.weight *= 2
+    assert torch.equal(tr(*modules, x, **kwargs), run(*modules, x, **kwargs))
+
+
+def leaves(*given):
+    """The linear layers in arguments."""
+    found = torch.utils._pytree.tree_leaves(given)
+    found += [m for x in found if isinstance(x, Trainer) for m in x.more]
+    return {id(m): m for m in found if isinstance(m, nn.Linear)}.values()
+
+
+def test_another_module_as_argument_is_refused():
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    tr = st.trace(lambda model, x: model(x), (model, x))
+    with pytest.raises(st.InputMismatchError, match=r"argument 0 was Linear.* is another one now"):
+        tr(nn.Linear(4, 4), x)
+
+
 def test_parameters_of_a_parent_in_a_child_and_tensors_from_closures():
     class Net(nn.Module):
         def __init__(self):

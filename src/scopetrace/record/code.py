@@ -438,7 +438,10 @@ class Reach(abc.ABC):
     def _look_into_module(self, inside: dict[str, Any], names: Names, follow: bool) -> None:
         for name in names.bound_attributes:
             self.globals[id(inside), name] = inside, name
-        for name in (names.all | names.asked | {"__getattr__"}) & inside.keys() if follow else ():
+        wanted = names.all | names.asked
+        if isinstance(ask := inside.get("__getattr__"), types.FunctionType) and not is_installed(ask):
+            wanted |= {"__getattr__"}
+        for name in wanted & inside.keys() if follow else ():
             if (id(inside), name) not in self.looked_up:
                 self._look_up(inside, name, None)
 

@@ -130,11 +130,12 @@ class Model:
     """The modules and tensors that belong to a traced callable, with their names.
 
     An `nn.Module` has its own names (`named_modules`), a bound method those of its module. For any other callable, the
-    modules in its closure, globals, defaults and partial arguments are named after their variables, and those of the
-    functions that it refers to.
+    modules among its arguments and in its closure, globals, defaults and partial arguments are named after their
+    variables, and those of the functions that it refers to.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], arguments: Sequence[tuple[str, Any]] = ()) -> None:
+        """`arguments` are those of the call that is traced, with their names."""
         self.root, self.forward = _unwrap(fn)
         self._fn = self.forward.forward if isinstance(self.forward, torch.nn.Module) else fn
         self.type_name = type(self.root).__name__ if self.root is not None else _name_of(fn)
@@ -151,7 +152,7 @@ class Model:
         if self.root is not None:
             self._visit("", self.root, set())
         else:
-            for name, module in _found_around(fn, torch.nn.Module):
+            for name, module in _found_around(fn, torch.nn.Module, arguments):
                 self._visit(name, module, set())
 
     def _visit(self, fqn: str, module: torch.nn.Module, path: set[int]) -> None:
@@ -488,9 +489,9 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return "function" if name == "<lambda>" else name
 
 
-def _found_around(fn: Any, kind: type[T]) -> list[tuple[str, T]]:
+def _found_around(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, T]]:
     """The modules, or tensors, that a function can reach by name, itself and by the functions that it refers to."""
-    found: dict[str, T] = {}
+    found = {path: each for name, x in arguments for path, each in _found_in(_as_submodule(name), x, kind)}
     functions, known = [("", fn)], {id(fn)}
     for around, function in functions:  # which grows meanwhile
         for name, x in _variables(function):
@@ -501,6 +502,11 @@ def _found_around(fn: Any, kind: type[T]) -> list[tuple[str, T]]:
                 if found.setdefault(path, each) is not each:
                     found.setdefault(around + path, each)
     return [*found.items()]
+
+
+def _as_submodule(name: str) -> str:
+    """`models[0]` as `models.0`."""
+    return re.sub(r"\[(\w+)\]", r".\1", name)
 
 
 def _variables(fn: Any) -> list[tuple[str, Any]]:

@@ -131,7 +131,7 @@ def record(
     """
 
     def attempt(assumptions: Assumptions) -> RecordedTape:
-        model = Model(fn)
+        model = Model(fn, [*zip(argument_names(fn, len(args)), args, strict=True), *kwargs.items()])
         _refuse_wrapped(model)
         _refuse_lazy(model)
         root = root_scope(model.root) if knows_origins(model.root) else scopes.Scope("", model.type_name)
