@@ -199,6 +199,8 @@ class Asked:
 
     ask: Callable[..., Any]
     args: tuple[Any, ...]
+    text: Callable[[Any], str] | None = None
+    """What an error says of it; None for its repr."""
     kind, stays = "attribute", False
 
     def now(self, call: CallInputs) -> Any:

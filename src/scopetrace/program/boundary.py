@@ -49,6 +49,7 @@ from scopetrace.ir.reads import (
     MISSING,
     NO_CALL,
     SUBMODULES,
+    Asked,
     CallInputs,
     Flag,
     InTable,
@@ -810,7 +811,9 @@ def _in_numbers(value: Any, number: Number) -> Any:
 
 def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
     at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
-    problem = f"{read.name}{at}: {_text(value)} when traced and {_text(now)} now"
+    text = (isinstance(read.place, Asked) and read.place.text) or _text
+    then, present = text(value), text(now)
+    problem = f"{read.name}{at}: {then} when traced and {'not the same' if then == present else present} now"
     if read.place.kind == "input":
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
     if isinstance(read.place, OfFunctions):

@@ -450,7 +450,8 @@ class GradientRecorder:
         if state_of(optimizer) != step.state:
             self._refuse_new_state(optimizer, step.state)
         name = f"the parameters and state of {type(optimizer).__name__}"
-        self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+        place = Asked(tensors_of, (optimizer,), text=lambda ids: f"{len(ids)} tensors")
+        self._reads.note_once(name, tensors_of(optimizer), place)
         self._note_held(optimizer)
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
