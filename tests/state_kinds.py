@@ -790,7 +790,7 @@ class OfGetattr(Holder):
 
 class OfGetattribute(Holder):
     def put(self, value):
-        self.value = value
+        self.__dict__["value"] = value  # nn.Module would keep a module elsewhere
 
     def __getattribute__(self, name):
         return super().__getattribute__("value" if name == "shown" else name)
