@@ -530,7 +530,8 @@ def trace(
     Args:
         model: an `nn.Module`, a function, or a bound method of a module.
         args: a tuple of the positional arguments of the model, or a single tensor; tensors on any device, the meta
-            device too.
+            device too. A function may take modules and an optimizer, as `step(model, optimizer, x, y)`; a call of the
+            trace is given the same ones.
         kwargs: a dict of its keyword arguments.
         dynamic_shapes: which sizes may differ from call to call, in any of torch.export's forms: a dict by argument
             name or a tuple, of dicts or lists of `Dim`, derived dims, `Dim.AUTO`, `Dim.DYNAMIC`, numbers or None. All
