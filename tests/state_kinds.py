@@ -1284,10 +1284,10 @@ class InNetwork(Holder):
         self.__dict__.setdefault("around", [None])
         self.pending = value
         if self.around[0] is not None:
-            self.around[0].held = value
+            setattr(self.around[0], self.slot, value)
 
     def get(self):
-        return self.pending if self.around[0] is None else self.around[0].held
+        return self.pending if self.around[0] is None else getattr(self.around[0], self.slot)
 
 
 class InGenerator(Holder):

@@ -166,9 +166,9 @@ class Built:
         _TWISTS.get(program.twist, lambda layers, odd: None)(self.layers, program.odd)
         model = self.model = self._net()
         self.fn = (lambda x: model(x) + 1) if program.shape == "function" else model
-        for part in (part for layer in self.layers for part in layer.parts):
+        for i, part in (found for layer in self.layers for found in enumerate(layer.parts)):
             if "around" in part.__dict__:
-                part.around[0] = model
+                part.around[0], part.slot = model, f"held{i}"
                 part.put(part.pending)
         torch.manual_seed(0)
         self.args = (torch.randn(3, 4),)

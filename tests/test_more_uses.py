@@ -5,6 +5,7 @@ import collections
 import copy
 import datetime
 import functools
+import inspect
 import logging
 import os
 import queue
@@ -102,11 +103,47 @@ def test_what_a_weak_proxy_leads_to():
     refused(tr, r"k, .*: 2\.0 when traced and 3\.0 now")
 
 
-def test_the_dict_of_a_class():
-    model = net(lambda s, x: x * vars(type(s))["scale"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda own: own["scale"],
+        lambda own: len(str(own["scale"])),
+        lambda own: len(f"{own['scale']!r}"),
+        lambda own: 2 if own["scale"] == 2.0 else 3,
+        lambda own: 2 if own["scale"] else 3,
+    ],
+)
+def test_the_dict_of_a_class(read):
+    model = net(lambda s, x: x * read(vars(type(s))))
     type(model).scale = 2.0
     with pytest.raises(st.errors.UnsupportedOpError, match="out of the __dict__ of a class"):
         st.trace(model, (X,))
+
+
+@pytest.mark.parametrize("asked", [lambda model: model, type])
+@pytest.mark.parametrize("place", [lambda model: model, type])
+def test_getattr_static(asked, place):
+    """It finds what is there, not what tells of reads in a trace."""
+    model = net(lambda s, x: x * len(str(inspect.getattr_static(asked(s), "scale"))))
+    type(model).scale = 22.0
+    place(model).scale = 2.0
+    tr = st.trace(model, (X,))
+    before = model(X)
+    assert torch.equal(tr(X), before)
+    place(model).scale = 333.0
+    if torch.equal(model(X), before):  # one of the instance is none of the class, and stands before it
+        assert torch.equal(tr(X), before)
+    else:
+        refused(tr, "scale, which the model reads")
+
+
+def test_getattr_static_of_what_is_not_there():
+    model = net(lambda s, x: x * inspect.getattr_static(s, "scale", 3.0))
+    model.other, type(model).other = 1.0, 2.0
+    other = net(lambda s, x: x * inspect.getattr_static(s.inner, "scale", 3.0), inner=torch.nn.Tanh())
+    other.inner.scale = 5.0
+    assert torch.equal(st.trace(model, (X,))(X), X * 3)
+    assert torch.equal(st.trace(other, (X,))(X), X * 5)
 
 
 def test_a_weak_dictionary():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import Mine
+from scopetrace._compat.questions import Mine, Replace
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     MISSING,
@@ -123,6 +124,7 @@ class ObjectReads:
             owners = dict.fromkeys(owner for cls in self._watched for owner in _getattr_owners(cls))
             for owner, ask in [(owner, class_attribute(owner, "__getattr__")[1]) for owner in owners]:
                 replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
+            _report_static(replace)
             copies = not self._reach.names.isdisjoint(("copy", "deepcopy"))
             for cls in filter(is_users_class, self._watched):
                 if self._reach.takes_dicts:
@@ -536,6 +538,27 @@ class ObjectReads:
             for inner in list(_outside_of(calls, module)):
                 calls[id(inner)], found[id(inner)] = noted, type(module)
         return found
+
+
+def _report_static(replace: Replace) -> None:
+    """What `inspect.getattr_static` asks a class and an object by, which does not call what stands for attributes."""
+    of_class, of_object = inspect._check_class, inspect._check_instance  # type: ignore[attr-defined]
+
+    def check_class(cls: type, name: str) -> Any:
+        found = of_class(cls, name)
+        if not isinstance(found, Watched):
+            return found
+        found.note_read(found.base, sys._getframe(2))
+        return inspect._sentinel if found.value is MISSING else found.value  # type: ignore[attr-defined]
+
+    def check_instance(owner: Any, name: str) -> Any:
+        watched = class_attribute(type(owner), name)[1]
+        if isinstance(watched, Watched):
+            watched.note_read(owner, sys._getframe(2))
+        return of_object(owner, name)
+
+    replace(inspect, "_check_class", check_class)
+    replace(inspect, "_check_instance", check_instance)
 
 
 def _asker(owner: Any, asker: types.FrameType) -> types.FrameType | None:

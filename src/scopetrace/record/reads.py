@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -522,13 +522,14 @@ class Watched:
         self.first: dict[int, tuple[Any, Noted | None]] = {}
         """By id, each owner with where it was first read; None where it was written before."""
 
-    def __bool__(self) -> bool:
+    def _is_no_value(self, *_: object) -> NoReturn:
         raise TypeError(f"{Watched.__name__!r} is no value")
 
+    __bool__ = __repr__ = __eq__ = _is_no_value
+    __hash__ = object.__hash__
+
     def __get__(self, owner: Any, cls: type) -> Any:
-        place = self.base if owner is None else owner
-        if id(place) not in self.first and not self.builder.looks_at_objects:
-            self._note(place, noted_at(self.builder, sys._getframe(1)))
+        self.note_read(self.base if owner is None else owner, sys._getframe(1))
         value = MISSING if owner is None else own_dict(owner).get(self.key, MISSING)
         if value is not MISSING:
             return value
@@ -546,6 +547,11 @@ class Watched:
             del own_dict(owner)[self.key]
         except KeyError:
             raise AttributeError(self.key) from None
+
+    def note_read(self, owner: Any, asker: types.FrameType) -> None:
+        """Note that code in this frame asks an object, or `base`, for the attribute."""
+        if id(owner) not in self.first and not self.builder.looks_at_objects:
+            self._note(owner, noted_at(self.builder, asker))
 
     def _note(self, owner: Any, noted: Noted | None) -> None:
         if id(owner) not in self.first:
