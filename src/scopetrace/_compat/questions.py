@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import operator
 import os
@@ -463,6 +464,28 @@ class _Environment(type(os.environ)):  # type: ignore[misc]
         found = list(super().__iter__())
         _tell_of_environment(self, None, found)
         return iter(found)
+
+
+def report_static(
+    replace: Replace, behind: Callable[[Any, FrameType], Any], ask: Callable[[Any, str, FrameType], None]
+) -> None:
+    """What `inspect.getattr_static` asks a class and an object by, in all versions of Python so far.
+
+    `behind` gives what an entry of a class stands for, MISSING where for nothing; `ask` hears of a name that an object
+    is asked for. Both get the frame that asks.
+    """
+    of_class, of_object = inspect._check_class, inspect._check_instance  # type: ignore[attr-defined]
+
+    def check_class(cls: type, name: str) -> Any:
+        found = behind(of_class(cls, name), sys._getframe(2))
+        return inspect._sentinel if found is MISSING else found  # type: ignore[attr-defined]
+
+    def check_instance(owner: Any, name: str) -> Any:
+        ask(owner, name, sys._getframe(2))
+        return of_object(owner, name)
+
+    replace(inspect, "_check_class", check_class)
+    replace(inspect, "_check_instance", check_instance)
 
 
 def is_of_python(path: str) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import inspect
 import sys
 import threading
 import types
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import Mine, Replace
+from scopetrace._compat.questions import Mine, report_static
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     MISSING,
@@ -124,7 +123,7 @@ class ObjectReads:
             owners = dict.fromkeys(owner for cls in self._watched for owner in _getattr_owners(cls))
             for owner, ask in [(owner, class_attribute(owner, "__getattr__")[1]) for owner in owners]:
                 replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
-            _report_static(replace)
+            report_static(replace, _behind, _note_static)
             copies = not self._reach.names.isdisjoint(("copy", "deepcopy"))
             for cls in filter(is_users_class, self._watched):
                 if self._reach.takes_dicts:
@@ -540,25 +539,18 @@ class ObjectReads:
         return found
 
 
-def _report_static(replace: Replace) -> None:
-    """What `inspect.getattr_static` asks a class and an object by, which does not call what stands for attributes."""
-    of_class, of_object = inspect._check_class, inspect._check_instance  # type: ignore[attr-defined]
+def _behind(found: Any, asker: types.FrameType) -> Any:
+    """What a class has, in the place of what stands for it while the forward runs; MISSING for nothing."""
+    if not isinstance(found, Watched):
+        return found
+    found.note_read(found.base, asker)
+    return found.value
 
-    def check_class(cls: type, name: str) -> Any:
-        found = of_class(cls, name)
-        if not isinstance(found, Watched):
-            return found
-        found.note_read(found.base, sys._getframe(2))
-        return inspect._sentinel if found.value is MISSING else found.value  # type: ignore[attr-defined]
 
-    def check_instance(owner: Any, name: str) -> Any:
-        watched = class_attribute(type(owner), name)[1]
-        if isinstance(watched, Watched):
-            watched.note_read(owner, sys._getframe(2))
-        return of_object(owner, name)
-
-    replace(inspect, "_check_class", check_class)
-    replace(inspect, "_check_instance", check_instance)
+def _note_static(owner: Any, name: str, asker: types.FrameType) -> None:
+    watched = class_attribute(type(owner), name)[1]
+    if isinstance(watched, Watched):
+        watched.note_read(owner, asker)
 
 
 def _asker(owner: Any, asker: types.FrameType) -> types.FrameType | None:
