@@ -32,7 +32,16 @@ FIRST, LAST = (".".join(map(str, find(SUPPORTED))) for find in (min, max))
 """The supported versions of torch, as text."""
 
 # Not torch's: of Python, of onnxscript, ops, and what is set on objects that the package made.
-NOT_TORCH = {"_getframe", "_DEFAULT_REWRITE_RULES", "_matcher", "_target_pattern", "_scopetrace_original"}
+NOT_TORCH = {
+    "_getframe",
+    "_DEFAULT_REWRITE_RULES",
+    "_matcher",
+    "_target_pattern",
+    "_scopetrace_original",
+    "_check_class",
+    "_check_instance",
+    "_sentinel",
+}
 # Set on, or read from, an object that need not have it.
 OPTIONAL = {"_dispatch_key", "_initialize_hook", "_is_param", "_orig_mod"}
 
