@@ -45,6 +45,7 @@ from scopetrace.record.ops import OpRecorder
 from scopetrace.record.optimizers import (
     are_held,
     has_gradient,
+    how_many,
     new_state,
     setting_of,
     settings_of,
@@ -450,7 +451,7 @@ class GradientRecorder:
         if state_of(optimizer) != step.state:
             self._refuse_new_state(optimizer, step.state)
         name = f"the parameters and state of {type(optimizer).__name__}"
-        place = Asked(tensors_of, (optimizer,), text=lambda ids: f"{len(ids)} tensors")
+        place = Asked(tensors_of, (optimizer,), how_many)
         self._reads.note_once(name, tensors_of(optimizer), place)
         self._note_held(optimizer)
 

@@ -33,6 +33,11 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:
     return [*params, *(id(x) for _, _, x in state_tensors(optimizer))]
 
 
+def how_many(tensors: list[int]) -> str:
+    """What an error says of `tensors_of`."""
+    return f"{len(tensors)} tensors"
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, torch.Tensor]]:
     """The tensors of an optimizer's state, each with its key there, which is mostly a parameter, and its name below."""
     entries = [(p, state if isinstance(state, dict) else {"": state}) for p, state in optimizer.state.items()]
