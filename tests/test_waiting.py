@@ -5,6 +5,7 @@ without -> the same tapes, and the results of eager
 """
 
 import concurrent.futures
+import contextlib
 import copy
 import itertools
 import types
@@ -265,6 +266,64 @@ def test_outlines_of_layers_that_wait(targets, makes_all, grad, monkeypatch):
         torch.testing.assert_close(outline(x), model(x))
     assert str(plain) == str(repeated)
     assert repetitions(ops) == []
+
+
+class WithRotary(nn.Module):
+    """Layers, with a block without autograd in one place: before them, as of rotary embeddings, in each, or after them.
+
+    None of its parameters requires grad.
+    """
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.angles = place, nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.last = nn.Linear(4, 4)
+        if place == "inside":
+            for layer in self.layers:
+                layer.fc = Quiet()
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        """Run it."""
+        with torch.no_grad() if self.place == "before" else contextlib.nullcontext():
+            x = x + self.angles.cos()
+        for layer in self.layers:
+            x = layer(x)
+        with torch.no_grad() if self.place == "after" else contextlib.nullcontext():
+            x = x @ self.last.weight
+        return x * 2
+
+
+class Quiet(nn.Module):
+    """A layer that runs without autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    @torch.no_grad()
+    def forward(self, x):
+        """Run it."""
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(("place", "count"), [("before", 3), ("nowhere", 3), ("inside", 0), ("after", 0)])
+def test_ops_without_autograd_before_layers_do_not_make_these(place, count, monkeypatch):
+    """They ask which of the tensors before them do not require grad, and the program would differ if they did."""
+    monkeypatch.setenv("SCOPETRACE_CHECK", "0")
+    model, x = WithRotary(place), torch.ones(2, 4)
+    plain, repeated = (st.trace(model, (x,), reuse=reuse) for reuse in (False, True))
+    assert len(repetitions(tape_of(repeated).ops)) == count
+    asked = [s.expression for s in plain.specializations if s.expression.endswith("requires_grad")]
+    assert [s.expression for s in repeated.specializations if s.expression.endswith("requires_grad")] == asked
+    assert ("angles.requires_grad" in asked, "layers.3.fc.weight.requires_grad" in asked) == {
+        "before": (True, False),
+        "nowhere": (False, False),
+        "inside": (True, True),
+        "after": (True, True),
+    }[place]
+    assert str(plain) == str(repeated)
 
 
 class Sandwich(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import is_op, schema_of
-from scopetrace.ir.tape import Op, RecordedTape, Value, values_in
+from scopetrace.ir.tape import Op, RecordedTape, Value, recorded_ops, values_in
 from scopetrace.ops.functional_variants import is_factory
 
 
@@ -188,15 +188,19 @@ def root_of(v: Value) -> Value:
     return v
 
 
-def plain_leaves(tape: RecordedTape) -> dict[Value, int]:
+def plain_leaves(tape: RecordedTape, ops: list[Op] | None = None) -> dict[Value, int]:
     """The inputs and parameters that could require grad in a call and do not in the trace, with a bit each.
 
-    In a trace without autograd, no tensor counts as one that requires grad.
+    In a trace without autograd, no tensor counts as one that requires grad. With `ops`, those that these begin with.
     """
-    given = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
+    given = [
+        v for op in (tape.ops if ops is None else ops) if op.kind in ("placeholder", "get_attr") for v in op.values()
+    ]
     sources = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
     plain = [v for v in sources if can_require_grad(v) and not (v.requires_grad and tape.grad)]
-    if tape.grad and not any(op.writes or op.phase for op in tape.ops):  # the graph switches autograd for inputs
+    if tape.grad and not any(
+        op.writes or op.phase for op in recorded_ops(tape.ops)
+    ):  # the graph switches autograd for inputs
         plain = [v for v in plain if v.op.kind != "placeholder"]
     return {v: 1 << i for i, v in enumerate(plain)}
 

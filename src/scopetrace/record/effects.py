@@ -43,7 +43,17 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value, recorded_ops
+from scopetrace.ir.tape import (
+    AttributeWrite,
+    Call,
+    Op,
+    RecordedTape,
+    Value,
+    ops_between,
+    positions,
+    recorded_ops,
+    repetitions,
+)
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_installed, is_users, is_users_class, names_of
@@ -695,21 +705,22 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     Each is given with the first such op of either grad mode. It runs in another grad mode than that of the call, or
     writes to a detached tensor: the memory of others.
     """
-    ops = recorded_ops(tape.ops)
-    other = [op for op in ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
-    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in ops)
+    there = recorded_ops(tape.ops)
+    other = [op for op in there if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
+    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in there)
     if not other or not has_hidden:
         return
-    other = [op for op in tape.ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
-    bits = plain_leaves(tape)
+    ops = _up_to_last(tape, other)
+    other = [op for op in ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
+    bits = plain_leaves(tape, ops)
     if not bits:
         return
-    history = History(tape.ops, bits, assumed=True)
+    history = History(ops, bits, assumed=True)
 
     @functools.cache
     def sharing() -> dict[int, int]:
         found: dict[int, int] = collections.defaultdict(int)
-        for v in [v for op in tape.ops for v in op.values()]:
+        for v in [v for op in ops for v in op.values()]:
             found[v.storage] |= history.of(v)
         return found
 
@@ -727,6 +738,20 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
         left[op.grad] &= ~found
         if found:
             yield from ((leaf, op) for leaf, bit in bits.items() if found & bit)
+
+
+def _up_to_last(tape: RecordedTape, found: list[Op]) -> list[Op]:
+    """The ops of a tape up to the last of those which were found among the recorded ones.
+
+    All of them where one of these writes, since later ones may share its memory, or is repeated.
+    """
+    if any(op.writes for op in found):
+        return tape.ops
+    wanted = set(found)
+    at = [i for i, op in positions(tape.ops) if op in wanted]
+    repeated = [repetition.repeated for repetition in repetitions(tape.ops)]
+    is_repeated = any(call.start <= i < call.stop for call in repeated for i in at)
+    return tape.ops if is_repeated else ops_between(tape.ops, 0, at[-1] + 1)
 
 
 def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:

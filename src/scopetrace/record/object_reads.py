@@ -338,18 +338,18 @@ class ObjectReads:
     def _by_owner(
         self, original: Original, layers: list[tuple[torch.nn.Module, Read]], names: dict[int, str]
     ) -> list[OfOwner]:
-        found: dict[int, OfOwner] = {}
+        found: dict[int, tuple[Any, list[Read], list[Read]]] = {}
         for layer, read in layers:
             if id(layer) in original.owners:
-                found.setdefault(id(layer), (layer, []))[1].append((layer, read))
+                found.setdefault(id(layer), (layer, [], []))[1].append(read)
         for owner, holder, place, noted in self._read_of(original):
             assert noted is not None
             if holder is owner:
                 read = Read(names.get(id(owner), ""), MISSING, place, *noted)
             else:
                 read = Read(f"{holder.__name__}.{place.key}", snapshot(place.now(NO_CALL)), place, *noted)
-            found.setdefault(id(owner), (owner, []))[1].append((holder, read))
-        return list(found.values())
+            found.setdefault(id(owner), (owner, [], []))[1 if holder is owner else 2].append(read)
+        return [OfOwner(*each) for each in found.values()]
 
     def _identities(self, ran: Reach) -> Iterator[Read]:
         """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.

@@ -237,11 +237,15 @@ class Pairs:
         if first.layout is not second.layout:
             self._tables(a, first, second)
             return
-        values = second.values
-        for i, key, x, is_atom in compared:
-            y = values[i]
-            if not (is_atom and x is y):
-                self._value(key, x, y)
+        values, name = second.values, ""
+        try:
+            for i, key, x, is_atom in compared:
+                y = values[i]
+                if not (is_atom and x is y):
+                    name = key
+                    self.value(x, y)
+        except Differs as unlike:
+            raise unlike.inside(name) from None
 
     def _seen(self, a: torch.nn.Module) -> _Seen:
         saved = self._usual(a)

@@ -9,10 +9,12 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scopetrace.ir.reads import MISSING, InLayer, InTable, Read, own_dict, snapshot
+from scopetrace.ir.reads import MISSING, InLayer, InTable, Place, Read, own_dict, snapshot
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Call
 from scopetrace.record.code import ATOMS
@@ -75,14 +77,53 @@ class Repeated:
                 watched.first[id(new)] = new, noted and noted_in(noted)
 
 
-OfOwner = tuple[Any, list[tuple[Any, Read]]]
-"""A module or object, and what was read of it and of its class: each with which of them has it."""
+class OfOwner:
+    """What was read of a module or object of an original, and of its class."""
+
+    __slots__ = ("_counts", "_get", "_keys", "of_class", "of_own", "owner")
+
+    def __init__(self, owner: Any, of_own: list[Read], of_class: list[Read]) -> None:
+        """`of_own` are attributes in its `__dict__`, and all those of a layer that its code names."""
+        self.owner, self.of_own, self.of_class = owner, of_own, of_class
+        keys = [_keys_of(read.place) for read in of_own]
+        self._counts = list(map(len, keys))
+        self._keys = tuple(itertools.chain.from_iterable(keys))
+        self._get = operator.itemgetter(*self._keys) if len(self._keys) > 1 else None
+
+    def values(self, own: dict[str, Any]) -> Sequence[Any]:
+        """What stands in a `__dict__` for all that was read of this one."""
+        try:
+            found: Sequence[Any] = [own[key] for key in self._keys] if self._get is None else self._get(own)
+        except KeyError:
+            found = [own.get(key, MISSING) for key in self._keys]
+        return found if ATOMS.issuperset(map(type, found)) else list(map(snapshot, found))
+
+    def reads(self, own: dict[str, Any], name: str, values: Iterator[Any]) -> Iterator[tuple[Read, Any, Place, str]]:
+        """Of `own`, the `__dict__` of a module or object `name`: each read, the value in its stead, place and name.
+
+        `values` begins with what the method of this name gave of it.
+        """
+        for read, count in zip(self.of_own, self._counts, strict=True):
+            place, found = read.place, tuple(itertools.islice(values, count))
+            if isinstance(place, InLayer):
+                yield read, (*found, *[None] * len(place.lacks)), InLayer(own, place.keys, place.lacks), name
+            else:
+                assert isinstance(place, InTable)
+                yield read, found[0], InTable(own, place.key), f"{name}.{place.key}"
+        yield from [(read, read.value, read.place, read.name) for read in self.of_class]
+
+
+def _keys_of(place: Place) -> Sequence[Any]:
+    if isinstance(place, InLayer):
+        return place.keys
+    assert isinstance(place, InTable)
+    return (place.key,)
 
 
 class RepeatedReads:
     """What one repetition read, as items of `tape.ReadList`."""
 
-    __slots__ = ("_calls", "_names", "_owners", "_reads", "values")
+    __slots__ = ("_calls", "_found", "_names", "count", "values")
 
     def __init__(self, repeated: Repeated, of_original: Sequence[OfOwner], names: Mapping[int, str]) -> None:
         """`of_original` has what was read of the modules and objects of the original, and `names` those of all, by id.
@@ -91,49 +132,24 @@ class RepeatedReads:
         """
         self._calls = repeated.original.call, repeated.call
         self._names = names
-        self._owners, self._reads = list[Any](), list[Read]()
+        self._found = list[tuple[Any, OfOwner]]()
         self.values = list[Any]()
-        for owner, found in of_original:
-            new = repeated.partner(owner)
-            if new is owner:  # it is one of both calls
-                continue
-            own = own_dict(new)
-            for holder, read in found:
-                is_own = holder is owner
-                self._owners.append(new if is_own else None)
-                self._reads.append(read)
-                self.values.append(_value_of(own, read) if is_own else read.value)
-
-    @property
-    def count(self) -> int:
+        """What was read of its own modules and objects."""
+        self.count = 0
         """How many reads there are."""
-        return len(self._reads)
+        for of_owner in of_original:
+            new = repeated.partner(of_owner.owner)
+            if new is not of_owner.owner:  # else it is one of both calls
+                self._found.append((new, of_owner))
+                self.values += of_owner.values(own_dict(new))
+                self.count += len(of_owner.of_own) + len(of_owner.of_class)
 
     def reads(self) -> list[Read]:
         """One for each."""
-        elsewhere, found = Elsewhere(*self._calls), []
-        for owner, value, read in zip(self._owners, self.values, self._reads, strict=True):
-            place, name = read.place, read.name
-            if owner is not None:
-                own, name = own_dict(owner), self._names.get(id(owner), "")
-                if isinstance(place, InLayer):
-                    place = InLayer(own, place.keys, place.lacks)
-                else:
-                    assert isinstance(place, InTable)
-                    place, name = InTable(own, place.key), f"{name}.{place.key}"
-                name = name.removeprefix("self.").lstrip(".")
-            found.append(Read(name, value, place, *elsewhere.noted((read.frames, read.module))))
+        elsewhere, found, values = Elsewhere(*self._calls), [], iter(self.values)
+        for new, of_owner in self._found:
+            outer = self._names.get(id(new), "")
+            for read, value, place, name in of_owner.reads(own_dict(new), outer, values):
+                name = name if place is read.place else name.removeprefix("self.").lstrip(".")
+                found.append(Read(name, value, place, *elsewhere.noted((read.frames, read.module))))
         return found
-
-
-def _value_of(own: dict[str, Any], read: Read) -> Any:
-    """What stands in a `__dict__` for a value that was read of another one, or for those of a layer."""
-    place = read.place
-    if isinstance(place, InLayer):
-        found = [own[key] for key in place.keys]
-        if not ATOMS.issuperset(map(type, found)):
-            found = list(map(snapshot, found))
-        return (*found, *[None] * len(place.lacks))
-    assert isinstance(place, InTable)
-    value = own.get(place.key, MISSING)
-    return value if type(value) in ATOMS else snapshot(value)

@@ -159,7 +159,7 @@ class _Described:
     def _add_container(self, x: Any, kind: type) -> None:
         if kind in (list, dict):
             self._keep.append(x)
-            self.found.key.append(self._number(("object", id(x))))
+            self.found.key.append(self._number(id(x)))
         if kind is dict:
             if not ATOMS.issuperset(map(type, x)):
                 raise Differs("it takes a dict with keys that are not compared")
@@ -173,7 +173,7 @@ class _Described:
         is_fake = isinstance(t, FakeTensor)
         if metadata is None or tags_of(t) or not (is_fake or value.real is t):
             raise Differs("it takes a tensor whose metadata is not compared")
-        same = ("tensor", id(t)), ("value", value), ("memory", value.storage)
+        same = id(t), value, value.storage  # a storage is an address too, or odd
         self.found.key += [metadata, value.autograd_placeholder, is_fake, *map(self._number, same)]
         self.found.tensors.append(t)
         self.found.values.append(value)
