@@ -1498,12 +1498,27 @@ def test_a_learning_rate_that_the_step_changes_by_hand_is_refused():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_scheduler_steps_between_calls(kind):
-    """Where an optimizer reads the number of its learning rate, a call with another one is refused."""
-    models = [nn.Linear(4, 2)]
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((torch.optim.AdamW, options) for options in ({}, {"fused": True}, {"foreach": False})),
+        *((torch.optim.SGD, options) for options in ({}, {"fused": True}, {"foreach": False}, {"foreach": True})),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True}),
+        *((torch.optim.RMSprop, {"foreach": each, "momentum": 0.9}) for each in (False, True)),
+        *((torch.optim.Adadelta, {"foreach": each}) for each in (False, True)),
+        *((torch.optim.NAdam, {"foreach": each}) for each in (False, True)),
+        *((torch.optim.Adamax, {"foreach": each}) for each in (False, True)),
+        (torch.optim.Adagrad, {}),
+    ],
+)
+def test_a_scheduler_steps_between_calls(kind, options):
+    """A learning rate that is a tensor is read in each call, also by optimizers that take its number."""
+    models = [nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))]
     models.append(copy.deepcopy(models[0]))
-    optimizers = [kind(m.parameters(), lr=torch.tensor(0.1)) for m in models]
+    groups = [
+        [{"params": m[i].parameters(), "lr": torch.tensor(lr)} for i, lr in enumerate((0.1, 0.05))] for m in models
+    ]
+    optimizers = [kind(each, **options) for each in groups]
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
 
     def step_of(model, optimizer):
@@ -1518,15 +1533,52 @@ def test_a_scheduler_steps_between_calls(kind):
 
     eager, x = step_of(models[1], optimizers[1]), torch.randn(3, 4)
     tr = st.trace(step_of(models[0], optimizers[0]), (x,))
-    for i in range(3):
-        if i and kind is torch.optim.SGD:
-            with pytest.raises(st.StateMismatchError, match=r"the data of SGD_lr.* when traced and 0.05"):
-                tr(x)
-            break
+    for _ in range(3):
         assert torch.equal(tr(x), eager(x))
         assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
         for scheduler in schedulers:
             scheduler.step()
+
+
+def test_a_learning_rate_that_is_a_number_is_that_of_the_trace():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    tr = st.trace(step, (torch.ones(3, 4),))
+    tr(torch.ones(3, 4))
+    scheduler.step()
+    with pytest.raises(
+        st.StateMismatchError, match=r"'lr'\].*: 0.5 when traced and 0.25 now; .* lr=torch.tensor\(0.1\)"
+    ):
+        tr(torch.ones(3, 4))
+
+
+class StopsAtZero(torch.optim.SGD):
+    """Does nothing where the learning rate is zero."""
+
+    def step(self, closure=None):
+        """Step."""
+        if self.param_groups[0]["lr"] > 0:
+            return super().step(closure)
+        return None
+
+
+def test_an_optimizer_that_asks_for_its_learning_rate():
+    model = nn.Linear(4, 2)
+    optimizer = StopsAtZero(model.parameters(), lr=torch.tensor(0.5))
+
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(st.DataDependentError, match=r"(?s)branches in Python on the value.*lr.*> 0"):
+        st.trace(step, (torch.ones(3, 4),))
 
 
 def test_what_an_export_says_of_the_state_of_an_optimizer(tmp_path):

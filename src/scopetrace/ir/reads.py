@@ -201,6 +201,8 @@ class Asked:
     args: tuple[Any, ...]
     text: Callable[[Any], str] | None = None
     """What an error says of it; None for its repr."""
+    hint: str = ""
+    """How a program can follow it, which an error says where it has changed."""
     kind, stays = "attribute", False
 
     def now(self, call: CallInputs) -> Any:

@@ -821,7 +821,8 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
         problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
     if isinstance(read.place, Flag | OfEnvironment):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
-    return StateMismatchError(f"{problem}; trace again, or put it back; what changes from call to call is an argument")
+    hint = (isinstance(read.place, Asked) and read.place.hint) or "what changes from call to call is an argument"
+    return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
 
 
 def _text(value: Any) -> str:

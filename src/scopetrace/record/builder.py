@@ -636,6 +636,10 @@ class ValueTable:
         """Whether a tensor is an input, or real: of the model, or from a closure or global."""
         return self.is_given(t) or self._model.owner(unwrapped(t)) is not None
 
+    def is_state(self, t: torch.Tensor) -> bool:
+        """Whether a real tensor belongs to an optimizer: its state, or a setting such as the learning rate."""
+        return id(t) in self._model.state_names
+
     def is_given(self, t: torch.Tensor) -> bool:
         """Whether a tensor was there before the forward ran."""
         t = unwrapped(t)

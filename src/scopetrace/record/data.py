@@ -80,7 +80,10 @@ class DataReader:
 
     @functools.cached_property
     def _example(self) -> ExampleRun:
-        return ExampleRun(self._builder.tape, self._factory.shape_env, self._values.examples, self._on_constant)
+        values = self._values
+        return ExampleRun(
+            self._builder.tape, self._factory.shape_env, values.examples, self._on_constant, values.is_state
+        )
 
     def _on_constant(self, name: str, t: torch.Tensor) -> None:
         """Python reads the data of a constant: a call in which it is another one is another program."""
@@ -203,9 +206,11 @@ class ExampleRun:
         shape_env: WatchedShapeEnv,
         inputs: dict[Value, torch.Tensor],
         on_constant: Callable[[str, torch.Tensor], None],
+        is_state: Callable[[torch.Tensor], bool],
     ) -> None:
         self._tape = tape
         self._on_constant = on_constant
+        self._is_state = is_state
         self._env = shape_env
         self._random_state = torch.get_rng_state()
         self._inputs = inputs
@@ -370,7 +375,9 @@ class ExampleRun:
         if op.kind == "get_attr":
             storage = op.result.storage
             written = (v.storage for i in self._touching[storage] for v in self._tape.ops[i].writes)
-            return op.target not in self._tape.owners and storage not in written
+            if op.target in self._tape.owners or storage in written:
+                return False
+            return not self._is_state(self._tape.attributes[op.name])  # a learning rate that a scheduler may set
         if not is_op(op.target) or is_random(op.target) or is_collective(op.target) or op.unbacked is not None:
             return False
         return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))
