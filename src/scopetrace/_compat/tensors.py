@@ -79,6 +79,7 @@ def uncounted(t: torch.Tensor) -> Iterator[None]:
 
 stride_of: Callable[[torch.Tensor], Any] = _base.stride
 offset_of: Callable[[torch.Tensor], Any] = _base.storage_offset
+_clone: Callable[[torch.Tensor], torch.Tensor] = _base.clone
 requires_grad_of: Callable[[torch.Tensor], bool] = _base.requires_grad.__get__
 set_requires_grad: Callable[[torch.Tensor, bool], None] = _base.requires_grad.__set__
 is_leaf_of: Callable[[torch.Tensor], bool] = _base.is_leaf.__get__
@@ -206,6 +207,7 @@ class FakeMaker:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._templates: dict[torch.device, dict[str, Any]] = {}
+        self._dense: dict[Any, torch.Tensor | None] = {}
 
     def fresh(
         self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
@@ -224,12 +226,29 @@ class FakeMaker:
         """
         nbytes, size, stride, offset = place
         if isinstance(nbytes, int) and type(offset) is int and offset == 0:
+            like = self._dense_like(nbytes, size, stride, dtype)
+            if like is not None:  # to clone one takes half as long
+                return self._wrap(_clone(like), device, requires_grad)
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             if nbytes_of(meta.untyped_storage()) == nbytes:
                 return self._wrap(meta, device, requires_grad)
         memory = torch.empty(0, dtype=dtype, device="meta")
         _resize_storage(memory, nbytes)  # empty_strided would compute the bytes of symbolic sizes again, in sympy
         return self._wrap(torch.as_strided(memory, size, stride, offset), device, requires_grad)
+
+    def _dense_like(self, nbytes: int, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        """A meta tensor of this place in memory, of which each clone is one too; None where there is none."""
+        key = nbytes, size, stride, dtype
+        try:
+            if key in self._dense:
+                return self._dense[key]
+        except TypeError:  # symbolic sizes have no hash
+            return None
+        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        copy = _clone(meta)
+        is_like = stride_of(copy) == stride_of(meta) and nbytes_of(copy.untyped_storage()) == nbytes
+        found = self._dense[key] = meta if is_like else None
+        return found
 
     def in_storage(
         self, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int, like: torch.Tensor
@@ -713,11 +732,12 @@ class FreshFakes:
 
 def dense_order(t: torch.Tensor) -> list[int]:
     """The dimensions by stride, the longest first, of a tensor without gaps in memory; empty for any other."""
-    stride: Any = t.stride()
-    order = sorted(range(t.dim()), key=lambda i: (-stride[i], i)) if not is_symbolic(t) else list(range(t.dim()))
+    size, stride = t.size(), stride_of(t)
+    dims = range(len(size))
+    order = sorted(dims, key=lambda i: (-stride[i], i)) if not is_symbolic(t) else list(dims)
     expected = 1
     for i in reversed(order):
-        if t.size(i) != 1 and stride[i] != expected:
+        if size[i] != 1 and stride[i] != expected:
             return []
-        expected *= t.size(i)
+        expected *= size[i]
     return order

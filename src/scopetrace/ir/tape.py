@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import operator
 import os
 import threading
 import types
@@ -165,7 +166,7 @@ GIVEN_META = ("custom", "nn_module_stack", "fwd_nn_module_stack")
 """What ops get of the `node.meta` of a graph that is traced; `custom` is of `torch.fx.traceback.annotate` too."""
 
 
-@dataclasses.dataclass(eq=False, frozen=True, init=False)
+@dataclasses.dataclass(eq=False, frozen=True, init=False, slots=True)
 class Op:
     """One step of the program. It does not change.
 
@@ -203,8 +204,8 @@ class Op:
     phase: Phase | None = None
     """None in the forward."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         kind: str,
         target: Target,
         args: tuple[Argument, ...],
@@ -220,18 +221,20 @@ class Op:
         meta: dict[str, Any] | None = None,
         autocast: Autocast | None = None,
         phase: Phase | None = None,
-    ) -> None:
-        # Written as a dict: the __init__ of a frozen dataclass takes four times as long, which shows in a trace.
-        fields = self.__dict__
-        fields["kind"], fields["target"], fields["args"], fields["kwargs"] = kind, target, args, kwargs
-        fields["outputs"], fields["scope"], fields["call"], fields["frames"] = outputs, scope, call, frames
-        fields["grad"], fields["writes"], fields["unbacked"], fields["tracked"] = grad, writes, unbacked, tracked
-        fields["meta"], fields["autocast"], fields["phase"] = meta, autocast, phase
+    ) -> Op:
+        """An op of these fields."""
+        new: Any = _Fields()
+        new.kind, new.target, new.args, new.kwargs, new.outputs = kind, target, args, kwargs, outputs
+        new.scope, new.call, new.frames, new.grad, new.writes = scope, call, frames, grad, writes
+        new.unbacked, new.tracked, new.meta, new.autocast, new.phase = unbacked, tracked, meta, autocast, phase
+        new.__class__ = cls
         if isinstance(outputs, Value):
-            outputs.op = outputs.op or self
+            outputs.op = outputs.op or new
         elif outputs is not None:
-            for value in self.values():
-                value.op = value.op or self
+            for value in new.values():
+                value.op = value.op or new
+        op: Op = new
+        return op
 
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
@@ -280,7 +283,9 @@ class Op:
 
     def replace(self, **changed: Any) -> Op:
         """A copy with other fields, as of `dataclasses.replace`. The values of this op stay its own."""
-        return Op(**{**self.__dict__, **changed})
+        fields = dict(zip(_OP_FIELDS, _fields_of(self), strict=True))
+        fields.update(changed)
+        return Op(**fields)
 
     def copied(self, values: dict[Value, Value]) -> Op:
         """A copy for another tape: it reads the values that stand in `values`, and adds those that it makes."""
@@ -294,6 +299,16 @@ class Op:
         for value in self.values():
             value.op = self
         return self
+
+
+_OP_FIELDS = tuple([field.name for field in dataclasses.fields(Op)])
+_fields_of = operator.attrgetter(*_OP_FIELDS)
+
+
+class _Fields:
+    """An `Op` that is being made: to set the fields of a frozen dataclass takes four times as long."""
+
+    __slots__ = _OP_FIELDS
 
 
 @dataclasses.dataclass(eq=False)

@@ -90,16 +90,20 @@ class History:
             of_modules: the bits of what a leaf module makes, which has parameters of its own.
             assumed: whether all leaves count as if they required grad.
         """
-        self._assumed = assumed
+        self._assumed, self._leaves, self._of_modules = assumed, leaves, of_modules
         self._family: dict[Value, Value] = {}  # of views that of their base
         self._bits: dict[Value, int] = {}  # of the first of each family
         for op in ops:
-            made = op.values()
-            self._follow(op, made, of_modules)
-            for v in made:
-                if v in leaves:
-                    self._family[v] = v
-                    self._bits[v] = leaves[v]
+            self.add(op)
+
+    def add(self, op: Op) -> None:
+        """Go on by an op."""
+        made = op.values()
+        self._follow(op, made, self._of_modules)
+        for v in made:
+            if v in self._leaves:
+                self._family[v] = v
+                self._bits[v] = self._leaves[v]
 
     def of(self, v: Value) -> int:
         """The bits of the leaves that autograd leads to from a value, as the last op left it."""

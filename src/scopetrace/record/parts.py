@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from scopetrace._compat.ops import autocast_may_change, schema_of
-from scopetrace._compat.questions import settings
+from scopetrace._compat.questions import setting_values
 from scopetrace._compat.tensors import run_parts, without_dispatch
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Frames
@@ -61,7 +61,7 @@ class PartsRecorder:
         self._inference = inference
         self._copier = copier
         self._known: dict[Any, _Parts | None] = {}
-        self._settings: dict[str, Any] | None = None
+        self._settings: tuple[Any, ...] | None = None
         self._check = checks_enabled()
 
     def run(self, func: Any, lifted: Lifted, start: int, recorded: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -72,7 +72,7 @@ class PartsRecorder:
         """
         ops = self._builder.tape.ops
         args, kwargs, inputs = lifted.args, lifted.kwargs, lifted.inputs
-        now = settings()
+        now = setting_values()
         if now != self._settings:
             self._known.clear()
             self._settings = now

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import caches_parametrizations, hooks_of_all_modules, settings
+from scopetrace._compat.questions import caches_parametrizations, hooks_of_all_modules, setting_values
 from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, tags_of
 from scopetrace.containers.structure import instantiate, leaves, open_container
@@ -333,7 +333,7 @@ class CallRecorderWithReuse(CallRecorder):
         reads = self._asked
         asked = len(reads.asked), len(reads.layouts), len(reads.contiguous)
         where = self._builder.body, len(self._builder.tape.calls), self._state.asked_memos()
-        return _Kept(call, given, self._state, settings(), self._marks(), asked, *where)
+        return _Kept(call, given, self._state, setting_values(), self._marks(), asked, *where)
 
     def _renew(self) -> None:
         """Begin anew with the state of now; where that changes all the time, give up."""
@@ -385,7 +385,7 @@ class CallRecorderWithReuse(CallRecorder):
         changed = next((text for text, before in kept.marks.items() if now[text] != before), "")
         if changed:
             return changed
-        if settings() != kept.settings:
+        if setting_values() != kept.settings:
             return "it changes a setting of torch"
         if not kept.state.is_unchanged(draws=False) or not all(map(self._state.is_same, modules_in(call.module))):
             return "it writes to Python objects"
@@ -442,7 +442,7 @@ class CallRecorderWithReuse(CallRecorder):
             raise Differs("one of them is in the body of a higher-order op")
         if kept.given.key != given.key:
             raise Differs("the arguments differ")
-        if kept.settings != settings():
+        if kept.settings != setting_values():
             raise Differs("a setting of torch differs")
         if kept.state is not self._state or not self._state.is_unchanged(draws=False):
             raise Differs("the state of Python objects has changed")
@@ -508,7 +508,7 @@ class _Kept:
     call: Call
     given: Arguments
     state: State
-    settings: dict[str, Any]
+    settings: tuple[Any, ...]
     marks: dict[str, Any]
     asked: tuple[int, int, int]
     """How many layouts of values, of the model's tensors, and calls of `contiguous()` had been noted."""

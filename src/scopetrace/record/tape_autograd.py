@@ -33,7 +33,7 @@ from scopetrace._compat.ops import (
     is_recording,
     schema_of,
 )
-from scopetrace._compat.questions import settings
+from scopetrace._compat.questions import setting_values
 from scopetrace._compat.tensors import (
     FakeFactory,
     is_inference_of,
@@ -119,8 +119,7 @@ class TapeAutograd:
         self._factory = factory
         self._phases = phases
         self._formulas: dict[Any, Formula] = {}
-        self._settings: dict[str, Any] | None = None
-        self._in_settings: tuple[Any, ...] = ()
+        self._settings: tuple[Any, ...] = ()
         self._inputs: dict[Op, list[Value]] = {}
         """Of each op that a gradient was asked through, the inputs."""
         self._writes: dict[int, list[int]] = {}
@@ -186,10 +185,10 @@ class TapeAutograd:
         self._refuse_unknown([*outputs, *by])
         last = [(self._values.value_of(t), g) for t, g in zip(outputs, given, strict=True)]
         self._scan()
-        now = settings()
+        now = setting_values()
         if now != self._settings:
             self._formulas.clear()
-            self._settings, self._in_settings = now, tuple(now.items())
+            self._settings = now
         nodes = self._reached([v for v, _ in last])
         leaves = {id(n.fake): n for n in nodes if isinstance(n, Value)}  # a write since gives a leaf another value
         wanted = [leaves.get(id(t)) or self._values.value_of(t) for t in by]
@@ -332,7 +331,7 @@ class TapeAutograd:
         of = key, needs, gradient_keys
         formula = self._formulas.get(of)
         if formula is None:
-            known = _of_torch.get((self._in_settings, of))
+            known = _of_torch.get((self._settings, of))
             if known is None or self._check:
                 formula = self._formula(op, func, inputs, results, own, needs)
                 if known is not None:
@@ -383,7 +382,7 @@ class TapeAutograd:
         if not formula.is_noted and is_same_in_every_trace(of[0], values):
             if len(_of_torch) >= _MANY:
                 _of_torch.clear()
-            _of_torch[self._in_settings, of] = formula.without_trace()
+            _of_torch[self._settings, of] = formula.without_trace()
 
     def _formula(
         self,
