@@ -195,12 +195,16 @@ def hooks_of(*tensors: torch.Tensor) -> list[list[Callable[..., Any]]]:
     return list(map(_hooks, tensors))
 
 
-def has_node_hooks(t: torch.Tensor) -> bool:
-    """Whether hooks made in Python hang on the node of autograd's graph that adds to the `grad` of a leaf.
+def have_node_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether hooks made in Python hang on a node of autograd's graph that adds to the `grad` of one of some leaves.
 
     The node lives while somebody keeps it. It tells of its hooks where it gets another one.
     """
-    node = torch.autograd.graph.get_gradient_edge(t).node
+    with torch.enable_grad():
+        return any(_has_hooks(t.view_as(t).grad_fn.next_functions[0][0]) for t in tensors)  # type: ignore[union-attr]
+
+
+def _has_hooks(node: Any) -> bool:
     handles = node.register_hook(print), node.register_prehook(print)
     found = [len(handle.hooks_dict_ref() or ()) > 1 for handle in handles]
     for handle in handles:

@@ -415,7 +415,11 @@ class FakeFactory(FakeMaker):
         known = self._storages.get(storage._cdata)
         if known is None:
             self._keep.append(storage)
-            meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
+            like = self._dense_like(nbytes_of(storage), real.size(), stride_of(real), real.dtype)
+            if like is not None and offset_of(real) == 0:
+                meta = _clone(like)
+            else:
+                meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
             known = meta.untyped_storage()
             if offset_of(real) == 0 and nbytes_of(known) == nbytes_of(storage):
                 self._storages[storage._cdata] = known

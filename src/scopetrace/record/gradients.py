@@ -22,8 +22,8 @@ import torch
 from scopetrace._compat.gradients import (
     give_hooks,
     has_gradient_hooks,
-    has_node_hooks,
     has_other_gradient,
+    have_node_hooks,
     hooks_of,
     hooks_of_all_optimizers,
     leaves_of,
@@ -574,7 +574,7 @@ class GradientRecorder:
             self._refuse_beyond()
         by = [t for t in by if unwrapped(t) is t and not isinstance(t, FakeTensor)]
         with eager():
-            if any(has_node_hooks(t) for t in by if accumulates and t.is_leaf and requires_grad_of(t)):
+            if accumulates and have_node_hooks(t for t in by if t.is_leaf and requires_grad_of(t)):
                 self._refuse(
                     "a hook hangs on the node of autograd's graph that adds to the gradient of a parameter",
                     "register_post_accumulate_grad_hook of the parameter runs at the same time, and can be traced",
