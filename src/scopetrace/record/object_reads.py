@@ -125,11 +125,12 @@ class ObjectReads:
                 replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
             report_static(replace, _behind, _note_static)
             copies = not self._reach.names.isdisjoint(("copy", "deepcopy"))
-            for cls in filter(is_users_class, self._watched):
-                if self._reach.takes_dicts:
+            for cls in self._watched:
+                is_module, is_users = issubclass(cls, torch.nn.Module), is_users_class(cls)
+                if self._reach.takes_dicts or not (is_users or is_module):  # `==` of two argparse.Namespaces takes them
                     ask = class_attribute(cls, "__getattribute__")[1]
-                    replace(cls, "__getattribute__", self._reporting_dicts(ask, mine))
-                if copies or not issubclass(cls, torch.nn.Module):
+                    replace(cls, "__getattribute__", self._reporting_dicts(ask, mine, is_users or is_module))
+                if (copies and is_users) or not is_module:
                     copy = class_attribute(cls, "__reduce_ex__")[1]
                     replace(cls, "__reduce_ex__", self._reporting_copies(copy, mine))
             yield
@@ -174,12 +175,15 @@ class ObjectReads:
             place = InSlot(owner, name) if own is None else InTable(own, name)
         self._unfound.setdefault((id(owner), name), (owner, place, noted))
 
-    def _reporting_dicts(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
-        """The `__getattribute__` of a class, which tells of users' code that asks for a `__dict__`, as `vars` does."""
+    def _reporting_dicts(self, ask: Callable[..., Any], mine: Mine, only_users: bool) -> Callable[..., Any]:
+        """The `__getattribute__` of a class, which tells of code that asks for a `__dict__`, as `vars` does.
+
+        With `only_users`, of users' code.
+        """
 
         def __getattribute__(owner: Any, name: str) -> Any:
             asker = sys._getframe(1) if name == "__dict__" else None
-            if asker is not None and is_users(asker.f_code.co_filename) and mine():
+            if asker is not None and (not only_users or is_users(asker.f_code.co_filename)) and mine():
                 self.note_whole(owner, noted_at(self._builder, asker))
             return ask(owner, name)
 
