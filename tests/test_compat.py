@@ -41,6 +41,9 @@ NOT_TORCH = {
     "_check_class",
     "_check_instance",
     "_sentinel",
+    "_ProtocolMeta",
+    "_get_protocol_attrs",
+    "_is_protocol",
 }
 # Set on, or read from, an object that need not have it.
 OPTIONAL = {"_dispatch_key", "_initialize_hook", "_is_param", "_orig_mod"}

@@ -625,3 +625,16 @@ def test_products_of_dynamic_sizes_that_a_gradient_has_too(forward, sizes):
         found, expected = compiled(x), forward(x)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(*[torch.autograd.grad(y.square().sum(), x) for y in (found, expected)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": None}, "backend=None is neither a name"),
+        ({"functions": None}, "functions= takes 'layers', 'repeated', True"),
+        ({"functions": False}, "functions= takes 'layers', 'repeated', True"),
+    ],
+)
+def test_arguments_of_another_kind(options, message):
+    with pytest.raises(st.errors.ArgumentError, match=message):
+        st.trace(nn.Linear(4, 4), (torch.ones(2, 4),)).compile(**{"backend": "eager", **options})

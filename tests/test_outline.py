@@ -870,3 +870,27 @@ def test_the_text_of_an_outlined_step():
         for lines in (flat, outlined)
     ]
     assert scopes[0] == scopes[1] and "Squashed[2]" in scopes[0]
+
+
+class Mixed(nn.Module):
+    """A layer that has an `nn.Sequential` inside, as those of many vision transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        """Run it."""
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_in_an_outer_sequential(stages, reuse):
+    """The class of what is around the layers is that of a part of each."""
+    around = [nn.Sequential(*[Mixed() for _ in range(3)]) for _ in range(stages)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*around) if stages > 1 else around[0], nn.Linear(4, 2))
+    x = torch.randn(2, 4)
+    outline = st.trace(model, (x,), reuse=reuse).outline("layers")
+    assert [(f.name, len(f.calls)) for f in outline.functions] == [("Mixed", 3 * stages)]
+    torch.testing.assert_close(outline(x), model(x))

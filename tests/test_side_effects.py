@@ -461,6 +461,20 @@ def test_another_word_for_side_effects():
         st.trace(nn.Linear(4, 4), (X,), side_effects="ignore")
 
 
+@pytest.mark.parametrize(
+    "statement", ["seen.append(y.sum().item())", "table['loss'] = y.sum().item()", "seen += y.tolist()"]
+)
+def test_numbers_of_the_trace_are_not_left_in_lists(statement):
+    """A trace has symbols for them, which are no numbers."""
+    seen, table = [], {}
+    scope = {"seen": seen, "table": table}
+    exec(f"def forward(x):\n    global seen\n    y = x[0] * 2\n    {statement}\n    return y", scope)
+    tr = st.trace(scope["forward"], (X,))
+    tr(X)
+    assert (seen, table) == ([], {})
+    assert [str(effect.new) for effect in tr.side_effects]
+
+
 def test_a_check_is_no_call():
     tr = st.trace(Net(counts), (X,))
     tr.check((X,))

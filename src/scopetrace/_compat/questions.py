@@ -10,6 +10,8 @@ and contexts such as `torch.no_grad` ask only to restore what was.
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,7 +19,8 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Set
+import typing
+from collections.abc import Callable, Collection, Iterator, Set
 from types import FrameType
 from typing import Any, Protocol
 
@@ -494,6 +497,40 @@ def report_static(
 
     replace(inspect, "_check_class", check_class)
     replace(inspect, "_check_instance", check_instance)
+
+
+Check = Callable[[Any, Collection[str], FrameType], contextlib.AbstractContextManager[None]]
+
+
+def report_protocols(replace: Replace, check: Check) -> None:
+    """What asks whether an object is of a class that looks at attributes: a Protocol, or one with `__subclasshook__`.
+
+    `check` is entered meanwhile, with the names that a Protocol asks for and the frame that asks. Python keeps what it
+    finds for classes, also after the trace. `issubclass` is left as it is, since typing looks at the frames around it.
+    """
+    asked = functools.cache(_attributes_asked)
+    for meta in (abc.ABCMeta, typing._ProtocolMeta):
+        replace(meta, "__instancecheck__", _checked(vars(meta)["__instancecheck__"], check, asked))
+
+
+def _attributes_asked(cls: Any) -> Collection[str] | None:
+    """Those that a Protocol asks for; none of another class with a hook of users, and None of any other."""
+    if getattr(cls, "_is_protocol", False):
+        return frozenset(typing._get_protocol_attrs(cls))  # type: ignore[attr-defined]
+    hook = next(vars(base)["__subclasshook__"] for base in cls.__mro__ if "__subclasshook__" in vars(base))
+    code = getattr(getattr(hook, "__func__", None), "__code__", None)
+    return None if code is None or is_of_python(code.co_filename) else ()
+
+
+def _checked(ask: Any, check: Check, asked: Callable[[Any], Collection[str] | None]) -> Callable[[Any, Any], bool]:
+    @functools.wraps(ask)
+    def checked(cls: Any, x: Any) -> bool:
+        names = asked(cls)
+        with contextlib.nullcontext() if names is None else check(x, names, sys._getframe(1)):
+            found: bool = ask(cls, x)
+        return found
+
+    return checked
 
 
 def is_of_python(path: str) -> bool:

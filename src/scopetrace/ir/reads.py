@@ -387,18 +387,23 @@ _DATA = (bool, int, float, str, type(None), torch.dtype, torch.device, list, tup
 _READ_BY_OPS = ("torch.autocast", "torch.get_default_device()", "torch.get_default_dtype()")
 
 
-def snapshot(value: Any) -> Any:
-    """`value`, with copies of what holds values in it: containers of Python and arrays of NumPy."""
+def snapshot(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """`value`, with copies of what holds values in it: containers of Python and arrays of NumPy.
+
+    `around` has the ids of the containers that it is in.
+    """
     kind = type(value)  # isinstance would ask an object that is none of these for its `__class__`
     if kind in _WITHOUT_CONTENT:
         return value
     if kind is tuple and _WITHOUT_CONTENT.issuperset(map(type, value)):
         return value
-    items = _items(kind, value)
+    if id(value) in around:
+        return f"<container {len(around) - around.index(id(value))} up>"
+    items = _items(kind, value, (*around, id(value)))
     if items is not None:
         return items
     if kind in _CONTENTS:
-        return snapshot(_CONTENTS[kind](value))
+        return snapshot(_CONTENTS[kind](value), around)
     is_array = kind.__module__ == "numpy" and hasattr(kind, "tobytes")
     return (str(value.dtype), value.shape, value.tobytes()) if is_array else value
 
@@ -406,19 +411,28 @@ def snapshot(value: Any) -> Any:
 _WITH_ITEMS = dict, list, tuple, collections.deque
 
 
-def _items(kind: Any, value: Any) -> Any:
+def _items(kind: Any, value: Any, around: tuple[int, ...]) -> Any:
     """What a container holds, by the methods of its built-in class, and the attributes of one of a subclass."""
-    own = snapshot(own_dict(value)) if kind.__dictoffset__ and issubclass(kind, _WITH_ITEMS) else {}
+
+    def copied(items: Iterable[Any]) -> list[Any]:
+        return [snapshot(item, around) for item in items]
+
+    own: dict[str, Any] = {}
+    if kind.__dictoffset__ and issubclass(kind, _WITH_ITEMS) and own_dict(value) is not value:
+        own = snapshot(own_dict(value), around)
     if issubclass(kind, dict):
         items = (collections.OrderedDict if issubclass(kind, collections.OrderedDict) else dict).items(value)
-        return {**{key: snapshot(item) for key, item in items}, **{f".{key}": item for key, item in own.items()}}
+        return {
+            **{key: snapshot(item, around) for key, item in items},
+            **{f".{key}": item for key, item in own.items()},
+        }
     if issubclass(kind, tuple):
-        return (*map(snapshot, tuple.__iter__(value)), *own.items())
+        return (*copied(tuple.__iter__(value)), *own.items())
     if issubclass(kind, collections.deque):
         size = () if value.maxlen is None else (value.maxlen,)
-        return [*map(snapshot, collections.deque.__iter__(value)), *size, *own.items()]
+        return [*copied(collections.deque.__iter__(value)), *size, *own.items()]
     if issubclass(kind, list):
-        return [*map(snapshot, list.__iter__(value)), *own.items()]
+        return [*copied(list.__iter__(value)), *own.items()]
     return set(set.__iter__(value)) if issubclass(kind, set) else None
 
 
@@ -591,9 +605,12 @@ def unchanged(read: Read) -> list[Condition]:
     return [Condition("{}({})", (is_same, read))] if found is None else found
 
 
-def _with_content(is_there: Condition, x: Any) -> list[Condition] | None:
-    """That an object is somewhere, and has in it what it has now; None where that is no question of identity alone."""
-    if snapshot(x) is x:  # it is compared by identity, or does not change
+def _with_content(is_there: Condition, x: Any, around: tuple[int, ...] = ()) -> list[Condition] | None:
+    """That an object is somewhere, and has in it what it has now; None where that is no question of identity alone.
+
+    `around` has the ids of the containers that it is in.
+    """
+    if id(x) in around or snapshot(x) is x:  # it is compared by identity, or does not change
         return [is_there]
     if type(x) not in (list, tuple, dict) or len(x) > _MOST:
         return None
@@ -603,7 +620,7 @@ def _with_content(is_there: Condition, x: Any) -> list[Condition] | None:
     same_keys = Condition("[*{}] == {}", (x, keys)) if type(x) is dict else Condition("{}({}) == {}", (len, x, len(x)))
     found = [is_there, same_keys]
     for key in keys:
-        of_item = _with_content(Condition("{}[{}] is {}", (x, key, x[key])), x[key])
+        of_item = _with_content(Condition("{}[{}] is {}", (x, key, x[key])), x[key], (*around, id(x)))
         if of_item is None:
             return None
         found += of_item

@@ -235,9 +235,17 @@ def _without_making(source: TracedProgram, tape: FunctionalTape, wanted: list[An
 
 
 def _equal(kept: list[Call], named: set[Call], twice: set[type | None], outermost: bool) -> list[Call]:
-    """The calls that are named, or of a class in `twice` that several of them are of."""
-    whole = {call for call in kept if call.module_type in twice} if outermost else set()
-    again = [c for c in kept if c in named or (c.module_type in twice and whole.isdisjoint(_around(c)))]
+    """The calls that are named, or of a class in `twice` that several of them are of.
+
+    With `outermost`, those inside others of them are left out, and those around one of their own class, as an
+    `nn.Sequential` of layers that have such inside.
+    """
+    wanted = {c for c in kept if c.module_type in twice}
+    if outermost:
+        wanted -= {outer for c in wanted for outer in _around(c) if outer.module_type is c.module_type}
+    again = [c for c in kept if c in named or c in wanted]
+    if outermost:
+        again = [c for c in again if c in named or wanted.isdisjoint(_around(c))]
     count = Counter(c.module_type for c in again)
     return [c for c in again if c in named or count[c.module_type] > 1]
 

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.fx
 
+from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor, unsaved_buffers_of
 from scopetrace.ir.reads import MISSING, Missing, content_of, own_dict, value_of
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
@@ -882,8 +883,8 @@ def _same_memo(now: tuple[Any, int], before: tuple[Any, int]) -> bool:
 
 
 def holds_fake(x: Any, depth: int = 5) -> bool:
-    """Whether there is a fake tensor in containers, at most `depth` deep."""
-    if isinstance(x, FakeTensor):
+    """Whether there is a fake tensor, or a number of one, in containers, at most `depth` deep."""
+    if isinstance(x, (FakeTensor, *Symbolic)):
         return True
     if depth == 0 or not isinstance(x, (list, tuple, set, dict, collections.deque)):
         return False

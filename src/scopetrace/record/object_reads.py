@@ -18,13 +18,13 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import Mine, report_static
+from scopetrace._compat.questions import Mine, report_protocols, report_static
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     MISSING,
@@ -124,6 +124,7 @@ class ObjectReads:
             for owner, ask in [(owner, class_attribute(owner, "__getattr__")[1]) for owner in owners]:
                 replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
             report_static(replace, _behind, _note_static)
+            report_protocols(replace, self._as_it_is)
             copies = not self._reach.names.isdisjoint(("copy", "deepcopy"))
             for cls in self._watched:
                 is_module, is_users = issubclass(cls, torch.nn.Module), is_users_class(cls)
@@ -145,6 +146,29 @@ class ObjectReads:
         finally:
             for watched in found:
                 watched.put_back()
+
+    @contextlib.contextmanager
+    def _as_it_is(self, owner: Any, names: Collection[str], asker: types.FrameType) -> Iterator[None]:
+        """Inside, the class of an object has its own attributes, for what looks at those of classes.
+
+        The object is asked for attributes of some names.
+        """
+        kind, found = type(owner), list[Watched]()
+        for cls in kind.__mro__:
+            found += [w for w in self._watched.get(cls, {}).values() if vars(cls).get(w.key) is w]
+        for watched in found:
+            watched.put_back()
+        try:
+            yield
+        finally:
+            for watched in found:
+                setattr(watched.cls, watched.key, watched)
+        if kind in self._watched and not self._builder.looks_at_objects:
+            for name in names:
+                if name in self._watched[kind]:
+                    self._watched[kind][name].note_read(owner, asker)
+                if not hasattr(owner, name):
+                    self.note_unfound(owner, name, noted_at(self._builder, asker))
 
     def _reporting(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
         """The `__getattr__` of a class, which tells of names that are missing, or in a module stand for None."""
