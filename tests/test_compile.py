@@ -1,6 +1,8 @@
 """`Trace.compile`: each distinct function compiled once, with the results, effects and gradients of eager."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -638,3 +640,35 @@ def test_products_of_dynamic_sizes_that_a_gradient_has_too(forward, sizes):
 def test_arguments_of_another_kind(options, message):
     with pytest.raises(st.errors.ArgumentError, match=message):
         st.trace(nn.Linear(4, 4), (torch.ones(2, 4),)).compile(**{"backend": "eager", **options})
+
+
+def test_a_compiled_trace_in_a_function_that_is_traced():
+    """Its ops are recorded, as those of the trace; a step around it trains the model."""
+    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))]
+    models.append(copy.deepcopy(models[0]))
+    x = torch.randn(2, 4)
+    compiled = st.trace(models[0], (x,)).compile("aot_eager")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+
+    def step_of(model, optimizer):
+        def step(x):
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    tr = st.trace(step_of(compiled, optimizers[0]), (x,))
+    eager = step_of(models[1], optimizers[1])
+    for _ in range(3):
+        assert torch.equal(tr(x), eager(x))
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_compiled_code_is_not_copied(take):
+    compiled = st.trace(nn.Linear(4, 4), (torch.ones(2, 4),)).compile("eager")
+    with pytest.raises(st.errors.CompileError, match="neither copied nor pickled"):
+        take(compiled)

@@ -530,6 +530,7 @@ def _checked(ask: Any, check: Check, asked: Callable[[Any], Collection[str] | No
             found: bool = ask(cls, x)
         return found
 
+    GETTERS.add(checked.__code__)  # type: ignore[attr-defined]
     return checked
 
 

@@ -456,7 +456,7 @@ def asked_by_model(on_its_way: tuple[str, ...] = ("<frozen abc>",), *, depth: in
     A `__getattribute__`, which `caller` leaves out, asks with a `depth` of 1.
     """
     frame = caller(depth)
-    while frame is not None and frame.f_code.co_filename.startswith(on_its_way):
+    while frame is not None and (frame.f_code in GETTERS or frame.f_code.co_filename.startswith(on_its_way)):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from scopetrace._compat.compilers import backend_for
-from scopetrace.errors import ArgumentError
+from scopetrace.errors import ArgumentError, CompileError
+from scopetrace.ir.scopes import tracing_state
 from scopetrace.lower.compiled import BETWEEN, Piece, Pieces
 from scopetrace.program.outlined import OUTERMOST, OutlinedTrace, OutlineTarget, outline_outermost_calls
 from scopetrace.program.traced import TracedProgram
@@ -41,11 +42,22 @@ class CompiledTrace:
         """Run the compiled program: same results, effects and gradients as the model, up to the backend's rounding.
 
         Where autograd follows tensors that it did not follow in the trace, the first such call compiles again. Inputs
-        of sizes that the trace takes and the compiled code does not run through the graph, uncompiled.
+        of sizes that the trace takes and the compiled code does not run through the graph, uncompiled. So do calls in a
+        function that is being traced itself.
 
         Raises InputMismatchError and SideEffectError as `Trace.__call__`, CompileError where the backend fails.
         """
+        if tracing_state() is not None:
+            source = self._program.source
+            return source.run(source.graph_module, *args, **kwargs)
         return self._program.run_compiled(self._pieces, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise CompileError: neither `copy` nor `pickle` take compiled code."""
+        raise CompileError(
+            "a compiled trace is neither copied nor pickled",
+            hint="copy or save the Trace and compile that: backends such as Inductor keep what they made on disk",
+        )
 
     def __repr__(self) -> str:
         functions = [p for p in self.pieces if p.name != BETWEEN]
