@@ -236,6 +236,10 @@ class Op:
         op: Op = new
         return op
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For `copy` and `pickle`: an op that has nothing yet, and its fields, which may lead to it."""
+        return _op_without_fields, (), self.__getstate__()
+
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
         outputs = self.outputs
@@ -309,6 +313,12 @@ class _Fields:
     """An `Op` that is being made: to set the fields of a frozen dataclass takes four times as long."""
 
     __slots__ = _OP_FIELDS
+
+
+def _op_without_fields() -> Any:
+    new: Any = _Fields()
+    new.__class__ = Op
+    return new
 
 
 @dataclasses.dataclass(eq=False)
