@@ -440,6 +440,19 @@ def test_the_error_names_the_effect_the_line_and_the_way_out():
     assert "register_buffer" in error.value.hint and "side_effects='warn'" in error.value.hint
 
 
+def test_the_error_about_a_tensor_that_is_kept_says_how_to_keep_it():
+    shadow = {"mean": torch.zeros(4)}
+
+    def average(x):
+        shadow["mean"] = shadow["mean"] * 0.9 + x.mean(0) * 0.1
+        return shadow["mean"] * 2
+
+    tr = st.trace(average, (X,))
+    tr(X)
+    with pytest.raises(st.SideEffectError, match=r"write into the tensor that is there, as in `shadow\[name\].copy_"):
+        tr(X)
+
+
 def test_refused_at_the_trace():
     with pytest.raises(st.errors.SideEffectError, match=r"no graph carries: self\.hist was"):
         st.trace(Net(keeps_results), (X,), side_effects="refuse")

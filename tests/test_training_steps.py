@@ -1559,6 +1559,21 @@ def test_a_learning_rate_that_is_a_number_is_that_of_the_trace():
         tr(torch.ones(3, 4))
 
 
+def test_a_learning_rate_that_another_tensor_takes_the_place_of():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    tr = st.trace(step, (torch.ones(3, 4),))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    with pytest.raises(st.StateMismatchError, match=r'as in `group\["lr"\].copy_\(new\)`'):
+        tr(torch.ones(3, 4))
+
+
 class StopsAtZero(torch.optim.SGD):
     """Does nothing where the learning rate is zero."""
 

@@ -48,7 +48,12 @@ def refusal(effects: Sequence[SideEffect], problem: str) -> SideEffectError:
     """The error that says which `effects` are the problem: the first of them, and how many others there are."""
     first, *others = effects
     more = f"; and {len(others)} more, in Trace.side_effects" if others else ""
-    return SideEffectError(f"{problem}: {first.change}{more}", module=first.module, source=first.source, hint=_WAYS_OUT)
+    of_tensors = first.old.startswith("a tensor") and first.new.startswith("a tensor")
+    hint = f"{_IN_PLACE if of_tensors else ''}{_WAYS_OUT}"
+    return SideEffectError(f"{problem}: {first.change}{more}", module=first.module, source=first.source, hint=hint)
+
+
+_IN_PLACE = "write into the tensor that is there, as in `shadow[name].copy_(new)`, in place of keeping another one; or "
 
 
 _WAYS_OUT = (

@@ -423,10 +423,13 @@ class GradientRecorder:
         name = type(optimizer).__name__
         self._reads.note_once(f"the settings of {name}", settings_of(optimizer), Asked(settings_of, (optimizer,)))
         for i, key in settings_of(optimizer):
-            hint = "a rate that a scheduler changes is a tensor, lr=torch.tensor(0.1)" if key == "lr" else ""
-            setting, place = setting_of(optimizer, i, key), Asked(setting_of, (optimizer, i, key), hint=hint)
+            setting, hint = setting_of(optimizer, i, key), ""
             if isinstance(setting, torch.Tensor):
                 self._model.state_names[id(setting)] = f"{name}_{key}"
+                hint = f'write another value into the tensor that is there, as in `group["{key}"].copy_(new)`'
+            elif key == "lr":
+                hint = "a rate that a scheduler changes is a tensor, lr=torch.tensor(0.1)"
+            place = Asked(setting_of, (optimizer, i, key), hint=hint)
             self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
             self._settings.append((optimizer, i, key, setting))
 
