@@ -1723,6 +1723,22 @@ def test_recurrent_layers_under_functional_call(kind):
         torch.testing.assert_close(found, expected)
 
 
+def test_a_check_of_a_step_by_whose_input_it_differentiates():
+    """The step makes its input require grad, as a gradient penalty does; a call of the trace does not."""
+    model = nn.Linear(2, 1)
+
+    def penalty(x):
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        loss = slope.pow(2).sum()
+        loss.backward()
+        return loss.detach()
+
+    tr = st.trace(penalty, (torch.ones(1, 2),))
+    assert [effect.name for effect in tr.side_effects] == ["x.requires_grad"]
+    tr.check((torch.ones(1, 2),))
+
+
 def test_a_check_compares_gradients_and_leaves_them_as_they_are():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
