@@ -156,19 +156,21 @@ class ObjectReads:
         kind, found = type(owner), list[Watched]()
         for cls in kind.__mro__:
             found += [w for w in self._watched.get(cls, {}).values() if vars(cls).get(w.key) is w]
-        for watched in found:
-            watched.put_back()
+        if kind in self._watched and not self._builder.looks_at_objects:
+            for name in names:
+                watched = self._watched[kind].get(name)
+                if watched is not None:
+                    watched.note_read(owner, asker)
+                of_class = class_attribute(kind, name)[1] if watched is None else watched.value
+                if of_class is MISSING and not any(name in table for table in attribute_tables(owner)):
+                    self.note_unfound(owner, name, noted_at(self._builder, asker))
+        for each in found:
+            each.put_back()
         try:
             yield
         finally:
-            for watched in found:
-                setattr(watched.cls, watched.key, watched)
-        if kind in self._watched and not self._builder.looks_at_objects:
-            for name in names:
-                if name in self._watched[kind]:
-                    self._watched[kind][name].note_read(owner, asker)
-                if not hasattr(owner, name):
-                    self.note_unfound(owner, name, noted_at(self._builder, asker))
+            for each in found:
+                setattr(each.cls, each.key, each)
 
     def _reporting(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
         """The `__getattr__` of a class, which tells of names that are missing, or in a module stand for None."""
