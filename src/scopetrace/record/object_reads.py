@@ -127,11 +127,11 @@ class ObjectReads:
             report_protocols(replace, self._as_it_is)
             copies = not self._reach.names.isdisjoint(("copy", "deepcopy"))
             for cls in self._watched:
-                is_module, is_users = issubclass(cls, torch.nn.Module), is_users_class(cls)
-                if self._reach.takes_dicts or not (is_users or is_module):  # `==` of two argparse.Namespaces takes them
+                is_module, of_users = issubclass(cls, torch.nn.Module), is_users_class(cls)
+                if self._reach.takes_dicts or not (of_users or is_module):  # `==` of two argparse.Namespaces takes them
                     ask = class_attribute(cls, "__getattribute__")[1]
-                    replace(cls, "__getattribute__", self._reporting_dicts(ask, mine, is_users or is_module))
-                if (copies and is_users) or not is_module:
+                    replace(cls, "__getattribute__", self._reporting_dicts(ask, mine, of_users or is_module))
+                if (copies and of_users) or not is_module:
                     copy = class_attribute(cls, "__reduce_ex__")[1]
                     replace(cls, "__reduce_ex__", self._reporting_copies(copy, mine))
             yield
