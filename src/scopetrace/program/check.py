@@ -45,7 +45,7 @@ def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: di
     if any(effect.name.endswith(".requires_grad") for effect in program.tape.side_effects):
         # `x.requires_grad_()` of an argument, which a call does not do: see `Trace.side_effects`
         for run in (expected, actual):
-            run["arguments"] = tree_map_only(torch.Tensor, torch.Tensor.detach, run["arguments"])
+            run["arguments"] = tree_map_only(torch.Tensor, lambda t: t.detach() if t.is_leaf else t, run["arguments"])
     problems = [p for key, old in expected.items() for p in _differences(key, old, actual.get(key))]
     if problems:
         raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
