@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 import scopetrace as st
+from tests.steps import step_with
 
 
 class Block(nn.Module):
@@ -650,18 +651,8 @@ def test_a_compiled_trace_in_a_function_that_is_traced():
     compiled = st.trace(models[0], (x,)).compile("aot_eager")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
 
-    def step_of(model, optimizer):
-        def step(x):
-            loss = model(x).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return step
-
-    tr = st.trace(step_of(compiled, optimizers[0]), (x,))
-    eager = step_of(models[1], optimizers[1])
+    tr = st.trace(step_with(compiled, optimizers[0]), (x,))
+    eager = step_with(models[1], optimizers[1])
     for _ in range(3):
         assert torch.equal(tr(x), eager(x))
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
-from tests.steps import Net, batches, equal, run_beside_eager, step_of
+from tests.steps import Net, batches, equal, run_beside_eager, step_of, step_with
 
 
 def test_gradients_accumulate_whatever_was_there():
@@ -1599,15 +1599,7 @@ def test_an_optimizer_that_asks_for_its_learning_rate():
 def test_what_an_export_says_of_the_state_of_an_optimizer(tmp_path):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(x):
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    tr = st.trace(step, (torch.ones(3, 4),))
+    tr = st.trace(step_with(model, optimizer), (torch.ones(3, 4),))
     with pytest.raises(st.ExportError, match=r"model.weight_step is changed .*\n(.*\n)*.*return the gradients"):
         tr.to_exported_program()
     with pytest.raises(st.ExportError, match=r"torch.onnx failed at addcdiv(.*\n)*.*export `tr.decompose\(\)`"):
