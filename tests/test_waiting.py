@@ -114,12 +114,15 @@ def noting(waited):
     return noted
 
 
-def check(order, one, other, grad):
+MODES = {"no_grad": torch.no_grad, "grad": torch.enable_grad, "inference": torch.inference_mode}
+
+
+def check(order, one, other, mode):
     """Trace with and without copies, and compare. Returns how many layers waited to be read."""
     x, waited, found = torch.arange(8.0).view(2, 4) / 4, [], []
     for reuse in (False, True):
         net = model(order, one, other)
-        with torch.set_grad_enabled(grad), mock.patch.object(OpList, "wait", noting(waited)):
+        with MODES[mode](), mock.patch.object(OpList, "wait", noting(waited)):
             try:
                 found.append(st.trace(net, (x.clone(),), reuse=reuse, functional=False))
             except st.TraceError as error:
@@ -136,7 +139,7 @@ def check(order, one, other, grad):
     assert str(plain) == str(repeated)
     assert plain.graph_module.code == repeated.graph_module.code
     expected, net = copy.deepcopy(repeated.model), repeated.model
-    with torch.set_grad_enabled(grad):
+    with MODES[mode]():
         wanted, got = expected(x.clone()), repeated(x.clone())
     for a, b in zip(wanted, got, strict=True):
         torch.testing.assert_close(a, b)
@@ -147,7 +150,7 @@ def check(order, one, other, grad):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_statement(order):
-    waiting = [check(order, one, "nothing", grad) for one, grad in itertools.product(AFTER, (False, True))]
+    waiting = [check(order, one, "nothing", mode) for one, mode in itertools.product(AFTER, MODES)]
     assert sum(count > 0 for count in waiting) > len(waiting) // 4
 
 
@@ -415,11 +418,11 @@ def test_random_programs(programs, monkeypatch):
 def test_two_statements(order):
     pairs = list(itertools.product(AFTER, AFTER))
     for i, (one, other) in enumerate(pairs[len(order) :: 7]):
-        check(order, one, other, bool(i % 2))
+        check(order, one, other, [*MODES][i % 3])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("order", ORDERS)
 def test_all_pairs_of_statements(order):
-    for one, other, grad in itertools.product(AFTER, AFTER, (False, True)):
-        check(order, one, other, grad)
+    for one, other, mode in itertools.product(AFTER, AFTER, MODES):
+        check(order, one, other, mode)

@@ -397,6 +397,11 @@ class Program:
     reuse: bool | None
     uses: list[str]
 
+    def of_autograd(self) -> contextlib.AbstractContextManager[typing.Any]:
+        """Inside, autograd is as the program wants it: on, off, or off in inference mode."""
+        is_inference = not self.mode[0] and self.seed % 3 == 1
+        return torch.inference_mode() if is_inference else torch.set_grad_enabled(self.mode[0])
+
     @property
     def source(self) -> str:
         """The code of the classes."""
@@ -594,11 +599,11 @@ class Verdict:
 
 def traced(drawn: Program, reuse: bool | None) -> st.Trace | str:
     """A trace, or the error."""
-    grad, _, functional, dynamic, specialize = drawn.mode
+    _, _, functional, dynamic, specialize = drawn.mode
     KEPT.clear()
     model, x = drawn.model(), (torch.arange(8.0).view(2, 4) / 4).requires_grad_(drawn.seed % 4 == 0)
     options = {"dynamic_shapes": {"x": {0: torch.export.Dim("n", min=2)}}} if dynamic else {"specialize": specialize}
-    with torch.set_grad_enabled(grad), contextlib.redirect_stdout(io.StringIO()):
+    with drawn.of_autograd(), contextlib.redirect_stdout(io.StringIO()):
         try:
             return st.trace(model, (x,), reuse=reuse, functional=functional, **options)
         except Exception as error:
@@ -665,7 +670,7 @@ def _run(model, drawn, call) -> tuple[list[torch.Tensor], list[typing.Any]]:
     x = (torch.arange(8.0).view(2, 4) / 4).requires_grad_(drawn.seed % 4 == 0)
     KEPT.clear()
     torch.manual_seed(7)
-    with torch.set_grad_enabled(drawn.mode[0]), contextlib.redirect_stdout(io.StringIO()):
+    with drawn.of_autograd(), contextlib.redirect_stdout(io.StringIO()):
         out = [t for t in torch.utils._pytree.tree_leaves(call(x)) if isinstance(t, torch.Tensor)]
     state = [t.detach().clone() for t in model.state_dict().values()]
     grads = []

@@ -353,7 +353,7 @@ class FakeFactory(FakeMaker):
     def make_like(self, real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """As `from_real_like`, of a tensor of which there is no fake. Call inside `without_dispatch`."""
         place = nbytes_of(like.untyped_storage()), like.size(), stride_of(like), offset_of(like)
-        found = self._fakes[id(real)] = self.placed(place, like.dtype, like.device, requires_grad_of(like))
+        found = self._fakes[id(real)] = self.placed(place, like.dtype, like.device, requires_grad_of(real))
         if getattr(like, "_is_param", False):
             found._is_param = True
         storage, made = real.untyped_storage(), found.untyped_storage()
@@ -434,10 +434,15 @@ _NOTHING = contextlib.nullcontext()
 
 def normal_tensors() -> contextlib.AbstractContextManager[Any]:
     """Inside, tensors are made that are no inference tensors, as views of normal ones are in inference mode too."""
-    if not _inference_mode():
+    return in_inference_mode(False)
+
+
+def in_inference_mode(enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    """Inside, inference mode is on or off, and autograd is off where it changes."""
+    if enabled is _inference_mode():
         return _NOTHING
     stack = contextlib.ExitStack()
-    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch._C._InferenceMode(enabled))  # a block under torch.inference_mode is one of the forward
     stack.enter_context(torch.no_grad())
     return stack
 

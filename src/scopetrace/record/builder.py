@@ -25,7 +25,9 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
     FakeFactory,
     FakeTensor,
+    in_inference_mode,
     is_conj_of,
+    is_inference_of,
     is_neg_of,
     normal_tensors,
     offset_of,
@@ -579,7 +581,8 @@ class ValueTable:
         name = owner[0]
         self._tape.owners[name] = owner[1:]
         self._tape.attributes[name] = real
-        fake = self._factory.make_like(real, like.fake)
+        with normal_tensors():
+            fake = self._factory.make_like(real, like.fake)
         value = self.by_id[id(real)] = self.new(fake, 0, storage_id(fake), like.key)
         value.real = real
         self._keep.append(real)
@@ -669,7 +672,7 @@ class ValueTable:
         """
         offset, size, stride, dtype = layout
         changed = value.fake
-        with without_dispatch(), normal_tensors(), torch.no_grad():
+        with without_dispatch(), in_inference_mode(is_inference_of(changed)), torch.no_grad():
             before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
         held = self.in_storage(value.storage)  # with those that wait, which have the key that it had
         value.key = None

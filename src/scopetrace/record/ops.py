@@ -65,7 +65,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
-from scopetrace.ir.tape import Autocast, Value, flat, map_argument
+from scopetrace.ir.tape import Autocast, Op, Value, flat, map_argument, values_in
 from scopetrace.ops.functional_variants import (
     UNDECLARED_WRITTEN,
     is_metadata_only,
@@ -588,7 +588,7 @@ class OpRecorder:
         unseen = bool(facts.written) and self._prepare_write(call)
         known = self._append_known_write(call, key, undeclared, unseen=unseen)
         if known is not None:
-            return known
+            return _given(known, call) if facts.keeps_layout else known
         args, kwargs = self._with_fakes(call.given)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
@@ -634,6 +634,20 @@ class OpRecorder:
             return self._append_inferred(call, *found)
         is_known = self._is_known_update(call, undeclared)
         return self._append_update(call, *found, undeclared, tracked) if is_known else None
+
+    def repeat_write(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Put an op that writes on the tape again, with these values; False where it has to be recorded as ever."""
+        facts = self._facts.get(id(op.target))
+        if facts is None or self._exact or self._pending or facts.rewrite or facts.reads or not op.writes:
+            return False
+        call = OpCall(facts, args, kwargs)
+        call.args, call.kwargs, call.inputs = args, kwargs, values_in((args, kwargs))
+        undeclared = undeclared_writes(op.target, args, kwargs) if facts.may_write_undeclared else ()
+        if not (facts.keeps_layout or self._is_known_update(call, undeclared)):
+            return False
+        key = self.inference.key_of_call(op.target, args, kwargs)
+        unseen = bool(facts.written) and self._prepare_write(call)
+        return self._append_known_write(call, key, undeclared, unseen=unseen) is not None
 
     def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
@@ -685,7 +699,7 @@ class OpRecorder:
         key = target.key if target.requires_grad is requires_grad_of(fake) else self.inference.key_of(fake)
         tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
         self._append(call, self.values.new(fake, 0, target.storage, key), (target,), None, tracked)
-        return _given(fake, call)
+        return fake
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
         """What torch returns for fake tensors."""

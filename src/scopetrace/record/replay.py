@@ -23,7 +23,7 @@ from scopetrace._compat.questions import inference_mode_enabled
 from scopetrace._compat.tensors import (
     FakeFactory,
     FakeMaker,
-    normal_tensors,
+    in_inference_mode,
     storage_id,
     without_dispatch,
 )
@@ -127,7 +127,7 @@ class Replay:
         self._known_reads: list[int] = []
         self._tape = tools.builder.tape
         self._quiet = without_dispatch()
-        self._makes_later = not inference_mode_enabled()
+        self._in_inference = inference_mode_enabled()
 
     def _known(self, v: Value) -> Value:
         """The value of the tensor that stands for one that was on the tape before the original."""
@@ -172,7 +172,7 @@ class Replay:
         original = self.original
         if not original.steps:
             original.prepare(self._outputs_of)
-        if original.can_wait and self._makes_later and self._can_wait():
+        if original.can_wait and self._can_wait():
             self._wait()
         else:
             self._make_now()
@@ -445,7 +445,7 @@ class Replay:
         if self._waits:
             old = {v.slot: v for v in step.values}
             made = [self._made_late(old.get(slot), meta, slot, inputs) for slot, meta in enumerate(outputs.tensors)]
-        elif step.is_inner and self._makes_later:
+        elif step.is_inner:
             made = [self._later(meta, slot, inputs) for slot, meta in enumerate(outputs.tensors)]
         else:
             made = self._values.new_inferred(outputs, outputs.make(self._tools.maker, inputs), inputs)
@@ -483,14 +483,16 @@ class Replay:
         else:
             base = inputs[meta.base]
             storage, start = base.storage, base.offset + meta.offset
-            make = functools.partial(_made, self._tools.maker, meta, base)
+            make = functools.partial(_made, self._tools.maker, meta, base, self._in_inference)
         new = UnmadeValue(make, slot, storage, meta.key, start, meta.requires_grad)
         new.autograd_placeholder = meta.requires_grad
         return new
 
     def _maker_of(self, meta: OutputMeta) -> Callable[[], torch.Tensor]:
         """What makes a tensor in memory of its own."""
-        make = self.original.makers[id(meta)] = functools.partial(_made, self._tools.maker, meta, None)
+        make = self.original.makers[id(meta)] = functools.partial(
+            _made, self._tools.maker, meta, None, self._in_inference
+        )
         return make
 
     def _is_known(self, op: Op) -> bool:
@@ -506,7 +508,7 @@ class Replay:
         real = self._pairs.partner(op.result.real)
         owner = self._tools.model.owner(real)
         may_share = storage_id(real) in self._values.waiting or self._tools.maker.shares_storage(real)
-        if owner is None or may_share or not self._makes_later:
+        if owner is None or may_share:
             return None
         value = self._now[op.result] = self._values.adopt_like(real, owner, op.result)
         return Op("get_attr", owner[0], (), {}, value, *place, op.grad, autocast=op.autocast)
@@ -524,10 +526,10 @@ class Replay:
         """Any other op."""
         ops = self._builder.tape.ops
         inputs, start = [self._now[v] for v in op.inputs()], len(ops)
-        args, kwargs = map_argument(
-            lambda x: self._tensor(self._now[x]) if isinstance(x, Value) else x, (op.args, op.kwargs)
-        )
-        self._tools.ops.record(op.target, args, kwargs)
+        args, kwargs = map_argument(lambda x: self._now[x] if isinstance(x, Value) else x, (op.args, op.kwargs))
+        if not self._tools.ops.repeat_write(op, args, kwargs):
+            args, kwargs = map_argument(lambda x: self._tensor(x) if isinstance(x, Value) else x, (args, kwargs))
+            self._tools.ops.record(op.target, args, kwargs)
         new = ops[-1]
         made = list(zip(op.values(), new.values(), strict=False))
         same = (
@@ -538,7 +540,7 @@ class Replay:
         self._now.update(made)
 
 
-def _made(maker: FakeMaker, meta: OutputMeta, base: Value | None) -> torch.Tensor:
+def _made(maker: FakeMaker, meta: OutputMeta, base: Value | None, in_inference: bool) -> torch.Tensor:
     fake = None if base is None else base.fake
-    with without_dispatch(), normal_tensors():
+    with without_dispatch(), in_inference_mode(in_inference):
         return meta.make(maker, fake)

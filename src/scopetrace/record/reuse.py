@@ -54,7 +54,7 @@ _FEW = 4
 """So often modules that look alike may run in vain, and so often the state of Python objects may change, until
 nothing more is tried."""
 FEWEST_OPS = 16
-"""Where it is not asked for, a call with fewer ops that can be copied is recorded: to compare it takes as long."""
+"""Where it is not asked for, a call with fewer ops is recorded: to compare it takes as long."""
 _FREE = 5
 """So many calls become originals at once. Each further one waits for twenty times `fewest_ops` more ops on the tape, so
 that it takes little time where calls never repeat."""
@@ -197,7 +197,7 @@ class CallRecorderWithReuse(CallRecorder):
         maker: FakeFactory,
         fewest_ops: int,
     ) -> None:
-        """The first arguments are those of the base. A call of fewer than `fewest_ops` ops that can be copied runs."""
+        """The first arguments are those of the base. A call of fewer than `fewest_ops` ops runs."""
         super().__init__(builder, values, ops, reads, model, object_types, leaves, progress)
         assert isinstance(reads, ReadRecorderWithReuse)
         self.unshared = 0
@@ -264,8 +264,7 @@ class CallRecorderWithReuse(CallRecorder):
             return self._replayed(call, found)
         out = self._run_anew(call, entered, run, args, kwargs)
         ops = ops_between(self._builder.tape.ops, call.start, call.stop)
-        can_be_copied = sum(op.kind == "call_function" and not op.writes for op in ops)
-        is_small = group.kind.is_small = can_be_copied < self._fewest_ops
+        is_small = group.kind.is_small = sum(op.kind == "call_function" for op in ops) < self._fewest_ops
         self._report.traced[name] = self._report.traced.get(name, 0) + (not is_small)
         if found is not None and not is_small:
             self._kept += 1
