@@ -37,6 +37,13 @@ def resnet() -> tuple[torch.nn.Module, tuple[Any, ...]]:
     return timm.create_model("resnet152", pretrained=False).train(), (torch.randn(2, 3, 64, 64),)
 
 
+def efficientnet() -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """EfficientNet-B0 of timm, whose activations write over what backward reads, two small pictures."""
+    import timm
+
+    return timm.create_model("efficientnet_b0", pretrained=False).train(), (torch.randn(2, 3, 64, 64),)
+
+
 class WithLoss(torch.nn.Module):
     """A model whose result is its loss."""
 
@@ -96,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     given = sys.argv[1:] if argv is None else argv
     torch.set_num_threads(1)
     import_torchvision()
-    for name, build in (("BERT-base", bert), ("ResNet-152", resnet)):
+    for name, build in (("BERT-base", bert), ("ResNet-152", resnet), ("EfficientNet-B0", efficientnet)):
         compare(name, *build(), times=int(given[0]) if given else 4)
 
 

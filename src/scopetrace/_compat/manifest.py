@@ -25,7 +25,7 @@ NAMES = {
     "torch:UntypedStorage": "_cdata",
     "torch._C": """
         DispatchKey DispatchKeySet TensorBase _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
-        _DisableTorchDispatch _ExcludeDispatchKeyGuard _TorchDispatchModeKey _autograd
+        _DisableTorchDispatch _ExcludeDispatchKeyGuard _InferenceMode _TorchDispatchModeKey _autograd
         _dispatch_has_kernel _dispatch_has_kernel_for_dispatch_key
         _dispatch_get_registrations_for_dispatch_key _FunctionBase
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode

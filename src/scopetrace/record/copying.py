@@ -24,6 +24,7 @@ from scopetrace.record.builder import TapeBuilder, ValueTable, storage_of
 
 _aten = torch.ops.aten
 Record = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RepeatWrite = Callable[[Op, Mapping[Value, Value]], bool]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -69,13 +70,20 @@ class OpCopier:
     """Puts repetitions on the tape of one recording."""
 
     def __init__(
-        self, builder: TapeBuilder, values: ValueTable, maker: FakeMaker, inference: Inference, record: Record
+        self,
+        builder: TapeBuilder,
+        values: ValueTable,
+        maker: FakeMaker,
+        inference: Inference,
+        repeat_write: RepeatWrite,
+        record: Record,
     ) -> None:
-        """`record` records an op, and returns what it gives."""
+        """The last two are `OpRecorder.repeat_write` and `record`."""
         self._builder = builder
         self._values = values
         self._maker = maker
         self._inference = inference
+        self._repeat_write = repeat_write
         self._record = record
 
     def step(self, op: Op, later_frames: tuple[Any, ...] = ()) -> Step | None:
@@ -132,8 +140,9 @@ class OpCopier:
         if phase is not None:
             builder.phase = lambda *_: phase
         try:
-            args = tuple([_fakes(substituted(a, now)) for a in op.args])
-            self._record(op.target, args, {name: _fakes(substituted(a, now)) for name, a in op.kwargs.items()})
+            if not self._repeat_write(op, now):
+                args = tuple([_fakes(substituted(a, now)) for a in op.args])
+                self._record(op.target, args, {name: _fakes(substituted(a, now)) for name, a in op.kwargs.items()})
         finally:
             builder.op_frames, builder.phase = before
         new = ops[-1]

@@ -17,7 +17,7 @@ import bisect
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
-from scopetrace.ir.tape import Autocast, Op, Value, flat, map_argument, values_in
+from scopetrace.ir.tape import Autocast, Op, Value, flat, map_argument
 from scopetrace.ops.functional_variants import (
     UNDECLARED_WRITTEN,
     is_metadata_only,
@@ -86,6 +86,7 @@ from scopetrace.record.reads import FAST_PATH, ReadRecorder
 from scopetrace.record.rewritten_ops import REWRITES
 
 _aten = torch.ops.aten
+_CLONE = _aten.clone.default
 _flex_attention = torch.ops.higher_order.flex_attention
 _Parameter = torch.nn.Parameter
 
@@ -195,6 +196,7 @@ class OpRecorder:
         self.composites_apart = composites_apart
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
+        self._copies: dict[Any, bool] = {}  # by the key of a call, whether autograd copies its target: see `_copied`
         self._specialize = specialize
         self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
@@ -212,7 +214,7 @@ class OpRecorder:
     @functools.cached_property
     def copier(self) -> OpCopier:
         """Puts ops on the tape that repeat others."""
-        return OpCopier(self._builder, self.values, self.factory, self.inference, self.record)
+        return OpCopier(self._builder, self.values, self.factory, self.inference, self.repeat_write, self.record)
 
     def come_apart(self) -> None:
         """Let go of what knows this recorder, after the recording."""
@@ -635,25 +637,36 @@ class OpRecorder:
         is_known = self._is_known_update(call, undeclared)
         return self._append_update(call, *found, undeclared, tracked) if is_known else None
 
-    def repeat_write(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Put an op that writes on the tape again, with these values; False where it has to be recorded as ever."""
+    def repeat_write(self, op: Op, now: Mapping[Value, Value]) -> bool:
+        """Put an op that writes on the tape again, with the values that `now` has in place of its own.
+
+        False where it has to be recorded as ever.
+        """
         facts = self._facts.get(id(op.target))
         if facts is None or self._exact or self._pending or facts.rewrite or facts.reads or not op.writes:
             return False
+        args, kwargs = map_argument(lambda x: now[x] if isinstance(x, Value) else x, (op.args, op.kwargs))
         call = OpCall(facts, args, kwargs)
-        call.args, call.kwargs, call.inputs = args, kwargs, values_in((args, kwargs))
+        call.args, call.kwargs, call.inputs = args, kwargs, [now[v] for v in op.inputs()]
         undeclared = undeclared_writes(op.target, args, kwargs) if facts.may_write_undeclared else ()
         if not (facts.keeps_layout or self._is_known_update(call, undeclared)):
             return False
+        copied = self._builder.copied.get(op)
         key = self.inference.key_of_call(op.target, args, kwargs)
         unseen = bool(facts.written) and self._prepare_write(call)
-        return self._append_known_write(call, key, undeclared, unseen=unseen) is not None
+        if self._append_known_write(call, key, undeclared, unseen=unseen, copies=False) is None:
+            return False
+        if copied is not None:
+            self._builder.copied[self._builder.tape.ops[-1]] = now[copied]
+        return True
 
-    def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
+    def _append_known_write(
+        self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool, copies: bool = True
+    ) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
 
         Such are ops in place that change values alone, and those that write statistics beside their results, once torch
-        has run one of equal metadata.
+        has run one of equal metadata. With `copies`, what autograd copies before them gets an op too.
         """
         facts = call.facts
         target = call.args[0] if call.args else None
@@ -662,7 +675,8 @@ class OpRecorder:
         if facts.keeps_layout:
             with torch.no_grad() if unseen else contextlib.nullcontext():
                 is_known = self._changes_only_values(call, target.fake, key)
-            return self._append_in_place(call, target) if is_known else None
+            copied = self._copied(call, key, target) if is_known and unseen and copies else None
+            return self._append_in_place(call, target, copied) if is_known else None
         if not self._is_known_update(call, undeclared):
             return None
         found = self.inference.learned(key, facts.func, call.args, call.kwargs, call.inputs)
@@ -672,6 +686,37 @@ class OpRecorder:
             torch.autograd.graph.increment_version(v.fake)
         tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
         return self._append_update(call, *found, undeclared, tuple(tracked))
+
+    def _copied(self, call: OpCall, key: Any, target: Value) -> Value | None:
+        """The copy that autograd makes of what an op in place is about to write, since backward reads it; as an op.
+
+        None where it makes none, or nothing differentiates.
+        """
+        if not self._builder.derives_by_tape:
+            return None
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = self._is_copied(call, target)
+        if not copies:
+            return None
+        return self.values.append_op(_CLONE, (target,), self.inference.run(_CLONE, (target,), {}))
+
+    def _is_copied(self, call: OpCall, target: Value) -> bool:
+        """Whether autograd copies the target of an op in place, found by running it on other tensors."""
+        fakes = {v: self.inference.like(v.fake) for v in call.inputs}
+        for v, t in fakes.items():
+            if requires_grad_of(v.fake):
+                self.factory.give_history(t)
+        copied: list[Any] = []
+
+        def on_op(func: Any, args: Any, kwargs: Any) -> Any:
+            copied.extend([t for t in args[:1] if func is _CLONE])
+            return func(*args, **kwargs)
+
+        args, kwargs = map_argument(lambda x: fakes[x] if isinstance(x, Value) else x, (call.args, call.kwargs))
+        with self._builder.run_by_torch(call.facts.func), torch.enable_grad(), BelowAutograd(on_op):
+            run_op(self.factory.mode, call.facts.func, args, kwargs)
+        return any(t is fakes[target] for t in copied)
 
     def _is_known_update(self, call: OpCall, undeclared: Sequence[str]) -> bool:
         """Whether the results of an op that writes beside them follow from metadata."""
@@ -693,12 +738,14 @@ class OpRecorder:
         self._append(call, outputs.contained(made), written, None, tracked)
         return outputs.contained(fakes)
 
-    def _append_in_place(self, call: OpCall, target: Value) -> Any:
+    def _append_in_place(self, call: OpCall, target: Value, copied: Value | None) -> Any:
         fake = target.fake
         torch.autograd.graph.increment_version(fake)
         key = target.key if target.requires_grad is requires_grad_of(fake) else self.inference.key_of(fake)
         tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
         self._append(call, self.values.new(fake, 0, target.storage, key), (target,), None, tracked)
+        if copied is not None:
+            self._builder.copied[self._builder.tape.ops[-1]] = copied
         return fake
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:

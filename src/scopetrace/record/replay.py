@@ -526,9 +526,10 @@ class Replay:
         """Any other op."""
         ops = self._builder.tape.ops
         inputs, start = [self._now[v] for v in op.inputs()], len(ops)
-        args, kwargs = map_argument(lambda x: self._now[x] if isinstance(x, Value) else x, (op.args, op.kwargs))
-        if not self._tools.ops.repeat_write(op, args, kwargs):
-            args, kwargs = map_argument(lambda x: self._tensor(x) if isinstance(x, Value) else x, (args, kwargs))
+        if not self._tools.ops.repeat_write(op, self._now):
+            args, kwargs = map_argument(
+                lambda x: self._tensor(self._now[x]) if isinstance(x, Value) else x, (op.args, op.kwargs)
+            )
             self._tools.ops.record(op.target, args, kwargs)
         new = ops[-1]
         made = list(zip(op.values(), new.values(), strict=False))
