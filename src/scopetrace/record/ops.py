@@ -89,6 +89,8 @@ _aten = torch.ops.aten
 _CLONE = _aten.clone.default
 _flex_attention = torch.ops.higher_order.flex_attention
 _Parameter = torch.nn.Parameter
+_COPIES: dict[Any, bool] = {}
+"""By an op in place of torch, which of its inputs require grad, and its numbers: whether autograd copies its target."""
 
 RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
 
@@ -196,7 +198,6 @@ class OpRecorder:
         self.composites_apart = composites_apart
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
-        self._copies: dict[Any, bool] = {}  # by the key of a call, whether autograd copies its target: see `_copied`
         self._specialize = specialize
         self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
@@ -656,8 +657,10 @@ class OpRecorder:
         unseen = bool(facts.written) and self._prepare_write(call)
         if self._append_known_write(call, key, undeclared, unseen=unseen, copies=False) is None:
             return False
+        new = self._builder.tape.ops[-1]
+        self._builder.originals[new] = op
         if copied is not None:
-            self._builder.copied[self._builder.tape.ops[-1]] = now[copied]
+            self._builder.copied[new] = now[copied]
         return True
 
     def _append_known_write(
@@ -675,7 +678,7 @@ class OpRecorder:
         if facts.keeps_layout:
             with torch.no_grad() if unseen else contextlib.nullcontext():
                 is_known = self._changes_only_values(call, target.fake, key)
-            copied = self._copied(call, key, target) if is_known and unseen and copies else None
+            copied = self._copied(call, target) if is_known and unseen and copies else None
             return self._append_in_place(call, target, copied) if is_known else None
         if not self._is_known_update(call, undeclared):
             return None
@@ -687,17 +690,18 @@ class OpRecorder:
         tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
         return self._append_update(call, *found, undeclared, tuple(tracked))
 
-    def _copied(self, call: OpCall, key: Any, target: Value) -> Value | None:
+    def _copied(self, call: OpCall, target: Value) -> Value | None:
         """The copy that autograd makes of what an op in place is about to write, since backward reads it; as an op.
 
         None where it makes none, or nothing differentiates.
         """
         if not self._builder.derives_by_tape:
             return None
-        copies = self._copies.get(key)
-        if copies is None:
-            copies = self._copies[key] = self._is_copied(call, target)
-        if not copies:
+        told = [v.requires_grad_now if isinstance(v, Value) else repr(v) for v in (*call.args, *call.kwargs.items())]
+        of = call.facts.func, *told
+        if of not in _COPIES:
+            _COPIES[of] = self._is_copied(call, target)
+        if not _COPIES[of]:
             return None
         return self.values.append_op(_CLONE, (target,), self.inference.run(_CLONE, (target,), {}))
 

@@ -132,6 +132,7 @@ class PartsRecorder:
                 if late:
                     ops += [late.pop(now[v]) for v in step.inputs if now[v] in late]
                 self._copier.copy(step, now, None, quiet)
+                builder.originals[ops[-1]] = step.op
                 if builder.phase is not None and ops[-1].phase is None:
                     phase = builder.phase(ops[-1].args, ops[-1].outputs)
                     if phase is not None:

@@ -407,13 +407,15 @@ class Replay:
             frames: Frames = self._frames_of(op.frames) if outer is None else (outer, inner)
             place = scope or self._scope_of(op.scope), call, frames
             if step.outputs is not None:
-                ops.append(self._copy(step, step.outputs, place))
+                new = self._copy(step, step.outputs, place)
+                ops.append(new)
+                self._builder.originals[new] = op
             elif op.kind == "get_attr" and self._is_known(op):
                 pass
             elif step.is_plain_read:
-                new = self._read_like(op, place)
-                if new is not None:
-                    ops.append(new)
+                read = self._read_like(op, place)
+                if read is not None:
+                    ops.append(read)
                 else:
                     self._anew(op, *place)
             else:

@@ -119,6 +119,10 @@ class TapeAutograd:
         self._factory = factory
         self._phases = phases
         self._formulas: dict[Any, Formula] = {}
+        self._sums: dict[tuple[int | None, int | None], Step] = {}
+        """By the keys of two gradients, how their sum is repeated."""
+        self._keys: dict[Op, Any] = {}
+        """Of ops, what stands for all that decides the metadata of their results: the same for copies."""
         self._settings: tuple[Any, ...] = ()
         self._inputs: dict[Op, list[Value]] = {}
         """Of each op that a gradient was asked through, the inputs."""
@@ -188,6 +192,8 @@ class TapeAutograd:
         now = setting_values()
         if now != self._settings:
             self._formulas.clear()
+            self._sums.clear()
+            self._keys.clear()
             self._settings = now
         nodes = self._reached([v for v, _ in last])
         leaves = {id(n.fake): n for n in nodes if isinstance(n, Value)}  # a write since gives a leaf another value
@@ -288,11 +294,22 @@ class TapeAutograd:
     def _add(self, gradients: dict[Value, Value], v: Value, new: Value) -> None:
         """Add to the gradient of a value."""
         old = gradients.get(v)
-        if old is not None:
-            self._builder.phase = _always(self._phases.of_value(v))
-            self._ops.record(_SUM, (old.fake, new.fake), {})
-            new = self._builder.tape.ops[-1].result
-        gradients[v] = new
+        gradients[v] = new if old is None else self._sum(old, new, self._phases.of_value(v))
+
+    def _sum(self, one: Value, other: Value, phase: Phase | None) -> Value:
+        """The sum of two gradients, which is recorded once for equal metadata."""
+        ops, keys = self._builder.tape.ops, (one.key, other.key)
+        step = self._sums.get(keys)
+        if step is None or one is other or self._check:
+            self._builder.phase = _always(phase)
+            self._ops.record(_SUM, (one.fake, other.fake), {})
+            step = None if one is other or None in keys else self._copier.step(ops[-1])
+            if step is not None and step.outputs is not None:
+                self._sums[keys] = step
+        else:
+            with without_dispatch() as quiet:
+                self._copier.copy(step, dict(zip(step.inputs, (one, other), strict=True)), phase, quiet)
+        return ops[-1].result
 
     # ---------------------------------------------------------------- memory that is written
 
@@ -323,8 +340,7 @@ class TapeAutograd:
     ) -> list[Value | None]:
         """The gradients of the inputs that need one."""
         func = op.target if not op.writes else self._without_writes(op, inputs)
-        with torch.enable_grad():
-            key = self._inference.key_of_call(func, op.args, op.kwargs)
+        key = self._key(op, func)
         gradient_keys = tuple([None if g is None else g.key if g.key is not None else -1 for g in own])
         if key is None or -1 in gradient_keys:
             self.retrace("the metadata of a tensor is not known")
@@ -357,6 +373,16 @@ class TapeAutograd:
         except (NotRepeated, ForeignTensorError):  # also a tensor of a call that is a copy, which is not made yet
             self.retrace("an op of a backward does something else when it is repeated")
         return [v and now[v] for v in formula.gradients]
+
+    def _key(self, op: Op, func: Any) -> Any:
+        original = self._builder.originals.get(op, op)
+        found = self._keys.get(original)
+        if found is None or self._check:
+            with torch.enable_grad():
+                key = self._inference.key_of_call(func, op.args, op.kwargs)
+            assert found is None or found == key, op
+            found = self._keys[original] = key
+        return found
 
     def _without_writes(self, op: Op, inputs: list[Value]) -> Any:
         """The op that computes what an op in place does, where autograd takes both in the same way."""
@@ -486,7 +512,7 @@ class TapeAutograd:
         return step
 
 
-def _always(phase: Phase) -> Callable[[Any, Any], Phase | None]:
+def _always(phase: Phase | None) -> Callable[[Any, Any], Phase | None]:
     return lambda *_: phase
 
 
