@@ -161,7 +161,7 @@ class TapeBuilder:
         self.derives_by_tape = False
         """Whether the forward is taken to differentiate, and its backward is made from the tape (`TapeAutograd`)."""
         self.originals: dict[Op, Op] = {}
-        """By op that repeats one with inputs of equal metadata, that one; where the backward is made from the tape."""
+        """By op that repeats one with inputs of equal metadata, that one."""
         self.copied: dict[Op, Value] = {}
         """By op in place, the copy that autograd has made of what it wrote to, which backward reads."""
         self.autocast: Autocast | None = None

@@ -90,7 +90,8 @@ _CLONE = _aten.clone.default
 _flex_attention = torch.ops.higher_order.flex_attention
 _Parameter = torch.nn.Parameter
 _COPIES: dict[Any, bool] = {}
-"""By an op in place of torch, which of its inputs require grad, and its numbers: whether autograd copies its target."""
+"""By an op in place of torch, which of its inputs require grad, and what else it takes: whether autograd copies its
+target."""
 
 RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
 
@@ -697,8 +698,8 @@ class OpRecorder:
         """
         if not self._builder.derives_by_tape:
             return None
-        told = [v.requires_grad_now if isinstance(v, Value) else repr(v) for v in (*call.args, *call.kwargs.items())]
-        of = call.facts.func, *told
+        told = [v.requires_grad_now if isinstance(v, Value) else type(v) for v in (*call.args, *call.kwargs.values())]
+        of = call.facts.func, *told, *call.kwargs
         if of not in _COPIES:
             _COPIES[of] = self._is_copied(call, target)
         if not _COPIES[of]:
