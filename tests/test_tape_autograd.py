@@ -256,7 +256,7 @@ def test_layers_with_ops_in_place_are_copied(checked, monkeypatch, capsys):
         layers(x).sum().backward()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scopetrace.record.session.FEWEST_OPS", 2)
+        patch.setattr("scopetrace.record.session.SMALLEST", 2)
         trace = traced(step, layers, x)
     assert capsys.readouterr().out.count("a run") == 1
     assert trace.reuse.replayed == {"Gated": 2}  # the first takes what does not require grad

@@ -53,10 +53,10 @@ not compared, the frames around a call, how NumPy reports errors."""
 _FEW = 4
 """So often modules that look alike may run in vain, and so often the state of Python objects may change, until
 nothing more is tried."""
-FEWEST_OPS = 16
-"""Where it is not asked for, a call with fewer ops is recorded: to compare it takes as long."""
+SMALLEST = 20
+"""Where it is not asked for, a call with fewer ops and calls inside is recorded: to compare it takes as long."""
 _FREE = 5
-"""So many calls become originals at once. Each further one waits for twenty times `fewest_ops` more ops on the tape, so
+"""So many calls become originals at once. Each further one waits for twenty times `smallest` more ops on the tape, so
 that it takes little time where calls never repeat."""
 
 
@@ -195,9 +195,9 @@ class CallRecorderWithReuse(CallRecorder):
         effects: EffectWatch,
         object_reads: ObjectReads,
         maker: FakeFactory,
-        fewest_ops: int,
+        smallest: int,
     ) -> None:
-        """The first arguments are those of the base. A call of fewer than `fewest_ops` ops runs."""
+        """The first arguments are those of the base. A call of fewer than `smallest` ops and calls runs."""
         super().__init__(builder, values, ops, reads, model, object_types, leaves, progress)
         assert isinstance(reads, ReadRecorderWithReuse)
         self.unshared = 0
@@ -209,7 +209,7 @@ class CallRecorderWithReuse(CallRecorder):
         self._object_reads = object_reads
         self._tools = Tools(builder, values, ops, maker, model, object_reads, reads)
         self._groups: dict[int, _Group] = {}
-        self._fewest_ops = fewest_ops
+        self._smallest = smallest
         self._renewals = self._kept = 0
         self._report = self._builder.tape.reuse = Reuse()
 
@@ -262,9 +262,11 @@ class CallRecorderWithReuse(CallRecorder):
         if isinstance(found, Replay):
             self._report.replayed[name] = self._report.replayed.get(name, 0) + 1
             return self._replayed(call, found)
+        first = len(self._builder.tape.calls)
         out = self._run_anew(call, entered, run, args, kwargs)
         ops = ops_between(self._builder.tape.ops, call.start, call.stop)
-        is_small = group.kind.is_small = sum(op.kind == "call_function" for op in ops) < self._fewest_ops
+        size = sum(op.kind == "call_function" for op in ops) + len(self._builder.tape.calls) - first
+        is_small = group.kind.is_small = size < self._smallest
         self._report.traced[name] = self._report.traced.get(name, 0) + (not is_small)
         if found is not None and not is_small:
             self._kept += 1
@@ -300,7 +302,7 @@ class CallRecorderWithReuse(CallRecorder):
 
     def _may_keep(self) -> bool:
         """Whether one more call may become an original."""
-        return 20 * self._fewest_ops * (self._kept - _FREE) <= len(self._builder.tape.ops)
+        return 20 * self._smallest * (self._kept - _FREE) <= len(self._builder.tape.ops)
 
     def _note(self, call: Call, reason: str) -> None:
         self._report.not_shared.append(NotShared(call.scope.path, type(call.module).__name__, reason))
@@ -525,7 +527,7 @@ class _Kind:
     """Modules of one class with such submodules. Those with parameters of other shapes are as small or large."""
 
     is_small: bool
-    """Whether the last call had fewer ops than is worth to compare."""
+    """Whether the last call had fewer ops and calls than is worth to compare."""
 
 
 @dataclasses.dataclass(eq=False)

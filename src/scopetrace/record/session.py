@@ -103,7 +103,7 @@ from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder, Watched, caught, noting_errors
 from scopetrace.record.regions import CHECKPOINT, keep_regions
-from scopetrace.record.reuse import FEWEST_OPS, CallRecorderWithReuse, ReadRecorderWithReuse
+from scopetrace.record.reuse import SMALLEST, CallRecorderWithReuse, ReadRecorderWithReuse
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ class Recording:
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse()
         self._reuses = reuse is not False and not assumptions.records_all and model.has_layers()
-        self._fewest_ops = 0 if reuse else FEWEST_OPS
+        self._smallest = 0 if reuse else SMALLEST
         self.reads = (ReadRecorderWithReuse if self._reuses else ReadRecorder)(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
@@ -358,7 +358,7 @@ class Recording:
         rules = object_types, self._leaves, self._progress
         parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
         calls = (
-            CallRecorderWithReuse(*parts, effects, reads, self.factory, self._fewest_ops)
+            CallRecorderWithReuse(*parts, effects, reads, self.factory, self._smallest)
             if self._reuses
             else CallRecorder(*parts)
         )
