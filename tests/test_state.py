@@ -1,6 +1,7 @@
 """The user's model, process and random state are as they were."""
 
 import copy
+import itertools
 import random
 import sys
 import threading
@@ -597,3 +598,57 @@ def test_buffers_that_are_not_written_may_be_tied_later():
     tr = st.trace(net, (torch.ones(3),))
     net.a = net.b
     assert torch.equal(tr(torch.ones(3)), net(torch.ones(3)))
+
+
+REBINDS = {
+    "swap": "self.one, self.two = self.two, self.one",
+    "copy": "self.one = self.two",
+    "copy back": "self.two = self.one",
+    "new": "self.one, self.two = self.two, x + 1",
+    "kept": "self.two = self.one; self.one = x",
+    "one op": "self.one = self.two + 1",
+}
+
+
+def _partitions(count):
+    """All ways to share `count` tensors: the number of the tensor in each place."""
+    found = [[0]]
+    for _ in range(count - 1):
+        found = [[*f, n] for f in found for n in range(max(f) + 2)]
+    return found
+
+
+@pytest.mark.parametrize("statement", REBINDS)
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("hold", [nn.Module.register_buffer, setattr], ids=["buffers", "attributes"])
+def test_places_that_hold_one_tensor_and_get_others(statement, reads, hold):
+    """Which places hold one tensor changes from call to call: each is as eager's, or refused."""
+
+    class Holder(nn.Module):
+        pass
+
+    variables = {}
+    exec(
+        f"def forward(self, x):\n  y = x + {'self.one' if reads else 1}\n  {REBINDS[statement]}\n  return y", variables
+    )
+    Holder.forward = variables["forward"]
+    for shared in _partitions(4):
+        tensors = [torch.full((1,), float(i)) for i in range(4)]
+        holders = [Holder(), Holder()]
+        for place, (holder, name) in enumerate(itertools.product(holders, ("one", "two"))):
+            hold(holder, name, tensors[shared[place]])
+        net = nn.Sequential(*holders)
+        twin = copy.deepcopy(net)
+        trace = st.trace(net, (torch.zeros(1),))
+        for i in range(4):
+            try:
+                got = trace(torch.full((1,), float(i)))
+            except st.StateMismatchError:
+                break
+            assert torch.equal(got, twin(torch.full((1,), float(i)))), (shared, i)
+            assert [(float(h.one), float(h.two)) for h in net] == [(float(h.one), float(h.two)) for h in twin], (
+                shared,
+                i,
+            )
+            assert net.state_dict() == twin.state_dict(), (shared, i)
+        assert i >= 1, shared

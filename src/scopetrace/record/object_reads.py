@@ -302,7 +302,7 @@ class ObjectReads:
             name = f"{outer}.{place.key}".removeprefix("self.").lstrip(".")
             if isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module):
                 self._members[id(value)] = value
-                if isinstance(place, InTable) and (id(owner), place.key) not in changed:
+                if isinstance(place, InTable):
                     held.append((id(value), name, place.table, place.key))
             else:
                 read, key = Read(name, snapshot(value), place, frames, path), (id(owner), place.key)
@@ -460,7 +460,7 @@ class ObjectReads:
             tables = saved.tables[1:3] if self._model.is_outside(saved.module) else []
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
-        for tied in self._tied(used, held):
+        for tied in self._tied(used | self._members.keys(), held):
             names = " and ".join([name for _, name, _, _ in tied])
             places = tuple([(table, key) for _, _, table, key in tied])
             yield Read(f"{names} as one tensor", True, Tied(places), (), root)
@@ -486,9 +486,25 @@ class ObjectReads:
             for table, live in zip(saved.tables[1:3], saved.live[1:3], strict=True):
                 for key, t in table.items():
                     holders[id(t)].append((id(t), f"{saved.fqn}.{key}".lstrip("."), live, key))
-        for place in held:
+        for place in self._with_others(held):
             holders[place[0]].append(place)
         yield from [found for key, found in holders.items() if len(found) > 1 and key in used]
+
+    def _with_others(self, held: Sequence[_Held]) -> list[_Held]:
+        """The plain attributes that were read, each once, with others that hold the same tensors.
+
+        Those are the ones by which calls find these, and what code may have put them into, where they were before.
+        """
+        found = {(number, id(table), key): (number, name, table, key) for number, name, table, key in held}
+        owners = [self._model.owner(table[key]) for _, _, table, key in held]
+        places = [(module, key, fqn) for fqn, module, key in filter(None, owners) if key in module.__dict__]
+        for saved in self._modules:
+            names = self._reach.names.intersection(saved.contents)
+            places += [(saved.module, key, f"{saved.fqn}.{key}".lstrip(".")) for key in sorted(names)]
+        for module, key, name in places:
+            own = module.__dict__
+            found.setdefault((id(own[key]), id(own), key), (id(own[key]), name, own, key))
+        return [*found.values()]
 
     def _attributes(self) -> Iterator[tuple[Any, InTable | InTables | InSlot, Noted]]:
         """The attributes that were read, of layers only those that users' code names.
