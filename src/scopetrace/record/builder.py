@@ -162,7 +162,7 @@ class TapeBuilder:
         """Whether the forward is taken to differentiate, and its backward is made from the tape (`TapeAutograd`)."""
         self.originals: dict[Op, Op] = {}
         """By op that repeats one with inputs of equal metadata, that one."""
-        self.copied: dict[Op, Value] = {}
+        self.copied_before: dict[Op, Value] = {}
         """By op in place, the copy that autograd has made of what it wrote to, which backward reads."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""

@@ -65,7 +65,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
-from scopetrace.ir.tape import Autocast, Op, Value, flat, map_argument
+from scopetrace.ir.tape import Autocast, Op, Value, checks_enabled, flat, map_argument
 from scopetrace.ops.functional_variants import (
     UNDECLARED_WRITTEN,
     is_metadata_only,
@@ -653,7 +653,7 @@ class OpRecorder:
         undeclared = undeclared_writes(op.target, args, kwargs) if facts.may_write_undeclared else ()
         if not (facts.keeps_layout or self._is_known_update(call, undeclared)):
             return False
-        copied = self._builder.copied.get(op)
+        copied = self._builder.copied_before.get(op)
         key = self.inference.key_of_call(op.target, args, kwargs)
         unseen = bool(facts.written) and self._prepare_write(call)
         if self._append_known_write(call, key, undeclared, unseen=unseen, copies=False) is None:
@@ -661,7 +661,7 @@ class OpRecorder:
         new = self._builder.tape.ops[-1]
         self._builder.originals[new] = op
         if copied is not None:
-            self._builder.copied[new] = now[copied]
+            self._builder.copied_before[new] = now[copied]
         return True
 
     def _append_known_write(
@@ -700,8 +700,10 @@ class OpRecorder:
             return None
         told = [v.requires_grad_now if isinstance(v, Value) else type(v) for v in (*call.args, *call.kwargs.values())]
         of = call.facts.func, *told, *call.kwargs
-        if of not in _COPIES:
-            _COPIES[of] = self._is_copied(call, target)
+        known = _COPIES.get(of)
+        if known is None or checks_enabled():
+            copies = _COPIES[of] = self._is_copied(call, target)
+            assert known in (None, copies), of
         if not _COPIES[of]:
             return None
         return self.values.append_op(_CLONE, (target,), self.inference.run(_CLONE, (target,), {}))
@@ -750,7 +752,7 @@ class OpRecorder:
         tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
         self._append(call, self.values.new(fake, 0, target.storage, key), (target,), None, tracked)
         if copied is not None:
-            self._builder.copied[self._builder.tape.ops[-1]] = copied
+            self._builder.copied_before[self._builder.tape.ops[-1]] = copied
         return fake
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:

@@ -361,7 +361,7 @@ class TapeAutograd:
         elif self._check:
             _expect_same(formula, self._formula(op, func, inputs, results, own, needs))
         present = [*inputs, *results, *(g for g in own if g is not None)]
-        present[:1] = [self._builder.copied.get(op, present[0])]
+        present[:1] = [self._builder.copied_before.get(op, present[0])]
         for i in formula.reads:
             self._refuse_written(op, present[i], func)
         now = dict(zip(formula.places, present, strict=True))
