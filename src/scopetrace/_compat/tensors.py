@@ -339,6 +339,10 @@ class FakeFactory(FakeMaker):
         """Whether a tensor in the storage of `real` was made fake."""
         return real.untyped_storage()._cdata in self._storages
 
+    def has_none(self, storages: Iterable[int]) -> bool:
+        """Whether no tensor in any of these storages was made fake: see `id_of_storage`."""
+        return self._storages.keys().isdisjoint(storages)
+
     def from_real_like(self, real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """As `from_real`, for a tensor that had the metadata of `like`, and was alone in its storage, when it was read.
 

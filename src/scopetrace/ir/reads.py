@@ -255,7 +255,7 @@ class WhichInputs:
 class WhichOfModel:
     """Which inputs are which tensors of the model, whose names there, modules and names in these are given."""
 
-    owners: tuple[tuple[str, torch.nn.Module, str], ...]
+    owners: Iterable[tuple[str, torch.nn.Module, str]]
     kind, stays = "input", False
 
     def now(self, call: CallInputs) -> Any:
@@ -675,75 +675,82 @@ class TableChange(NamedTuple):
         return "; ".join(found) or f"the submodules of {self.name or 'the model'} are in another order"
 
 
+class TablesOfModule(NamedTuple):
+    """What a module was in the trace."""
+
+    name: str
+    module: torch.nn.Module
+    kind: type
+    methods: Set[str]
+    """The names of those of its class."""
+    forward: Any
+    """One that it had itself; MISSING where it had none."""
+    filled: Mapping[str, dict[Any, Any]]
+    """Its submodules and hooks, by the name of their table; of those only that were not empty."""
+
+
 class ModuleTables:
     """The tables of a model's modules, their classes and replaced forwards, and what these were in the trace."""
 
     def __init__(
-        self,
-        modules: Iterable[tuple[str, torch.nn.Module, Set[str]]],
-        hooks: Mapping[str, dict[Any, Any]],
-        read: Set[str],
+        self, modules: Callable[[], list[TablesOfModule]], hooks: Mapping[str, dict[Any, Any]], read: Set[str]
     ) -> None:
-        """`modules` are with their names, and those of the methods that their classes have.
+        """`modules` gives the model's, when somebody asks.
 
         `hooks` are the tables of hooks that run for all modules of the process, and `read` the attributes that the
         forward's code names.
         """
         self.read = frozenset(read)
-        found = [each for each in modules if not isinstance(each[1], torch.jit.ScriptModule)]  # theirs are in C++
-        self._names, self._modules = [name for name, _, _ in found], [m for _, m, _ in found]
-        own = [m.__dict__ for m in self._modules]
-        self._hooks = list(hooks)
-        self._now: list[dict[Any, Any]] = [*itertools.chain.from_iterable(map(_tables_of, own)), *hooks.values()]
-        self._empty = [table for table in self._now if not table]
-        self._filled = [table for table in self._now if table]
-        self._then = [table.copy() for table in self._filled]
-        self._kinds = [type(m) for m in self._modules]
-        methods = zip(own, [names for _, _, names in found], strict=True)
-        self._methods = [names if names.isdisjoint(table) else names - table.keys() for table, names in methods]
-        self._forwards = [(table, table["forward"]) for table in own if "forward" in table]
+        self._make = modules
+        self._of_process = {name: (table, table.copy()) for name, table in hooks.items()}
+
+    @functools.cached_property
+    def _modules(self) -> list[TablesOfModule]:
+        return self._make()
+
+    def _pairs(self) -> Iterator[tuple[torch.nn.Module | None, str, str, dict[Any, Any], dict[Any, Any]]]:
+        """Of each table: its module, the name of that and its own, what it holds and what it held."""
+        for each in self._modules:
+            for name, now in zip(_TABLES, _tables_of(each.module.__dict__), strict=True):
+                yield each.module, each.name, name, now, each.filled.get(name, _EMPTY)
+        for name, (now, then) in self._of_process.items():
+            yield None, "all modules", name, now, then
 
     def restore(self) -> None:
-        """Make the tables what they were, so that hooks which a forward has made are gone."""
-        for table in filter(None, self._empty):
-            table.clear()
-        for now, then in zip(self._filled, self._then, strict=True):
+        """Take hooks for all modules away that a forward has made, and put those back that there were."""
+        for now, then in self._of_process.values():
             if now != then:
                 now.clear()
                 now.update(then)
 
     def unchanged(self) -> Iterator[Condition]:
         """What holds as long as all is what it was."""
-        for module, kind in zip(self._modules, self._kinds, strict=True):
-            yield Condition("{}({}) is {}", (type, module, kind))
-        for module, names in zip(self._modules, self._methods, strict=True):
-            for name in names:
-                yield Condition("{} not in {}", (name, module.__dict__))
-        for table, forward in self._forwards:
-            yield Condition("{}.get('forward') == {}", (table, forward))
-        yield Condition("not {}({})", (any, self._empty))
-        yield Condition("{} == {}", (self._filled, self._then))
+        for each in self._modules:
+            yield Condition("{}({}) is {}", (type, each.module, each.kind))
+        for each in self._modules:
+            for name in each.methods:
+                yield Condition("{} not in {}", (name, each.module.__dict__))
+        for each in self._modules:
+            if each.forward is not MISSING:
+                yield Condition("{}.get('forward') == {}", (each.module.__dict__, each.forward))
+        tables = [(now, then) for _, _, _, now, then in self._pairs()]
+        yield Condition("not {}({})", (any, [now for now, then in tables if not then]))
+        yield Condition("{} == {}", ([now for now, then in tables if then], [then for _, then in tables if then]))
 
     def changes(self) -> Iterator[TableChange]:
         """The tables that are not what they were."""
-        owners: list[tuple[Any, str, str]] = [
-            (m, name, table) for m, name in zip(self._modules, self._names, strict=True) for table in _TABLES
-        ]
-        owners += [(None, "all modules", table) for table in self._hooks]
-        then = {id(table): old for table, old in zip(self._filled, self._then, strict=True)}
-        for owner, new in zip(owners, self._now, strict=True):
-            old = then.get(id(new), _EMPTY)
-            if new != old:
-                yield TableChange(*owner, old, new)
-        code = zip(self._modules, self._kinds, self._names, self._methods, strict=True)
-        for module, kind, name, methods in code:
-            if type(module) is not kind:
-                names = kind.__name__, type(module).__name__
-                yield TableChange(module, name, CODE, {"class": names[0]}, {"class": names[1]})
-            for method in module.__dict__.keys() & methods:
-                yield TableChange(module, name, CODE, {method: "that of its class"}, {method: "another one"})
-            if any(own.get("forward") != f for own, f in self._forwards if own is module.__dict__):
-                yield TableChange(module, name, CODE, {"forward": "one of its own"}, {"forward": "another one"})
+        for module, name, table, now, then in self._pairs():
+            if now != then:
+                yield TableChange(module, name, table, then, now)
+        for each in self._modules:
+            module, own = each.module, each.module.__dict__
+            if type(module) is not each.kind:
+                names = each.kind.__name__, type(module).__name__
+                yield TableChange(module, each.name, CODE, {"class": names[0]}, {"class": names[1]})
+            for method in own.keys() & each.methods:
+                yield TableChange(module, each.name, CODE, {method: "that of its class"}, {method: "another one"})
+            if each.forward is not MISSING and own.get("forward") != each.forward:
+                yield TableChange(module, each.name, CODE, {"forward": "one of its own"}, {"forward": "another one"})
 
 
 _EMPTY: dict[Any, Any] = {}

@@ -383,15 +383,15 @@ class ValueTable:
         self.by_id[id(value.fake)] = value
         self._by_storage.setdefault(value.storage, []).append(value)
 
-    def enter_waiting(self, value: WaitingValue, real: torch.Tensor) -> None:
-        """Have a value for a tensor of the model of which no fake is made yet."""
-        owner = self._model.owner(real)
-        assert owner is not None
-        name = owner[0]
-        self._tape.owners[name] = owner[1:]
-        self._tape.attributes[name] = real
-        self.by_id[id(real)] = value
-        self._keep.append(real)
+    def enter_waiting(self, reals: list[torch.Tensor], values: list[WaitingValue], storages: Iterable[int]) -> None:
+        """Have values for tensors of the model, which lie in these storages, of which no fakes are made yet."""
+        ids = list(map(id, reals))
+        names, places = self._model.owners_of(ids)
+        self._tape.owners.update(zip(names, places, strict=True))
+        self._tape.attributes.update(zip(names, reals, strict=True))
+        self.by_id.update(zip(ids, values, strict=True))
+        self.waiting.update(storages)
+        self._keep += reals
 
     def enter_late(self, storage: int, position: int, values: list[Value]) -> None:
         """Have values of a storage that are made now, and stand before others that were made meanwhile.

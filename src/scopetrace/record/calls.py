@@ -614,7 +614,7 @@ def leaf_targets(leaf_modules: Any, model: Model) -> list[Target]:
             if model.modules and not any(isinstance(m, target) for m in model.modules):
                 raise LeafPatternError(f"leaf_modules: the model has no {target.__name__}")
         elif isinstance(target, str) and "/" not in target:
-            names = [name for known in model.names.values() for name in known if name]
+            names = [name for module in model.modules for name in model.names_of(module) if name]
             if not fnmatch.filter([*names, *(type(m).__name__ for m in model.modules)], target):
                 raise _no_leaf(target, names)
         elif not callable(target) and not isinstance(target, str):

@@ -516,8 +516,9 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
     ran.add_class(type(getattr(fn, "__self__", fn)))
     for kind in {call.module_type: None for call in recorded(tape.calls) if call.module_type is not None}:
         ran.add_class(kind)
-    objects = [x for x in values if not (type(x) in ATOMS or (type(x) is tuple and ATOMS.issuperset(map(type, x))))]
-    for found in (*functions_of(reach, tape), *_hooks_of_calls(tape), *reach.hooks, *objects):
+    objects = {id(x): x for x in values if type(x) not in ATOMS}  # that of many layers may be one
+    found = [x for x in objects.values() if not (type(x) is tuple and ATOMS.issuperset(map(type, x)))]
+    for found in (*functions_of(reach, tape), *_hooks_of_calls(tape), *reach.hooks, *found):
         ran.visit("", "", found)
     return ran
 

@@ -267,12 +267,11 @@ class EffectWatch:
         for name, module in (("random", random), ("numpy.random", getattr(sys.modules.get("numpy"), "random", None))):
             if module is not None:
                 self._snapshot.add(name, name, module.random.__self__)
-        inputs = zip(builder.tape.input_paths, (v.fake for v in builder.tape.inputs), strict=True)
-        self._tensors = [*inputs, *self._model.tensors]
-        self._tags = [tags_of(t) if vars(t) else _NO_TAGS for _, t in self._tensors]
-        for (path, t), tags in zip(self._tensors, self._tags, strict=True):
+        self._tensors = [*[v.fake for v in builder.tape.inputs], *self._model.tensors]
+        self._tags = [tags_of(t) if vars(t) else _NO_TAGS for t in self._tensors]
+        for i, tags in enumerate(self._tags):
             for name, x in tags.items():
-                self._snapshot.add(f"{path}.{name}", f".{name}", x, t)
+                self._snapshot.add(f"{self._path(i)}.{name}", f".{name}", x, self._tensors[i])
         self._follow(fn)
         if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
             self._follow_hooks()
@@ -309,9 +308,9 @@ class EffectWatch:
         inside = [
             (f"{s.name}.{name}", p) for s in self._model.saved_modules for name, p in parameters_of(s.module).items()
         ]
-        found = {
-            id(t): (path, t) for path, t in (*self._model.tensors, *self._snapshot.tensors, *inside) if t is not None
-        }
+        tensors = self._model.tensors
+        own = zip(self._model.names_of_tensors(tensors), tensors, strict=True)
+        found = {id(t): (path, t) for path, t in (*own, *self._snapshot.tensors, *inside) if t is not None}
         for path, t in found.values():
             (hooks,) = hooks_of(t)
             for hook in hooks:
@@ -349,7 +348,7 @@ class EffectWatch:
                 functools.partial(saved.kind.copy, saved.owner), functools.partial(saved.kind.restore, saved.owner)
             )
         for module in self._model.saved_modules:
-            yield Table(functools.partial(dict, module.live[0]), module.live[0].update)
+            yield Table(functools.partial(dict, module.own), module.own.update)
         for _, cell, content in self._cells:
             if content is not MISSING:
                 yield Table(functools.partial(_content, cell), functools.partial(_fill, cell))
@@ -385,14 +384,20 @@ class EffectWatch:
         found += self._restore_tags()
         return [change for change in found if not same(change.old, change.new)]
 
+    def _path(self, i: int) -> str:
+        """The name in source, or in the model, of one of the tensors."""
+        inputs = self._tape.input_paths
+        return inputs[i] if i < len(inputs) else self._model.names_of_tensors([self._tensors[i]])[0]
+
     def _restore_tags(self) -> Iterator[Change]:
-        for (name, t), before in zip(self._tensors, self._tags, strict=True):
+        for i, (t, before) in enumerate(zip(self._tensors, self._tags, strict=True)):
             now = tags_of(t) if vars(t) else _NO_TAGS
             if now or before:
                 for key in now.keys() - before.keys():
                     del vars(t)[key]
                 vars(t).update(before)
-                yield from (Change(f"{name}.{k}", f".{k}", before.get(k, MISSING), x, t, k) for k, x in now.items())
+                for k, x in now.items():
+                    yield Change(f"{self._path(i)}.{k}", f".{k}", before.get(k, MISSING), x, t, k)
 
     def note(
         self,
@@ -409,7 +414,7 @@ class EffectWatch:
         others: list[Change] = []
         effects: list[SideEffect] = []
         for change in changes:
-            names, value = self._model.names.get(id(change.holder)), None
+            names, value = self._model.names_of(change.holder), None
             if names and change.attribute and isinstance(change.new, torch.Tensor):
                 value = self._values.bound_value(change.new)
             if names and value is not None:

@@ -39,7 +39,7 @@ import torch.fx
 
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor, unsaved_buffers_of
-from scopetrace.ir.reads import MISSING, Missing, content_of, own_dict, value_of
+from scopetrace.ir.reads import MISSING, SUBMODULES, Missing, TablesOfModule, content_of, own_dict, value_of
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 from scopetrace.record.code import ATOMS, HOOKS, MEMO, is_users_class, methods_of
@@ -71,8 +71,8 @@ class Layout:
     __slots__ = ("ends", "flat", "names", "own")
 
     def __init__(self, flat: tuple[str | None, ...]) -> None:
+        """`flat` has the names of one table after the other, with None after each."""
         self.flat = [*flat]
-        """As `_names_in` gives them, to compare with those of now."""
         tables: list[list[str]] = [[]]
         for name in flat:
             if name is None:
@@ -80,29 +80,13 @@ class Layout:
             else:
                 tables[-1].append(name)
         self.names = tuple(map(tuple, tables[:-1]))
-        """Of each of `attribute_tables`."""
+        """Of each of `SavedModule.live`."""
         self.own = own_names(self.names[0])
         self.ends = tuple(itertools.accumulate(map(len, self.names)))
         """Where each table ends if one follows the other."""
 
 
 _layout_of = functools.lru_cache(maxsize=4096)(Layout)
-
-
-def _names_in(tables: Sequence[dict[str, Any]]) -> list[str | None]:
-    """The names in `attribute_tables`, one table after the other, with None after each."""
-    if len(tables) == 4:  # of most modules: as below, in a third of the time
-        own, params, buffers, modules = tables
-        return [*own, None, *params, None, *buffers, None, *modules, None]
-    return [name for table in tables for name in (*table, None)]
-
-
-def _values_in(tables: Sequence[dict[str, Any]]) -> list[Any]:
-    """What is in `attribute_tables`, one table after the other."""
-    if len(tables) == 4:  # as above
-        own, params, buffers, modules = tables
-        return [*own.values(), *params.values(), *buffers.values(), *modules.values()]
-    return [x for table in tables for x in table.values()]
 
 
 def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +111,17 @@ _is = operator.is_
 T = TypeVar("T")
 
 
+class Owners:
+    """As `Model.owner`, of all parameters, buffers and tensor attributes."""
+
+    def __init__(self, names: Mapping[int, str], places: Mapping[int, tuple[torch.nn.Module, str]]) -> None:
+        self._names, self._places = names, places
+
+    def __iter__(self) -> Iterator[tuple[str, torch.nn.Module, str]]:
+        for key, name in self._names.items():
+            yield name, *self._places[key]
+
+
 class Model:
     """The modules and tensors that belong to a traced callable, with their names.
 
@@ -140,11 +135,16 @@ class Model:
         self.root, self.forward = _unwrap(fn)
         self._fn = self.forward.forward if isinstance(self.forward, torch.nn.Module) else fn
         self.type_name = type(self.root).__name__ if self.root is not None else _name_of(fn)
-        self.names: dict[int, list[str]] = {}
         self.modules: list[torch.nn.Module] = []
-        self._tensors: dict[int, tuple[str, torch.nn.Module, str]] = {}
-        self.tensors: list[tuple[str, torch.Tensor]] = []
-        """The parameters, buffers and tensor attributes, with their first fqns."""
+        # Not more objects for each module and tensor than these take: a model may have many thousands.
+        self._first_names: dict[int, str] = {}
+        self._names: dict[int, list[str]] = {}  # of those that have several
+        self.tensors: list[torch.Tensor] = []
+        """The parameters, buffers and tensor attributes, each once."""
+        self._tensor_names: dict[int, str] = {}
+        self._places: dict[int, tuple[torch.nn.Module, str]] = {}
+        self.has_shared_tensors = False
+        """Whether a tensor is in several places of the model."""
         self._saved: dict[int, SavedModule] = {}
         self.state_names: dict[int, str] = {}
         """By id, names for tensors of optimizers."""
@@ -157,17 +157,23 @@ class Model:
                 self._visit(name, module, set())
 
     def _visit(self, fqn: str, module: torch.nn.Module, path: set[int]) -> None:
-        known = self.names.setdefault(id(module), [])
-        known.append(fqn)
         prefix = f"{fqn}." if fqn else ""
-        if len(known) == 1:
+        first = self._first_names.get(id(module))
+        if first is not None:
+            self._names.setdefault(id(module), [first]).append(fqn)
+        else:
+            self._first_names[id(module)] = fqn
             self.modules.append(module)
             for table in self._save(fqn, module).tensor_tables():
                 for name, t in table.items():
-                    if issubclass(type(t), torch.Tensor) and id(t) not in self._tensors:
-                        self._tensors[id(t)] = prefix + name, module, name
-                        self.tensors.append((prefix + name, t))
-        for name, child in module.__dict__.get("_modules", {}).items():
+                    if issubclass(type(t), torch.Tensor):
+                        if id(t) in self._places:
+                            self.has_shared_tensors = True
+                            continue
+                        self.tensors.append(t)
+                        self._tensor_names[id(t)] = prefix + name
+                        self._places[id(t)] = module, name
+        for name, child in module.__dict__.get("_modules", _EMPTY).items():
             if child is not None and id(child) not in path:
                 path.add(id(child))
                 self._visit(prefix + name, child, path)
@@ -199,32 +205,48 @@ class Model:
         found = _found_around(self._fn, torch.Tensor)
         return {id(t): re.sub(r"\.(\d+)", r"[\1]", path) for path, t in reversed(found)}
 
+    def names_of_tensors(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+        """The first fqns of tensors of the model."""
+        return [self._tensor_names[id(t)] for t in tensors]
+
     def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
         """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
-        return self._tensors.get(id(t))
+        place = self._places.get(id(t))
+        return None if place is None else (self._tensor_names[id(t)], *place)
+
+    def has_all(self, tensors: Iterable[int]) -> bool:
+        """Whether all tensors, given by id, are parameters, buffers or tensor attributes."""
+        return self._places.keys() >= set(tensors)
+
+    def owners_of(self, tensors: Sequence[int]) -> tuple[list[str], list[tuple[torch.nn.Module, str]]]:
+        """Of each of these, the first fqn, and the module that has it with its name there."""
+        return [*map(self._tensor_names.__getitem__, tensors)], [*map(self._places.__getitem__, tensors)]
 
     def add_gradient(self, t: torch.Tensor, fqn: str, module: torch.nn.Module, name: str) -> None:
         """The `grad` of one of the tensors, whose owner is given, is a tensor of the model too."""
-        self._tensors[id(t)] = f"{fqn}_grad", module, f"{name}.grad"
+        self._tensor_names[id(t)], self._places[id(t)] = f"{fqn}_grad", (module, f"{name}.grad")
 
     @property
-    def owners(self) -> Collection[tuple[str, torch.nn.Module, str]]:
+    def owners(self) -> Owners:
         """As `owner`, of all."""
-        return self._tensors.values()
+        return Owners(self._tensor_names, self._places)
 
     @functools.cached_property
     def tensor_names(self) -> set[str]:
         """The first fqn of each parameter, buffer and tensor attribute."""
-        return {name for name, _, _ in self._tensors.values()}
+        return {*self._tensor_names.values()}
+
+    def names_of(self, module: torch.nn.Module) -> Sequence[str]:
+        """All fqns of a module; none of one that is not in the model."""
+        first = self._first_names.get(id(module))
+        return () if first is None else self._names.get(id(module), [first])
 
     def module_name(self, module: torch.nn.Module, inside: str | None) -> str | None:
         """The fqn of a module; of several, one inside the module `inside`. None for one that is not in the model."""
-        names = self.names.get(id(module))
-        if not names:
-            return None
-        if len(names) > 1 and inside:
-            return next((n for n in names if n.startswith(inside + ".")), names[0])
-        return names[0]
+        if inside and id(module) in self._names:
+            inner = (name for name in self._names[id(module)] if name.startswith(inside + "."))
+            return next(inner, self._first_names[id(module)])
+        return self._first_names.get(id(module))
 
     def registered(self) -> Registered:
         """All names of the modules and parameters, in the order of registration."""
@@ -232,7 +254,8 @@ class Model:
         tables = [each.get("_parameters") or _EMPTY for each in own]
         params = [p for table in tables for p in table.values()]
         columns = _Columns(
-            [*self.names.values()],
+            [*self._first_names.values()],
+            {names[0]: names for names in self._names.values()},
             [*map(type, self.modules)],
             ["forward" in each for each in own],
             [*map(len, tables)],
@@ -263,22 +286,19 @@ class Model:
     def bound_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that attributes of the modules are now, with the attributes' names in the model."""
         for saved in self.saved_modules:
-            for table in (*saved.live[:1], *saved.live[2:3]):
+            for table in (saved.own, saved.buffers):
                 for name, t in table.items():
                     if isinstance(t, torch.Tensor):
                         yield f"{saved.fqn}.{name}" if saved.fqn else name, t
 
-    def named_modules(self) -> list[tuple[str, torch.nn.Module, frozenset[str]]]:
-        """The saved modules with their fqns, or outside the model names in source, and the methods of their classes."""
-        methods = {kind: methods_of(kind) for kind in {type(saved.module) for saved in self.saved_modules}}
-        names = [saved.fqn for saved in self.saved_modules]
-        if len(self._saved) > len(self.modules):
-            names = [saved.name if self.is_outside(saved.module) else saved.fqn for saved in self.saved_modules]
-        return [(n, s.module, methods[type(s.module)]) for n, s in zip(names, self.saved_modules, strict=True)]
+    def tables(self) -> Callable[[], list[TablesOfModule]]:
+        """What gives the tables that the modules have now, with their fqns, or outside the model names in source."""
+        methods = {kind: methods_of(kind) for kind in {saved.kind for saved in self.saved_modules}}
+        return functools.partial(_tables_then, [*self.saved_modules], len(self.modules), methods)
 
     def is_outside(self, module: torch.nn.Module) -> bool:
         """Whether only objects, globals or closures hold a saved module."""
-        return id(module) not in self.names
+        return id(module) not in self._first_names
 
     def replaced(self, module: torch.nn.Module) -> tuple[str, ...]:
         """The fqns of a module's parameters in whose place it has other tensors, as in `functional_call`."""
@@ -294,14 +314,35 @@ class Model:
         return [*found, *self.snapshot.restore(outside=outside)]
 
 
+def _tables_then(
+    found: list[SavedModule], count: int, methods: dict[type, frozenset[str]]
+) -> list[TablesOfModule]:
+    """The tables of modules, of which the first `count` are in the model, as they were when these were saved."""
+    tables = []
+    for i, saved in enumerate(found):
+        if isinstance(saved.module, torch.jit.ScriptModule):  # theirs are in C++
+            continue
+        own, _, _, modules = saved.tables
+        filled = dict(saved.hooks)
+        if modules:
+            filled[SUBMODULES] = modules
+        name, names = saved.fqn if i < count else saved.name, methods[saved.kind]
+        tables.append(
+            TablesOfModule(name, saved.module, saved.kind, names - own.keys(), own.get("forward", MISSING), filled)
+        )
+    return tables
+
+
 _NO_FORWARD = torch.nn.Module.forward
 
 
 class _Columns(NamedTuple):
     """What a `Registered` is made from."""
 
-    fqns: list[list[str]]
-    """Of each module."""
+    fqns: list[str]
+    """Of each module, the first."""
+    all_fqns: dict[str, list[str]]
+    """By the first, of those that have several."""
     kinds: list[type]
     has_own_forward: list[bool]
     counts: list[int]
@@ -316,9 +357,10 @@ class _Columns(NamedTuple):
         modules: dict[str, RegisteredModule] = {}
         found: dict[int, tuple[list[str], tuple[int, ...], torch.dtype]] = {}
         left = zip(self.names, self.params, self.shapes, self.dtypes, strict=True)
-        for fqns, kind, has_own, count in zip(self.fqns, self.kinds, self.has_own_forward, self.counts, strict=True):
+        for first, kind, has_own, count in zip(self.fqns, self.kinds, self.has_own_forward, self.counts, strict=True):
+            fqns = self.all_fqns.get(first, [first])
             of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
-            modules[fqns[0]] = RegisteredModule(tuple(fqns), kind.__name__, has_own or of_class is not _NO_FORWARD)
+            modules[first] = RegisteredModule(tuple(fqns), kind.__name__, has_own or of_class is not _NO_FORWARD)
             for name, p, size, dtype in itertools.islice(left, count):
                 if size is not None and dtype is not None:
                     names, _, _ = found.setdefault(id(p), ([], tuple(size), dtype))
@@ -337,22 +379,24 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "hooks", "kind", "layout", "live", "module", "name", "unsaved", "values")
+    __slots__ = (
+        *("buffers", "contents", "fqn", "hooks", "kind", "layout", "module", "modules", "name", "own", "params"),
+        *("unsaved", "values"),
+    )
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
         self.kind = type(module)
         self.name = name
-        self.live = tuple(attribute_tables(module))
+        self.own, self.params, self.buffers, self.modules = own, params, buffers, modules = _tables_of(module)
         # Not as dicts, which take four times the memory: to go through it takes most of the time to compare them.
-        self.layout = _layout_of(tuple(_names_in(self.live)))
-        self.values = _values_in(self.live)
+        self.layout = layout = _layout_of((*own, None, *params, None, *buffers, None, *modules, None))
+        self.values = [*own.values(), *params.values(), *buffers.values(), *modules.values()]
         """What was in the tables, one after the other."""
-        own = module.__dict__
-        unsaved = unsaved_buffers_of(module) if len(self.live) > 1 else None
+        unsaved = own.get("_non_persistent_buffers_set")
         self.unsaved = frozenset(unsaved) if unsaved else _NOTHING
-        self.contents = {k: own[k] for k in self.layout.own if type(own[k]) not in ATOMS} or _EMPTY
+        self.contents = {k: own[k] for k in layout.own if type(own[k]) not in ATOMS} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
@@ -364,9 +408,22 @@ class SavedModule:
 
     def is_unchanged(self) -> bool:
         """Whether the class is that which it was, and all attributes are the same objects, in the same order."""
-        if type(self.module) is not self.kind:
-            return False
-        return _names_in(self.live) == self.layout.flat and all(map(_is, _values_in(self.live), self.values))
+        own, params, buffers, modules = self.own, self.params, self.buffers, self.modules
+        return (
+            type(self.module) is self.kind
+            and [*own, None, *params, None, *buffers, None, *modules, None] == self.layout.flat
+            and all(map(_is, [*own.values(), *params.values(), *buffers.values(), *modules.values()], self.values))
+        )
+
+    @property
+    def live(self) -> tuple[dict[str, Any], ...]:
+        """Its attributes, parameters, buffers and modules, as the tables that it had before the trace."""
+        return self.own, self.params, self.buffers, self.modules
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether it keeps parameters, buffers and modules in dicts, as a module does that is not scripted."""
+        return self.params is not _EMPTY
 
     @property
     def tables(self) -> list[dict[str, Any]]:
@@ -382,13 +439,13 @@ class SavedModule:
     def parameters(self) -> list[torch.nn.Parameter | None]:
         """Those of its own, in the order of its table."""
         ends = self.layout.ends
-        return self.values[ends[0] : ends[1]] if len(ends) > 1 else []
+        return self.values[ends[0] : ends[1]]
 
     @property
     def members(self) -> list[torch.Tensor | None]:
         """Its own parameters and buffers."""
         ends = self.layout.ends
-        return self.values[ends[0] : ends[min(2, len(ends) - 1)]]
+        return self.values[ends[0] : ends[2]]
 
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
@@ -403,27 +460,22 @@ class SavedModule:
         """Parameters, buffers and other attributes, by name, as they are now."""
         if isinstance(self.module, torch.jit.ScriptModule):  # in C++
             return dict(self.module.named_parameters(recurse=False)), dict(self.module.named_buffers(recurse=False))
-        return *self.live[1:3], self.contents
+        return self.params, self.buffers, self.contents
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
-        if self._has_usual_tables() and self.is_unchanged():
-            return []
+        if not self.hooks and not any(map(self.own.get, _HOOK_TABLES)) and self.is_unchanged():
+            if (self.own.get("_non_persistent_buffers_set") or _NOTHING) == self.unsaved:
+                return []
         found: list[Change] = []
         for table, old in () if self.is_unchanged() else zip(self.live, self.tables, strict=True):
             if not same_tables(table, old):
                 found += self._changes(table, old)
                 table.clear()
                 table.update(old)
-        if len(self.live) > 1 and unsaved_buffers_of(self.module) != self.unsaved:
+        if self.has_tables and unsaved_buffers_of(self.module) != self.unsaved:
             _restore_set(unsaved_buffers_of(self.module), self.unsaved)
         return [*found, *self._restore_hooks()]
-
-    def _has_usual_tables(self) -> bool:
-        """Whether it has no hooks and had none, and keeps the buffers in the state dict that it kept there."""
-        if self.hooks or any(map(self.module.__dict__.get, _HOOK_TABLES)):
-            return False
-        return len(self.live) == 1 or unsaved_buffers_of(self.module) == self.unsaved
 
     def _restore_hooks(self) -> Iterator[Change]:
         own = self.module.__dict__
@@ -445,7 +497,7 @@ class SavedModule:
                 continue
             if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
                 found = Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
-                is_buffer = table is not self.live[0] and table is self.live[2]
+                is_buffer = table is self.buffers
                 yield found._replace(buffer=name not in unsaved_buffers_of(self.module)) if is_buffer else found
 
 
@@ -468,10 +520,16 @@ def modules_in(module: torch.nn.Module) -> list[torch.nn.Module]:
 def attribute_tables(owner: Any) -> list[dict[str, Any]]:
     """The attributes of an object; then, of a module that is not scripted, its parameters, buffers and modules."""
     own = getattr(owner, "__dict__", {})
+    return [own, *[table for table in map(own.get, _TABLES) if isinstance(table, dict)]]
+
+
+def _tables_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """As `attribute_tables`, of which none is left out: empty ones stand for those of a scripted module."""
+    own = module.__dict__
     params, buffers, modules = own.get("_parameters"), own.get("_buffers"), own.get("_modules")
     if type(params) is type(buffers) is type(modules) is dict:  # as of most modules
-        return [own, params, buffers, modules]
-    return [own, *[table for table in (params, buffers, modules) if isinstance(table, dict)]]
+        return own, params, buffers, modules
+    return own, *[table if isinstance(table, dict) else _EMPTY for table in (params, buffers, modules)]
 
 
 def _unwrap(fn: Callable[..., Any]) -> tuple[torch.nn.Module | None, Callable[..., Any]]:

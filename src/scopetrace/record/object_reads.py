@@ -271,8 +271,7 @@ class ObjectReads:
 
         It is noted for each attribute when somebody asks, or writes it; `at_once` where something else may have asked.
         """
-        pairs = [(owner, repeated.partner(owner)) for owner in repeated.original.owners.values()]
-        ids = repeated.owners = [id(new) for owner, new in pairs if new is not owner]
+        ids = repeated.owners
         self._notes.note_repeated(ids)
         if at_once or not self._notes.touched.isdisjoint(ids):
             self._notes.note_all(repeated)
@@ -389,13 +388,13 @@ class ObjectReads:
         tape = self._builder.tape
         code = next((f.__code__ for f in ran.functions if "id" in names_of(f.__code__).globals), None)
         taken = set(map(id, tape.attributes.values()))
-        owners = [self._model.owner(t) for t in self._examples if id(t) in taken]
-        given = dict.fromkeys(filter(None, owners))
+        examples = self._examples if code is not None else [t for t in self._examples if id(t) in taken]
+        given = dict.fromkeys(filter(None, map(self._model.owner, examples)))
         if not tape.inputs or (code is None and not given):
             return
         frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
-        places = WhichInputs(), WhichOfModel(tuple(self._model.owners if code is not None else given))
-        own = places[1].now(CallInputs((), {}, self._examples))
+        places = WhichInputs(), WhichOfModel(tuple(given) if code is None else self._model.owners)
+        own = WhichOfModel(tuple(given)).now(CallInputs((), {}, self._examples))
         if code is None:
             yield Read("which arguments are tensors of the model", own, places[1], frames, path)
             return
@@ -478,6 +477,8 @@ class ObjectReads:
 
     def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
         """Where each tensor of the model is that several places hold, if its id is in `used`."""
+        if not held and not self._model.has_shared_tensors and len(self._modules) == len(self._model.modules):
+            return
         members = [id(t) for saved in self._modules for t in saved.members if t is not None]
         if not held and len(set(members)) == len(members):
             return

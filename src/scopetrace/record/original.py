@@ -146,6 +146,11 @@ class Original:
         self.can_wait = self._find_what_waits()
 
     @functools.cached_property
+    def modules(self) -> list[torch.nn.Module | None]:
+        """Those of the calls inside."""
+        return [inner.module for inner in self.calls]
+
+    @functools.cached_property
     def runs_first(self) -> list[int]:
         """Of the calls inside, the numbers of those that are the first ones of their modules there."""
         found: dict[int, int] = {}

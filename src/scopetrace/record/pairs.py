@@ -16,8 +16,8 @@ import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from scopetrace.ir.reads import MISSING, Missing, content_of, own_dict
 from scopetrace.record.code import ATOMS, TOLD_BY_TEXT, has_hooks, is_users
 from scopetrace.record.model import Saved, SavedModule, attributes_and_slots, own_names, short, slots_of
 
+T = TypeVar("T")
 _TABLES = ("parameters", "buffers", "submodules")
 _SIZE = torch.nn.Module.__basicsize__
 """Of an object that holds what is in its `__dict__`, and no more."""
@@ -169,14 +170,16 @@ class Watch:
 
 
 class _Seen(NamedTuple):
-    """What two modules are compared by, of the first one."""
+    """What two modules are compared by, of the first one: an attribute with its place in `SavedModule.values`.
+
+    They are its parameters, buffers and submodules, and the attributes of its own that the forward may have read.
+    """
 
     saved: SavedModule
-    compared: list[tuple[int, str, Any, bool]]
-    """Its parameters, buffers and submodules, and the attributes of its own that the forward may have read.
-
-    Each with its place in `SavedModule.values`, and whether the value has no content.
-    """
+    atoms: list[tuple[int, str, Any]]
+    """Those without content."""
+    others: list[tuple[int, str, Any, Callable[[Pairs, Any, Any], None]]]
+    """Each with what compares two that have its class."""
 
 
 class Pairs:
@@ -213,6 +216,16 @@ class Pairs:
         """What stands for an object; itself where it belongs to neither of the modules."""
         return self._partner.get(id(x), x)
 
+    def partners(self, objects: Sequence[T]) -> list[T]:
+        """As `partner`, of each."""
+        ids = list(map(id, objects))
+        return [*map(self._partner.get, ids, objects)]
+
+    def others(self, owners: Mapping[int, Any]) -> list[int]:
+        """The ids of what stands for these, given by id; none for those that belong to neither, or to both."""
+        found = map(self._partner.get, owners, owners.values())
+        return [id(new) for key, new in zip(owners, found, strict=True) if id(new) != key]
+
     def _is_new(self, a: Any, b: Any, default: str = "") -> bool:
         found = self._partner.get(id(a), MISSING)
         if found is MISSING and id(b) not in self._taken:
@@ -231,19 +244,22 @@ class Pairs:
             raise Differs(f" differs: {type(a).__name__}, {type(b).__name__}", "the class")
         if isinstance(a, torch.jit.ScriptModule):
             raise Differs(" is scripted", "it")
-        first, compared = self._facts.get(id(a)) or self._seen(a)
+        seen = self._facts.get(id(a)) or self._seen(a)
         second = self._usual(b)
         self.owners.append(a)
-        if first.layout is not second.layout:
-            self._tables(a, first, second)
+        if seen.saved.layout is not second.layout:
+            self._tables(a, seen.saved, second)
             return
         values, name = second.values, ""
         try:
-            for i, key, x, is_atom in compared:
+            for i, name, x in seen.atoms:
+                if values[i] is not x:
+                    self.value(x, values[i])
+            for i, name, x, compare in seen.others:
                 y = values[i]
-                if not (is_atom and x is y):
-                    name = key
-                    self.value(x, y)
+                if type(x) is not type(y):
+                    raise _unequal(x, y)
+                compare(self, x, y)
         except Differs as unlike:
             raise unlike.inside(name) from None
 
@@ -252,13 +268,15 @@ class Pairs:
         names, end = list(itertools.chain(*saved.layout.names)), saved.layout.ends[0]
         own = [i for i in range(end) if names[i] in saved.layout.own and self._may_have_read(a, names[i])]
         compared = [(i, names[i], saved.values[i]) for i in (*range(end, len(names)), *own)]
-        found = self._facts[id(a)] = _Seen(saved, [(*each, type(each[-1]) in ATOMS) for each in compared])
+        atoms = [each for each in compared if type(each[-1]) in ATOMS]
+        others = [(*each, _comparison(type(each[-1]))) for each in compared if type(each[-1]) not in ATOMS]
+        found = self._facts[id(a)] = _Seen(saved, atoms, others)
         return found
 
     def _usual(self, module: torch.nn.Module) -> SavedModule:
         """What a module was before the forward. Raises Differs where it has changed, or runs other code."""
         saved, own = self._saved(module), module.__dict__
-        if saved is None or len(saved.live) < 4 or not saved.is_unchanged():
+        if saved is None or not saved.has_tables or not saved.is_unchanged():
             raise Differs(" has changed", "the module")
         if "forward" in own:
             raise Differs(" has a forward of its own", "it")
@@ -294,8 +312,8 @@ class Pairs:
         second, other = _facts(b)
         if first != second:
             raise Differs(f" differs: {_described(a)}, {_described(b)}")
-        found = self._partner.get(-storage, MISSING)
-        if found is MISSING and -other not in self._taken:
+        found = self._partner.get(-storage)
+        if found is None and -other not in self._taken:
             self._partner[-storage] = other
             self._taken.add(-other)
         elif found != other:
@@ -321,15 +339,15 @@ class Pairs:
         if kind in ATOMS:
             if not (a is b or (repr(a) == repr(b) if kind in TOLD_BY_TEXT else a == b)):
                 raise _unequal(a, b)
-        elif issubclass(kind, torch.nn.Module):
-            self.module(a, b)
-        elif issubclass(kind, torch.Tensor):
-            self.tensor(a, b)
-        elif a is b and self._watch.problem(a) != "module":
-            if self._watch.problem(a):
-                raise Differs(f", a {kind.__name__}, cannot be watched")
         else:
-            self._inside(kind, a, b)
+            _comparison(kind)(self, a, b)
+
+    def _object(self, a: Any, b: Any) -> None:
+        if a is b and self._watch.problem(a) != "module":
+            if self._watch.problem(a):
+                raise Differs(f", a {type(a).__name__}, cannot be watched")
+        else:
+            self._inside(type(a), a, b)
 
     def _inside(self, kind: type, a: Any, b: Any) -> None:
         left, right = _items(kind, a), _items(kind, b)
@@ -354,6 +372,13 @@ class Pairs:
             raise Differs(f" differs in length: {len(left)}, {len(right)}")
         for i, (x, y) in enumerate(zip(left, right, strict=True)):
             self._value(f"[{i}]", x, y)
+
+
+def _comparison(kind: type) -> Callable[[Pairs, Any, Any], None]:
+    """What compares two objects of a class that have content."""
+    if issubclass(kind, torch.nn.Module):
+        return Pairs.module
+    return Pairs.tensor if issubclass(kind, torch.Tensor) else Pairs._object
 
 
 def _items(kind: type, x: Any) -> list[Any] | None:

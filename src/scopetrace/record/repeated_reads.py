@@ -64,7 +64,7 @@ class Repeated:
     original: Original
     call: Call
     partner: Callable[[Any], Any]
-    owners: list[int] = dataclasses.field(default_factory=list)
+    owners: list[int]
     """The ids of what stands for `Original.owners`."""
 
     def note(self) -> None:
@@ -80,11 +80,13 @@ class Repeated:
 class OfOwner:
     """What was read of a module or object of an original, and of its class."""
 
-    __slots__ = ("_counts", "_get", "_keys", "of_class", "of_own", "owner")
+    __slots__ = ("_counts", "_get", "_keys", "count", "of_class", "of_own", "owner")
 
     def __init__(self, owner: Any, of_own: list[Read], of_class: list[Read]) -> None:
         """`of_own` are attributes in its `__dict__`, and all those of a layer that its code names."""
         self.owner, self.of_own, self.of_class = owner, of_own, of_class
+        self.count = len(of_own) + len(of_class)
+        """How many reads there are."""
         keys = [_keys_of(read.place) for read in of_own]
         self._counts = list(map(len, keys))
         self._keys = tuple(itertools.chain.from_iterable(keys))
@@ -123,7 +125,7 @@ def _keys_of(place: Place) -> Sequence[Any]:
 class RepeatedReads:
     """What one repetition read, as items of `tape.ReadList`."""
 
-    __slots__ = ("_calls", "_found", "_names", "count", "values")
+    __slots__ = ("_calls", "_names", "_new", "_of", "count", "values")
 
     def __init__(self, repeated: Repeated, of_original: Sequence[OfOwner], names: Mapping[int, str]) -> None:
         """`of_original` has what was read of the modules and objects of the original, and `names` those of all, by id.
@@ -132,7 +134,8 @@ class RepeatedReads:
         """
         self._calls = repeated.original.call, repeated.call
         self._names = names
-        self._found = list[tuple[Any, OfOwner]]()
+        self._new = list[Any]()
+        self._of = list[OfOwner]()
         self.values = list[Any]()
         """What was read of its own modules and objects."""
         self.count = 0
@@ -140,14 +143,15 @@ class RepeatedReads:
         for of_owner in of_original:
             new = repeated.partner(of_owner.owner)
             if new is not of_owner.owner:  # else it is one of both calls
-                self._found.append((new, of_owner))
+                self._new.append(new)
+                self._of.append(of_owner)
                 self.values += of_owner.values(own_dict(new))
-                self.count += len(of_owner.of_own) + len(of_owner.of_class)
+                self.count += of_owner.count
 
     def reads(self) -> list[Read]:
         """One for each."""
         elsewhere, found, values = Elsewhere(*self._calls), [], iter(self.values)
-        for new, of_owner in self._found:
+        for new, of_owner in zip(self._new, self._of, strict=True):
             outer = self._names.get(id(new), "")
             for read, value, place, name in of_owner.reads(own_dict(new), outer, values):
                 name = name if place is read.place else name.removeprefix("self.").lstrip(".")

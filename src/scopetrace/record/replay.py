@@ -106,7 +106,7 @@ class Replay:
         self._now = dict(zip(original.inputs, inputs, strict=True))
         for v in original.outside:
             self._now[v] = self._known(v)
-        self._own = [pairs.partner(value.real) for value in original.read_first]
+        self._own = pairs.partners([value.real for value in original.read_first])
         self._refuse_other_memory(inputs)
         taken = self._builder.tape.inputs
         if any(v in taken or self._now.get(v) in taken for v in original.asked):
@@ -125,6 +125,7 @@ class Replay:
         self._late: dict[int, list[Value]] = {}
         self._counts: dict[int, int] = {}
         self._known_reads: list[int] = []
+        self._storages: list[int] = []  # of the tensors that it is the first to use
         self._tape = tools.builder.tape
         self._quiet = without_dispatch()
         self._in_inference = inference_mode_enabled()
@@ -141,10 +142,12 @@ class Replay:
         before, now = [v.storage for v in self._now], [v.storage for v in self._now.values()]
         if list(map(before.index, before)) != list(map(now.index, now)):
             raise Differs("its tensors share memory otherwise")
-        given = {v.storage for v in inputs}
-        known = [self._values.by_id.get(id(real)) for real in self._own]
-        if any(v is not None and v.storage in given for v in known):
-            raise Differs("it takes a view of a tensor of its own")
+        known = self._values.by_id
+        self._is_first_use = known.keys().isdisjoint(map(id, self._own))
+        if not self._is_first_use:
+            given, used = {v.storage for v in inputs}, filter(None, [known.get(id(real)) for real in self._own])
+            if any(v.storage in given for v in used):
+                raise Differs("it takes a view of a tensor of its own")
 
     # ---------------------------------------------------------------- what stands for what
 
@@ -194,13 +197,13 @@ class Replay:
             original.whole += reads.whole(new)
         del self._pairs.owners, self._pairs.tensors
         is_first = not self.call.index and not any(self._indices[i] for i in original.runs_first)
-        reads.repeat(Repeated(original, self.call, partner), at_once=not (original.is_first and is_first))
+        repeated = Repeated(original, self.call, partner, self._pairs.others(original.owners))
+        reads.repeat(repeated, at_once=not (original.is_first and is_first))
         for owner, name, where in original.unfound:
             reads.note_unfound(partner(owner), name, noted(where))
         for owner, where in original.whole:
             reads.note_whole(partner(owner), noted(where))
-        for t in map(partner, original.members):
-            tools.reads.members[id(t)] = t
+        tools.reads.members.update([(id(t), t) for t in self._pairs.partners(original.members)])
         for t, question, where in original.layouts:
             tools.reads.on_layout_of_model(partner(t), question, noted(where))
 
@@ -223,14 +226,12 @@ class Replay:
         """Whether nothing else is known of the tensors that it is the first to use, and the ops are not soon read."""
         if self._builder.derives_by_tape:
             return False
-        owner, waiting = self._tools.model.owner, self._values.waiting
-        for real in self._own:
-            is_known = id(real) in self._values.by_id
-            if not is_known and (owner(real) is None or self._tools.maker.shares_storage(real)):
-                return False
-            if not is_known and self._pairs.storages[id(real)] in waiting:
-                return False
-        return True
+        known, storages = self._values.by_id, self._pairs.storages
+        new = [id(real) for real in self._own if self._is_first_use or id(real) not in known]
+        if not self._tools.model.has_all(new):
+            return False
+        lies_in = self._storages = [storages[key] for key in new]
+        return self._tools.maker.has_none(lies_in) and self._values.waiting.isdisjoint(lies_in)
 
     def _wait(self) -> None:
         """Make what Python gets, and the calls. The ops and all other values are made by `make`."""
@@ -239,15 +240,17 @@ class Replay:
         fill = ops.fill
         if not ops.waiting:
             values.inserted.clear()
+        reals, new = list[torch.Tensor](), list[WaitingValue]()
         for (position, op), real, value in zip(original.reads, self._own, original.read_first, strict=True):
             found = values.by_id.get(id(real))
             if found is None:
                 found = self._reads[op] = WaitingValue(fill, real)
-                values.enter_waiting(found, real)
-                values.waiting.add(self._pairs.storages[id(real)])
+                reals.append(real)
+                new.append(found)
             else:
                 self._known_reads.append(position)
             self._now[value] = found
+        values.enter_waiting(reals, new, self._storages)
         with self._quiet:
             for v, (slot, meta) in original.results.items():
                 new = self._results[v] = self._now[v] = WaitingValue(fill, None)
@@ -260,8 +263,7 @@ class Replay:
         values.waiting.update(shared)
         self._waits, self.count = True, len(original.steps) - len(self._known_reads)
         self._give = self._given_to
-        modules = [inner.module and self._pairs.partner(inner.module) for inner in original.calls]
-        self._first, self._indices = self._calls.number(modules)
+        self._first, self._indices = self._calls.number(self._pairs.partners(original.modules))
         calls = self._tape.calls
         assert isinstance(calls, CallList)
         calls.wait(self)
@@ -272,8 +274,8 @@ class Replay:
     def called(self) -> Iterator[tuple[torch.nn.Module | None, Frames, str]]:
         """As `Repetition.called`."""
         own, new = self.original.call.scope.path, self._call.scope.path
-        for inner in self.original.calls:
-            module = inner.module and self._pairs.partner(inner.module)
+        modules = self._pairs.partners(self.original.modules)
+        for inner, module in zip(self.original.calls, modules, strict=True):
             yield module, self._frames_of(inner.frames), new + inner.scope.path[len(own) :]
 
     def calls(self) -> list[Call]:

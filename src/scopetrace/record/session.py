@@ -150,7 +150,7 @@ def _refuse_wrapped(model: Model) -> None:
         if issubclass(kind, torch.nn.parallel.DistributedDataParallel):
             raise UnsupportedOpError(
                 "the model is wrapped by DistributedDataParallel",
-                module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
+                module=f"{model.type_name}, {model.names_of(module)[0] or 'the root'}",
                 hint="trace the module inside, ddp.module",
             )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, nothing is sharded
@@ -158,15 +158,16 @@ def _refuse_wrapped(model: Model) -> None:
         if fsdp is not None and issubclass(kind, fsdp.FSDPModule):
             raise UnsupportedOpError(
                 "the model is sharded by fully_shard",
-                module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
+                module=f"{model.type_name}, {model.names_of(module)[0] or 'the root'}",
                 hint="trace it before it is sharded; a model of the same config on the meta device does as well",
             )
 
 
 def _refuse_lazy(model: Model) -> None:
     """A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it."""
-    for name, t in model.tensors:
+    for t in model.tensors:
         if torch.nn.parameter.is_lazy(t):
+            (name,) = model.names_of_tensors([t])
             raise UnsupportedOpError(
                 "a lazy module has no parameters yet",
                 module=f"{model.type_name}, {name.rpartition('.')[0] or 'the root'}",
@@ -271,7 +272,7 @@ class Recording:
             self._expect_backward()
         examples = [self.values.examples[value] for value in tape.inputs]
         reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members, examples)
-        tape.module_tables = ModuleTables(self.model.named_modules(), hooks_of_all_modules(), effects.reach.names)
+        tape.module_tables = ModuleTables(self.model.tables(), hooks_of_all_modules(), effects.reach.names)
         try:
             with self._expecting_backward():
                 fakes = self._run_forward(fn, effects, reads)
