@@ -46,7 +46,7 @@ class Scope:
         self.type_name = type_name
         self.parent = parent
         self.path: str = self.label if parent is None else f"{parent.path}/{self.label}"
-        self._children: dict[tuple[str, str], Scope] = {}
+        self._children: dict[str, Scope] = {}
 
     @property
     def label(self) -> str:
@@ -67,7 +67,7 @@ class Scope:
 
     def child(self, name: str, type_name: str = "") -> Scope:
         """The scope of this name inside this one; a new one the first time."""
-        key = (type_name, name)
+        key = f"{type_name}\n{name}"  # a tuple for each would be work for Python's garbage collector
         found = self._children.get(key)
         if found is None:
             found = self._children[key] = Scope(name, type_name, self)

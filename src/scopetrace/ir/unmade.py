@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from scopetrace._compat.tensors import offset_of, requires_grad_of
+from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import Call, Op, Value
 
 
@@ -101,8 +102,14 @@ class WaitingValue(Value):
             return object.__getattribute__(self, name)
 
 
+class HasAttributes(Protocol):
+    """What a module was before the forward."""
+
+    def plain_attributes(self) -> dict[str, Any]:
+        """Its attributes that are neither tensors nor modules."""
+
+
 _WAITING = ("args", "kwargs", "outputs")
-_MADE_LATER = (*_WAITING, "attributes")
 
 
 class CopiedCall(Call):
@@ -115,19 +122,31 @@ class CopiedCall(Call):
     """The call that it is a copy of."""
     make: Callable[[Call], tuple[Any, ...]]
     """Makes the part of the tape that the call is in, and gives the fields of `_WAITING` for `repeats`."""
-    describe: Callable[[], dict[str, Any]]
-    """Makes `attributes`."""
+    described_by: HasAttributes
+    """Has `attributes`."""
 
-    @classmethod
-    def of(cls, call: Call, make: Callable[[Call], tuple[Any, ...]], **changed: Any) -> CopiedCall:
-        """A copy of `call` with other fields, and without those that are made later."""
-        new = cls.__new__(cls)
-        fields = new.__dict__
-        fields.update(call.__dict__)
-        for name in _MADE_LATER:
-            fields.pop(name, None)
-        fields.update(changed, repeats=call, make=make)
-        return new
+    # Each of its fields is set by itself, and none that has its default value: Python makes no dict for them then.
+    def __init__(
+        self,
+        repeats: Call,
+        module: torch.nn.Module | None,
+        fqn: str | None,
+        place: tuple[Call, Scope],
+        number: tuple[int, int],
+        start: int,
+        frames: Frames,
+        make: Callable[[Call], tuple[Any, ...]],
+        described_by: HasAttributes,
+    ) -> None:
+        """`place` is the call around it and its scope, and `number` its position and its index.
+
+        What it repeats is no leaf, raised nothing and had no tensors in the place of the module's.
+        """
+        self.repeats, self.module, self.fqn = repeats, module, fqn
+        self.parent, self.scope = place
+        self.position, self.index = number
+        self.start, self.frames, self.direct, self.module_type = start, frames, repeats.direct, repeats.module_type
+        self.make, self.described_by = make, described_by
 
     def whole(self) -> dict[str, Any]:
         """The fields of a call."""
@@ -152,10 +171,10 @@ class CopiedCall(Call):
         def attributes(self) -> dict[str, Any]:
             """As of a Call."""
             fields = self.__dict__
-            describe = fields.get("describe")
-            if describe is not None:  # as above
-                fields["attributes"] = describe()
-                fields.pop("describe", None)
+            described_by = fields.get("described_by")
+            if described_by is not None:  # as above
+                fields["attributes"] = described_by.plain_attributes()
+                fields.pop("described_by", None)
             return fields["attributes"]
 
 

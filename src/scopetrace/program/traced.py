@@ -118,34 +118,60 @@ class ModuleCall:
         self._program = program
         self.record = record
         """The record of the call on the tape."""
-        self.fqn = record.fqn
-        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
-        self.module = record.module
-        """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
-        self.module_type = record.module_type
-        """The module's class; None for the root when a plain function was traced.
-
-        torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
-        """
-        self.index = record.index
-        """0 for the first call of this module instance, 1 for its second."""
-        self.position = record.position
-        """Where this call stands in `Trace.calls`."""
-        self.scope = record.scope
-        """The scope of the ops that run directly in this call."""
-        self.is_leaf = record.leaf
-        """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
-        self.raised = record.raised
-        """The exception that ended this call and that an outer module caught; else None."""
         self.parent = parent
         """The call in which this one was made; None for the root."""
         self.children: list[ModuleCall] = []
         """The calls made directly in this one, in order."""
-        self._stop = self.position + 1  # the position after the last call made inside
         if parent is not None:
             parent.children.append(self)
-        while parent is not None:
-            parent._stop, parent = self._stop, parent.parent
+
+    @property
+    def fqn(self) -> str | None:
+        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
+        return self.record.fqn
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
+        return self.record.module
+
+    @property
+    def module_type(self) -> type | None:
+        """The module's class; None for the root when a plain function was traced.
+
+        torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
+        """
+        return self.record.module_type
+
+    @property
+    def index(self) -> int:
+        """0 for the first call of this module instance, 1 for its second."""
+        return self.record.index
+
+    @property
+    def position(self) -> int:
+        """Where this call stands in `Trace.calls`."""
+        return self.record.position
+
+    @property
+    def scope(self) -> Scope:
+        """The scope of the ops that run directly in this call."""
+        return self.record.scope
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
+        return self.record.leaf
+
+    @property
+    def raised(self) -> BaseException | None:
+        """The exception that ended this call and that an outer module caught; else None."""
+        return self.record.raised
+
+    @property
+    def _stop(self) -> int:
+        """The position after the last call made inside."""
+        return self.children[-1]._stop if self.children else self.position + 1
 
     @property
     def attributes(self) -> dict[str, Any]:

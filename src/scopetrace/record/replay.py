@@ -281,33 +281,33 @@ class Replay:
     def calls(self) -> list[Call]:
         """As `Repetition.calls`."""
         if self._opened is None:
-            self._opened, scopes = [], self.original.scopes[::-1]
-            self._open_inside(self.original.call, self._call, scopes, self._opened)
-            for _, scope in reversed(scopes):
-                self._scope_of(scope)
+            self._opened = self._open_inside()
         return self._opened
 
     def _position(self, old: int) -> int:
         """Where on the tape stands what stands at `old` for the original."""
         step = old - self.original.call.start
-        return self._call.start + step - bisect.bisect_left(self._known_reads, step)
+        left_out = bisect.bisect_left(self._known_reads, step) if self._known_reads else 0
+        return self._call.start + step - left_out
 
-    def _open_inside(self, old: Call, new: Call, scopes: list[tuple[int, Scope]], opened: list[Call]) -> None:
-        """The calls in a call, of which the arguments wait, and `scopes` of users, of which the last is the first."""
-        for inner in self.original.inside.get(old, ()):
+    def _open_inside(self) -> list[Call]:
+        """The calls inside, of which the arguments wait, and scopes of users, in the order in which both are entered."""
+        original, copies, opened = self.original, self._copies, list[Call]()
+        scopes = original.scopes[::-1]
+        for i, module in enumerate(self._pairs.partners(original.modules)):
+            inner = original.calls[i]
             while scopes and scopes[-1][0] < inner.start:
                 self._scope_of(scopes.pop()[1])
-            around = inner.scope.parent
-            assert around is not None
-            module = None if inner.module is None else self._pairs.partner(inner.module)
-            place, frames, start = (new, self._scope_of(around)), self._frames_of(inner.frames), inner.start
-            number, given = (self._first + len(opened), self._indices[len(opened)]), self._give
-            copy = self._calls.open_copy(inner, module, place, frames, self._position(start), given, number)
+            assert inner.parent is not None and inner.scope.parent is not None
+            place, start = (copies[inner.parent], self._scope_of(inner.scope.parent)), self._position(inner.start)
+            number = self._first + i, self._indices[i]
+            copy = self._calls.open_copy(inner, module, place, self._frames_of(inner.frames), start, self._give, number)
             copy.stop = self._position(inner.stop)
-            self._copies[inner] = copy
-            self._scopes[id(inner.scope)] = copy.scope
+            copies[inner], self._scopes[id(inner.scope)] = copy, copy.scope
             opened.append(copy)
-            self._open_inside(inner, copy, scopes, opened)
+        for _, scope in reversed(scopes):
+            self._scope_of(scope)
+        return opened
 
     def _given_to(self, inner: Call) -> tuple[Any, ...]:
         """The fields of a call inside that wait."""

@@ -488,13 +488,13 @@ class CallRecorderWithReuse(CallRecorder):
     ) -> Call:
         """As `CallOpener.open_copy`."""
         fqn, scope = self.place(module, *place)
-        where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "start": start, "module": module}
-        where["position"], where["index"] = number
         if callable(given):
             saved = self._model.saved(module)
             assert saved is not None
-            new: Call = CopiedCall.of(call, given, describe=saved.plain_attributes, **where)
+            new: Call = CopiedCall(call, module, fqn, (place[0], scope), number, start, frames, given, saved)
         else:
+            where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "start": start, "module": module}
+            where["position"], where["index"] = number
             args, kwargs = given
             new = call.replace(args=args, kwargs=kwargs, attributes=plain_attributes(module.__dict__), **where)
         if self._progress is not None:
