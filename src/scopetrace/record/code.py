@@ -517,8 +517,8 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
     for kind in {call.module_type: None for call in recorded(tape.calls) if call.module_type is not None}:
         ran.add_class(kind)
     objects = {id(x): x for x in values if type(x) not in ATOMS}  # that of many layers may be one
-    found = [x for x in objects.values() if not (type(x) is tuple and ATOMS.issuperset(map(type, x)))]
-    for found in (*functions_of(reach, tape), *_hooks_of_calls(tape), *reach.hooks, *found):
+    held = [x for x in objects.values() if not (type(x) is tuple and ATOMS.issuperset(map(type, x)))]
+    for found in (*functions_of(reach, tape), *_hooks_of_calls(tape), *reach.hooks, *held):
         ran.visit("", "", found)
     return ran
 

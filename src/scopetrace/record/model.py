@@ -314,9 +314,7 @@ class Model:
         return [*found, *self.snapshot.restore(outside=outside)]
 
 
-def _tables_then(
-    found: list[SavedModule], count: int, methods: dict[type, frozenset[str]]
-) -> list[TablesOfModule]:
+def _tables_then(found: list[SavedModule], count: int, methods: dict[type, frozenset[str]]) -> list[TablesOfModule]:
     """The tables of modules, of which the first `count` are in the model, as they were when these were saved."""
     tables = []
     for i, saved in enumerate(found):

@@ -252,11 +252,12 @@ class Pairs:
             return
         values, name = second.values, ""
         try:
-            for i, name, x in seen.atoms:
+            for i, key, x in seen.atoms:
                 if values[i] is not x:
+                    name = key
                     self.value(x, values[i])
-            for i, name, x, compare in seen.others:
-                y = values[i]
+            for i, key, x, compare in seen.others:
+                name, y = key, values[i]
                 if type(x) is not type(y):
                     raise _unequal(x, y)
                 compare(self, x, y)

@@ -106,7 +106,7 @@ class Replay:
         self._now = dict(zip(original.inputs, inputs, strict=True))
         for v in original.outside:
             self._now[v] = self._known(v)
-        self._own = pairs.partners([value.real for value in original.read_first])
+        self._own = pairs.partners([value.real for value in original.read_first if value.real is not None])
         self._refuse_other_memory(inputs)
         taken = self._builder.tape.inputs
         if any(v in taken or self._now.get(v) in taken for v in original.asked):
@@ -240,17 +240,16 @@ class Replay:
         fill = ops.fill
         if not ops.waiting:
             values.inserted.clear()
-        reals, new = list[torch.Tensor](), list[WaitingValue]()
+        reals = list[torch.Tensor]()
         for (position, op), real, value in zip(original.reads, self._own, original.read_first, strict=True):
             found = values.by_id.get(id(real))
             if found is None:
                 found = self._reads[op] = WaitingValue(fill, real)
                 reals.append(real)
-                new.append(found)
             else:
                 self._known_reads.append(position)
             self._now[value] = found
-        values.enter_waiting(reals, new, self._storages)
+        values.enter_waiting(reals, [*self._reads.values()], self._storages)
         with self._quiet:
             for v, (slot, meta) in original.results.items():
                 new = self._results[v] = self._now[v] = WaitingValue(fill, None)
@@ -291,7 +290,7 @@ class Replay:
         return self._call.start + step - left_out
 
     def _open_inside(self) -> list[Call]:
-        """The calls inside, of which the arguments wait, and scopes of users, in the order in which both are entered."""
+        """The calls inside, of which the arguments wait, and scopes of users, in the order in which they are entered."""
         original, copies, opened = self.original, self._copies, list[Call]()
         scopes = original.scopes[::-1]
         for i, module in enumerate(self._pairs.partners(original.modules)):
