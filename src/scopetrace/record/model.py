@@ -462,9 +462,10 @@ class SavedModule:
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
-        if not self.hooks and not any(map(self.own.get, _HOOK_TABLES)) and self.is_unchanged():
-            if (self.own.get("_non_persistent_buffers_set") or _NOTHING) == self.unsaved:
-                return []
+        has_hooks = self.hooks or any(map(self.own.get, _HOOK_TABLES))
+        unsaved = self.own.get("_non_persistent_buffers_set") or _NOTHING
+        if not has_hooks and unsaved == self.unsaved and self.is_unchanged():
+            return []
         found: list[Change] = []
         for table, old in () if self.is_unchanged() else zip(self.live, self.tables, strict=True):
             if not same_tables(table, old):

@@ -290,7 +290,7 @@ class Replay:
         return self._call.start + step - left_out
 
     def _open_inside(self) -> list[Call]:
-        """The calls inside, of which the arguments wait, and scopes of users, in the order in which they are entered."""
+        """The calls inside, of which the arguments wait. Scopes of users are entered in their order too."""
         original, copies, opened = self.original, self._copies, list[Call]()
         scopes = original.scopes[::-1]
         for i, module in enumerate(self._pairs.partners(original.modules)):
