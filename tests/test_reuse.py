@@ -86,6 +86,50 @@ def test_report():
     assert str(alone.reuse) == "no module call repeats another"
 
 
+def _row_written(t):
+    t = t.clone()
+    t[0].mul_(2)
+    return t
+
+
+class TellsApart(Layer):
+    def forward(self, x):
+        return super().forward(x) + 0 * (id(self) & 1)
+
+
+def test_report_says_why_nothing_is_compared():
+    def reuse(layers, x=None, **options):
+        tr = st.trace(Net(*layers), (torch.ones(2, 4) if x is None else x,), reuse=True, **options)
+        return str(tr.reuse)
+
+    def step(net):
+        def run(x):
+            loss = net(x).sum()
+            loss.backward()
+            return loss
+
+        return str(st.trace(run, (torch.ones(2, 4),), reuse=True).reuse)
+
+    class Row(Layer):
+        def forward(self, x):
+            return _row_written(super().forward(x))
+
+    class Mapped(Layer):
+        def forward(self, x):
+            return torch.vmap(super().forward)(x)
+
+    apart = "every module call ran: TellsApart.forward may tell equal modules apart, since it names id"
+    assert reuse([TellsApart(i) for i in range(3)]) == apart
+    assert (
+        reuse([Layer(i) for i in range(3)], leaf_modules=[nn.Linear]) == "every module call ran: leaf_modules= is given"
+    )
+    assert reuse([Mapped(i) for i in range(3)]) == "every module call ran: a transform such as torch.vmap runs"
+    assert step(Net(*(Row(i) for i in range(3)))).startswith(
+        "every module call ran: an op reads a tensor that was written"
+    )
+    assert step(Net(*(Layer(i) for i in range(3)))).startswith("3 Layer: ")
+
+
 def test_what_is_read_decides():
     unread = Net(*(Layer(i) for i in range(3)))
     assert compared(unread, torch.ones(2, 4)).reuse.replayed == {"Layer": 2}

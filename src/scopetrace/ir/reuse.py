@@ -25,6 +25,8 @@ class Reuse:
     several that look alike, or which were called before; and not those inside of a repeated call.
     """
 
+    each_runs: str = ""
+    """Why no call of the trace is compared with another; empty where calls are."""
     traced: dict[str, int] = dataclasses.field(default_factory=dict)
     """By class name, the calls that ran."""
     replayed: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -50,4 +52,6 @@ class Reuse:
         for (_, reason), modules in reasons.items():
             more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
             lines.append(f"  {modules[0]}{more}: {reason}")
+        if self.each_runs:
+            return f"every module call ran: {self.each_runs}"
         return "\n".join(lines) or "no module call repeats another"

@@ -69,6 +69,8 @@ class Assumptions:
     """Whether each module call runs, though the user allows that equal ones do not."""
     gradients_shared: bool = False
     """Whether the forward takes the memory of a `grad` by another tensor, so that it is added to where eager does."""
+    why_each_runs: str = ""
+    """Why each module call runs, if it does because of one of these."""
 
     @property
     def differentiates_by_autograd(self) -> bool:
@@ -85,6 +87,7 @@ class Assumptions:
             self.object_types | other.object_types,
             self.records_all or other.records_all,
             self.gradients_shared or other.gradients_shared,
+            self.why_each_runs or other.why_each_runs,
         )
 
 
@@ -96,7 +99,8 @@ class Retrace(BaseException):
 
     def __init__(self, why: str, needed: Assumptions) -> None:
         super().__init__(why)
-        self.needed = needed
+        each_runs = needed.exact_autograd or needed.by_autograd or needed.records_all
+        self.needed = dataclasses.replace(needed, why_each_runs=why) if each_runs else needed
 
 
 _aten = torch.ops.aten

@@ -28,7 +28,7 @@ from scopetrace._compat.questions import caches_parametrizations, hooks_of_all_m
 from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, tags_of
 from scopetrace.containers.structure import instantiate, leaves, open_container
-from scopetrace.ir.reuse import NotShared, Reuse
+from scopetrace.ir.reuse import NotShared
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.selection import Target
 from scopetrace.ir.tape import Call, CallList, Value, ops_between
@@ -211,12 +211,15 @@ class CallRecorderWithReuse(CallRecorder):
         self._groups: dict[int, _Group] = {}
         self._smallest = smallest
         self._renewals = self._kept = 0
-        self._report = self._builder.tape.reuse = Reuse()
+        report = self._builder.tape.reuse
+        assert report is not None
+        self._report = report
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As the base's."""
         with self._looking():
-            self._groups = _groups(self._model.modules) if self._is_possible() else {}
+            self._report.each_runs = self._report.each_runs or self._obstacle()
+            self._groups = {} if self._report.each_runs else _groups(self._model.modules)
         return super().run_root(fn, args, kwargs)
 
     @contextlib.contextmanager
@@ -228,12 +231,18 @@ class CallRecorderWithReuse(CallRecorder):
         finally:
             self.paused = self._builder.looks_at_objects = False
 
-    def _is_possible(self) -> bool:
-        """Whether any call may be replayed: what code finds without the module tells nothing of which module it is."""
-        if self._builder.tape.exact_autograd or self._leaves or any(hooks_of_all_modules().values()):
-            return False
+    def _obstacle(self) -> str:
+        """Why no call may be replayed: most often, code may find out without the module which module it is."""
+        if self._builder.tape.exact_autograd:
+            return "autograd runs the ops"
+        if self._leaves or any(hooks_of_all_modules().values()):
+            return "leaf_modules= is given" if self._leaves else "hooks of all modules are set"
         reach = self._effects.reach
-        return all(_UNCOMPARED.isdisjoint(f.__code__.co_names) for f in filter(reach.is_inner, reach.functions))
+        for function in filter(reach.is_inner, reach.functions):
+            names = sorted(_UNCOMPARED.intersection(function.__code__.co_names))
+            if names:
+                return f"{function.__qualname__} may tell equal modules apart, since it names {names[0]}"
+        return ""
 
     @functools.cached_property
     def _state(self) -> State:
@@ -241,6 +250,7 @@ class CallRecorderWithReuse(CallRecorder):
         state = State.of_now(self._effects, self._model, self._model.snapshot.saved)
         if state.tells_modules_apart():
             self._groups.clear()
+            self._report.each_runs = "code in modules may reach modules, or what cannot be watched, by other ways"
         return state
 
     def close(self) -> None:

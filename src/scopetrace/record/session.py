@@ -229,7 +229,7 @@ class Recording:
         self._specialize = specialize
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
-        self.tape.reuse = None if reuse is False else Reuse()
+        self.tape.reuse = None if reuse is False else Reuse(assumptions.why_each_runs)
         self._reuses = reuse is not False and not assumptions.records_all and model.has_layers()
         self._smallest = 0 if reuse else SMALLEST
         self.reads = (ReadRecorderWithReuse if self._reuses else ReadRecorder)(self.builder, self.values, model)
