@@ -267,8 +267,11 @@ class CallRecorderWithReuse(CallRecorder):
         if group is None:
             return self._run_anew(call, entered, run, args, kwargs)
         name = type(call.module).__name__
-        with self._looking():
+        self.paused = self._builder.looks_at_objects = True  # as _looking, which takes longer
+        try:
             found = self._kept_or_replay(call, group, args[1:], kwargs)
+        finally:
+            self.paused = self._builder.looks_at_objects = False
         if isinstance(found, Replay):
             self._report.replayed[name] = self._report.replayed.get(name, 0) + 1
             return self._replayed(call, found)
