@@ -11,6 +11,7 @@ mutation are read off the ops.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import inspect
@@ -408,8 +409,11 @@ class Repetition(Protocol):
     def operands(self) -> list[Value]:
         """The values from before that it reads."""
 
-    def reads(self) -> list[tuple[Value, Op]]:
-        """The parameters and buffers that it is the first to read, each with an op like its own, for another tape."""
+    def reads(self, call: Call | None) -> list[tuple[Value, Op]]:
+        """The parameters and buffers that it is the first to read, each with an op like its own, for another tape.
+
+        In that tape, the ops are in `call`.
+        """
 
 
 _one_fills = threading.RLock()
@@ -425,6 +429,8 @@ class _PartlyMade(list[_T], Generic[_T, _R]):
         super().__init__()
         self.waiting: list[tuple[int, _R]] = []
         """What is not made yet: before which of the items that are there, and what makes it."""
+        self._begins: list[int] = []
+        """Where in the whole list that begins."""
         self._missing = 0
         self._is_filling = False
 
@@ -438,6 +444,7 @@ class _PartlyMade(list[_T], Generic[_T, _R]):
 
     def wait(self, repetition: _R) -> None:
         """At the end of the list are items that `repetition` makes."""
+        self._begins.append(len(self))
         self.waiting.append((super().__len__(), repetition))
         self._missing += self._count(repetition)
 
@@ -450,7 +457,7 @@ class _PartlyMade(list[_T], Generic[_T, _R]):
                 self._is_filling = True
                 try:
                     super().__setitem__(slice(None), self._whole())
-                    self.waiting, self._missing = [], 0
+                    self.waiting, self._begins, self._missing = [], [], 0
                 finally:
                     self._is_filling = False
 
@@ -496,16 +503,13 @@ class OpList(_PartlyMade[Op, Repetition]):
 
     def between(self, start: int, stop: int) -> list[Op]:
         """As a slice of the whole list; what it has none of is not made."""
-        before = there = 0
-        for at, repetition in self.waiting:
-            begin = at + before
-            if begin >= stop:
-                break
-            if begin + repetition.count > start:
-                return self[start:stop]
-            before += repetition.count
-            there = at
-        assert start - before >= there
+        last = bisect.bisect_left(self._begins, stop) - 1
+        if last < 0:
+            return list.__getitem__(self, slice(start, stop))
+        (there, repetition), begin = self.waiting[last], self._begins[last]
+        if begin + repetition.count > start:
+            return self[start:stop]
+        before = begin - there + repetition.count
         return list.__getitem__(self, slice(start - before, stop - before))
 
 

@@ -255,8 +255,8 @@ class Outlining:
         repetition, cut = self._repetitions[old], self._cuts[self._repetitions[old].repeated]
         call = self._copy(old)
         call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
-        for waiting, op in repetition.reads():
-            self._main.ops.append(op.replace(call=self._visible(old, self._main)).take_values())
+        for waiting, op in repetition.reads(self._visible(old, self._main)):
+            self._main.ops.append(op)
             block.now[waiting] = op.result
         given = [repetition.now(x) if isinstance(x, Value) else x for x in cut.operands]
         operands = [block.now.get(x, x) if isinstance(x, Value) else x for x in given]

@@ -339,7 +339,7 @@ class Replay:
         """As `Repetition.operands`."""
         return [self._now[v] for v in (*self.original.inputs, *self.original.outside)]
 
-    def reads(self) -> list[tuple[Value, Op]]:
+    def reads(self, call: Call | None) -> list[tuple[Value, Op]]:
         """As `Repetition.reads`."""
         found: list[tuple[Value, Op]] = []
         for old, value in self._reads.items():
@@ -350,7 +350,7 @@ class Replay:
             make = functools.partial(self._tools.maker.from_real_like, real, like.fake)
             new = UnmadeValue(make, 0, self._values.new_storage(), like.key, 0, like.requires_grad)
             new.real, new.autograd_placeholder = real, like.autograd_placeholder
-            place = self._scope_of(old.scope), self.call, self._frames_of(old.frames)
+            place = self._scope_of(old.scope), call, self._frames_of(old.frames)
             read = Op("get_attr", owner[0], (), {}, new, *place, old.grad, autocast=old.autocast)
             found.append((value, read))
         return found
