@@ -297,7 +297,7 @@ def is_hidden(filename: str) -> bool:
     return found
 
 
-def capture_frames(outer: Frames, boundary: CodeType) -> Frames:
+def capture_frames(outer: Frames, boundary: CodeType) -> tuple[Frames, tuple[Frame, ...]]:
     """The frames from the caller's caller up to the nearest one that runs `boundary`, linked to `outer`."""
     frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(2)

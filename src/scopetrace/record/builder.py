@@ -41,7 +41,7 @@ from scopetrace.containers.structure import OpaqueContainer, is_plain_object, le
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
-from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
+from scopetrace.ir.scopes import Frame, Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value, recorded_ops
 from scopetrace.ir.unmade import WaitingValue
 from scopetrace.record.model import Model
@@ -172,6 +172,7 @@ class TapeBuilder:
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
         """The frames of the op that is on its way to the tape; the attributes that it reads get the same."""
+        self._last_frames: tuple[Frames, tuple[Frame, ...]] = ((), ())  # those of ops in one line are one object
         self._origin: tuple[Scope, Scope, str | None, dict[str, Any] | None] | None = None
 
     def append(
@@ -202,7 +203,12 @@ class TapeBuilder:
 
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
-        return capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__)
+        found = capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__)
+        last = self._last_frames
+        if found[0] is last[0] and found[1] == last[1]:
+            return last
+        self._last_frames = found
+        return found
 
     def expect_no_tape(self, why: str, *, functions_apart: bool = False) -> None:
         """Start again with autograd where the backward was to be made from the tape, which does not hold all."""

@@ -38,8 +38,6 @@ class StepOfCall(Step):
     """Whether nothing but copied ops reads its results, or what shares memory with them."""
     is_plain_read: bool = False
     """Whether it is an attribute, and its tensor one of which no op makes the metadata."""
-    place: tuple[int, int, Any] = (0, 0, None)
-    """The ids of its scope and of the outer one of its frames, and the inner ones; 0 and None where it has none."""
 
 
 LayoutOfModel = tuple[torch.Tensor, str, Noted]
@@ -135,9 +133,6 @@ class Original:
             op = step.op
             step.is_inner = all(v.storage not in shared for v in step.values)
             step.is_plain_read = op.kind == "get_attr" and op not in self.literals and _is_plain(op.result.real)
-            step.place = id(op.scope), 0, None
-            if op.frames and not isinstance(op.frames, str):
-                step.place = id(op.scope), id(op.frames[0]), op.frames[1]
         self.steps = steps
         self.inside = {}
         for inner in self.calls:

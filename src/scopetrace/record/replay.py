@@ -403,10 +403,9 @@ class Replay:
         first, ops, scopes, known = self.original.call.start, self._builder.tape.ops, self._scopes, self._frames
         for step in self.original.steps[start - first : stop - first]:
             self._starts.append(len(ops))
-            op, (scope_id, outer_id, inner) = step.op, step.place
-            scope, outer = scopes.get(scope_id), known.get(outer_id)
-            frames: Frames = self._frames_of(op.frames) if outer is None else (outer, inner)
-            place = scope or self._scope_of(op.scope), call, frames
+            op = step.op
+            scope, frames = scopes.get(id(op.scope)), known.get(id(op.frames))
+            place = scope or self._scope_of(op.scope), call, frames or self._frames_of(op.frames)
             if step.outputs is not None:
                 new = self._copy(step, step.outputs, place)
                 ops.append(new)
