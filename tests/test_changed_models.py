@@ -1,6 +1,7 @@
 """A model that is changed after its trace: a call does what the model does then, or is refused."""
 
 import collections
+import copy
 import functools
 
 import numpy
@@ -265,3 +266,25 @@ def test_a_method_that_is_found_by_a_computed_name(monkeypatch):
     monkeypatch.setattr(Chooses, "run_twice", lambda self, x: x * 3)
     with pytest.raises(StateMismatchError, match=r"Chooses\.run_twice"):
         tr(X)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, state):
+        super().__init__()
+        self.fc, self.state = nn.Linear(2, 2), state
+
+    def forward(self, x):
+        self.state = torch.tanh(self.fc(x) + self.state)
+        return self.state
+
+
+def test_layers_that_begin_with_one_state():
+    zeros, x = torch.zeros(1, 2), torch.ones(1, 2)
+    with torch.no_grad():
+        tr = st.trace(nn.Sequential(_Recurrent(zeros), _Recurrent(zeros)), (x,))
+        tr(x)
+        with pytest.raises(StateMismatchError, match=r"0\.state and 1\.state as one tensor: .* a tensor of its own"):
+            tr(x)
+        model = nn.Sequential(_Recurrent(zeros.clone()), _Recurrent(zeros.clone()))
+        eager, tr = copy.deepcopy(model), st.trace(model, (x,))
+        assert all(torch.equal(tr(x), eager(x)) for _ in range(3))

@@ -59,6 +59,7 @@ from scopetrace.ir.reads import (
     Place,
     Read,
     TableChange,
+    Tied,
     check,
     check_numbers,
     is_constant,
@@ -821,6 +822,9 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
         problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
     if isinstance(read.place, Flag | OfEnvironment):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
+    if isinstance(read.place, Tied):
+        hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
+        return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
     hint = (isinstance(read.place, Asked) and read.place.hint) or "what changes from call to call is an argument"
     return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
 
