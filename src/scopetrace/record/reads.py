@@ -345,8 +345,9 @@ class ReadRecorder:
     def on_requires_grad(self, t: torch.Tensor) -> None:
         """It matters whether a tensor requires grad, where autograd is on."""
         owner = self._model.owner(t)
+        here = self._builder.frames(), self._builder.state.current_scope.path
         if owner is not None:
-            self._of_model(*owner)
+            self._of_model(*owner, here)
             return
         tape = self._builder.tape
         inputs = [v for v in tape.inputs if v is self._values.by_id.get(id(t))] or tape.inputs
@@ -357,7 +358,7 @@ class ReadRecorder:
         noted, self._noted_owners = self._noted_owners, len(tape.owners)
         for fqn, (module, name) in itertools.islice(tape.owners.items(), noted, None):
             if module is not None:
-                self._of_model(fqn, module, name)
+                self._of_model(fqn, module, name, here)
 
     def on_fast_path(self, tensors: Iterable[torch.Tensor]) -> None:
         """A module chose an op without derivative, as autograd is off or none of what it takes requires grad."""
@@ -374,11 +375,11 @@ class ReadRecorder:
         else:
             self.on_requires_grad(next(iter(op.values())).fake)
 
-    def _of_model(self, fqn: str, module: torch.nn.Module, name: str) -> None:
+    def _of_model(self, fqn: str, module: torch.nn.Module, name: str, noted: Noted) -> None:
         tensor = self._builder.tape.attributes.get(fqn)
         tensor = getattr(module, name) if tensor is None else tensor
         answer = questions.fact_of(tensor, "requires_grad", ())
-        self.note_once(f"{fqn}.requires_grad", answer, OfTensor(module, name, "requires_grad"))
+        self.note_once(f"{fqn}.requires_grad", answer, OfTensor(module, name, "requires_grad"), *noted)
 
 
 def _is_source_or_alias(op: Op) -> bool:
