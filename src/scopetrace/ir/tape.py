@@ -296,8 +296,9 @@ class Op:
         """A copy for another tape: it reads the values that stand in `values`, and adds those that it makes."""
         for v in self.values():
             values[v] = v.copy(v.storage)
-        fields = [(name, getattr(self, name)) for name in ("args", "kwargs", "outputs", "writes", "tracked")]
-        return self.replace(**{name: renamed(x, values) for name, x in fields if x})  # attributes have outputs alone
+        taken = [(name, getattr(self, name)) for name in ("args", "kwargs", "writes", "tracked")]
+        changed = {name: renamed(x, values) for name, x in taken if x}  # attributes have outputs alone
+        return self.replace(outputs=renamed(self.outputs, values), **changed)
 
     def take_values(self) -> Op:
         """Become the op of all its outputs, since it takes the place of the one that had them. Returns itself."""

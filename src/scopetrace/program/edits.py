@@ -107,7 +107,7 @@ class _GraphReader:
         self.tape = _empty(old.tape)
         self.emitter = Emitter(self.tape, reading.storages)
         place = Place(reading.call_around(old.tape), old.tape.root)
-        self.matching = Matching(old.made, graph, reading.by_position, reading.scopes, place)
+        self.matching = Matching([*old.made], graph, reading.by_position, reading.scopes, place)
         self.results: dict[Node, Any] = {}
         """By node, what it gives: a value, a number, or a structure of these."""
         self.op_of: dict[Node, Op] = {}

@@ -57,9 +57,22 @@ class NodeState(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def node_states(graph: torch.fx.Graph) -> list[NodeState]:
-    """The nodes of a graph as they are now, in order."""
-    return [NodeState(n, n.op, n.target, n.args, n.kwargs) for n in graph.nodes]
+class NodeStates:
+    """The nodes of a graph as they were when this was made, in order."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        nodes = list(graph.nodes)  # not a tuple for each: nobody looks at them in most traces
+        self._columns = (
+            *(nodes, [n.op for n in nodes], [n.target for n in nodes]),
+            *([n.args for n in nodes], [n.kwargs for n in nodes]),
+        )
+
+    def __iter__(self) -> Iterator[NodeState]:
+        return map(NodeState._make, zip(*self._columns, strict=True))
+
+    def are_of(self, graph: torch.fx.Graph) -> bool:
+        """Whether the nodes of a graph are still as they were."""
+        return self._columns == NodeStates(graph)._columns
 
 
 def refuse_taken_names(names: Iterable[str], module: str) -> None:
@@ -98,7 +111,7 @@ class FxLowering:
         self._start(tape, torch.fx.Graph())
         self._asserted = asserted
         self._build()
-        self.made = node_states(self.graph)
+        self.made = NodeStates(self.graph)
 
     @classmethod
     def of_graph(
@@ -109,7 +122,7 @@ class FxLowering:
         found._start(tape, graph)
         found.bodies, found.op_of = bodies, op_of
         found.output = next(iter(reversed(graph.nodes)))
-        found.made = node_states(graph)
+        found.made = NodeStates(graph)
         return found
 
     def learn(self, part: Any, node: torch.fx.Node) -> None:
@@ -179,7 +192,7 @@ class FxLowering:
     @property
     def is_edited(self) -> bool:
         """Whether a node of the graph, or of the graph of a body, is not as it was made."""
-        return self.made != node_states(self.graph) or any(body.is_edited for body in self.bodies.values())
+        return not self.made.are_of(self.graph) or any(body.is_edited for body in self.bodies.values())
 
     def walk(self) -> Iterator[FxLowering]:
         """This graph and those of all bodies inside it, outer before inner."""
