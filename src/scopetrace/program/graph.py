@@ -68,7 +68,7 @@ class NodeStates:
         )
 
     def __iter__(self) -> Iterator[NodeState]:
-        return map(NodeState._make, zip(*self._columns, strict=True))
+        return itertools.starmap(NodeState, zip(*self._columns, strict=True))
 
     def are_of(self, graph: torch.fx.Graph) -> bool:
         """Whether the nodes of a graph are still as they were."""
