@@ -143,11 +143,9 @@ class Replay:
         if list(map(before.index, before)) != list(map(now.index, now)):
             raise Differs("its tensors share memory otherwise")
         known = self._values.by_id
-        self._is_first_use = known.keys().isdisjoint(map(id, self._own))
-        if not self._is_first_use:
-            given, used = {v.storage for v in inputs}, filter(None, [known.get(id(real)) for real in self._own])
-            if any(v.storage in given for v in used):
-                raise Differs("it takes a view of a tensor of its own")
+        given, used = {v.storage for v in inputs}, map(id, self._own)
+        if any(known[key].storage in given for key in known.keys() & used):
+            raise Differs("it takes a view of a tensor of its own")
 
     # ---------------------------------------------------------------- what stands for what
 
@@ -227,7 +225,7 @@ class Replay:
         if self._builder.derives_by_tape:
             return False
         known, storages = self._values.by_id, self._pairs.storages
-        new = [id(real) for real in self._own if self._is_first_use or id(real) not in known]
+        new = [id(real) for real in self._own if id(real) not in known]
         if not self._tools.model.has_all(new):
             return False
         lies_in = self._storages = [storages[key] for key in new]
