@@ -23,6 +23,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
+from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
@@ -76,7 +77,7 @@ class TracedGraphModule(LazyGraphModule):
         return _unpickle, (held, dumps(_records(self.graph)), self._get_name(), self.training, is_body)
 
 
-@torch.compiler.assume_constant_result
+@constant_to_dynamo
 def _make_code(graph_module: TracedGraphModule) -> None:
     """Generate the Python code of a graph, while torch.compile compiles.
 

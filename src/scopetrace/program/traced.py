@@ -23,6 +23,7 @@ import torch
 import torch.fx
 
 from scopetrace import files
+from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
     dumps,
@@ -592,7 +593,7 @@ class TracedProgram:
         return cls(recorded, tape, None)
 
 
-@torch.compiler.assume_constant_result
+@constant_to_dynamo
 def _prepare(program: TracedProgram) -> str | None:
     """Make what Dynamo cannot trace, and compare the state with that of the trace, while torch.compile compiles.
 
