@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import keyword
 import operator
 import pickle
 import types
@@ -282,6 +283,17 @@ def _module_at(path: str, modules: dict[str, torch.nn.Module]) -> torch.nn.Modul
 def is_taken(name: str) -> bool:
     """Whether a GraphModule has an attribute of its own in the place of a dotted path, such as `code` or `graph`."""
     return name.partition(".")[0] in _own_attributes()
+
+
+def is_writable(path: str, *, keywords: bool = False) -> bool:
+    """Whether torch.fx can write a dotted path as Python code; `keywords`: also where a part is a keyword.
+
+    It writes what is no identifier between quotes, as it is.
+    """
+    return all(
+        (keywords or not keyword.iskeyword(part)) and part.isprintable() and not {'"', "\\"} & set(part)
+        for part in path.split(".")
+    )
 
 
 @functools.cache

@@ -590,7 +590,10 @@ class TracedProgram:
         recorded, tape = files.read(file, foreign)
         if not isinstance(recorded, RecordedTape):
             raise TraceFileError("the file is damaged: it has no recording")
-        return cls(recorded, tape, None)
+        program = cls(recorded, tape, None)
+        with files.as_damage():
+            _ = program.graph_module  # what a tape of a file lacks is said here, not when the graph is looked at
+        return program
 
 
 @constant_to_dynamo
