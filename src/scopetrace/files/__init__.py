@@ -5,6 +5,7 @@ tensors   parameters, buffers and constants, over shared storages
 records   the classes that a file may have
 encoder   tapes -> tables of rows
 decoder   tables of rows -> tapes
+types     the types of fields
 names     what of a tape would be code
 
     scopetrace/header.json     {"format": "scopetrace trace", "version": 2, "scopetrace": "0.1.0", "torch": "2.13.0"}
@@ -12,8 +13,8 @@ names     what of a tape would be code
     scopetrace/storages/0      raw bytes, in the byte order of the machine
     scopetrace/tensors/0.pt    torch.save of a tensor that is not strided
 
-Reading runs no code of the file: it imports nothing and calls nothing that the file names. What torch.fx would write into
-the code of the graph is checked (`names`).
+Reading runs no code of the file: it imports nothing and calls nothing that the file names. What torch.fx would write
+into the code of the graph is checked (`names`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names and arguments of a file that reach Python code: that of torch.fx, which is made of the graph when it is looked at.
+"""Names and arguments of a file that reach the Python code that torch.fx makes of a graph.
 
 torch.fx writes names of arguments, attributes and keywords as they are, and the `repr` of constants. So a name that is
 no name, and an object whose text a file chooses, would be code that the file brings.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.graph_module import is_writable
-from scopetrace._compat.ops import OPS
+from scopetrace._compat.ops import OPS, is_op, schema_of
 from scopetrace._compat.symbols import METHODS, CallMethodKey, Symbolic
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, ProgramTape, Tape, Value
 
@@ -23,6 +23,8 @@ _CONSTANTS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 """Classes whose `repr` is the object, or which torch.fx writes in another safe way."""
+_TENSORS = (Value, type(None), bool, int, float, complex, *Symbolic)
+"""What an op takes for a tensor."""
 _OPERANDS = (Value, BodyTape, *Symbolic)
 
 
@@ -57,15 +59,29 @@ def _check_op(op: Op, is_file: bool) -> None:
         raise ValueError(f"{op.target!r} is no name of an attribute")
     for name in op.kwargs:
         _check_name(name)
-    for path in (op.unbacked or {}).values():
-        if any(isinstance(key, CallMethodKey) and key.name not in METHODS for key in path):
-            raise ValueError(f"a size is no result of {path}")
+    if any(isinstance(key, CallMethodKey) and key.name not in METHODS for key in _leaves(op.unbacked or {})):
+        raise ValueError(f"a size is no result of {op.unbacked}")
     if op.kind == "call_module" and is_file:
         raise ValueError(f"a file has no code of a leaf module, such as {op.target}")
     if op.kind == "call_function":
+        _check_arguments(op)
         for x in _leaves((op.args, op.kwargs)):
             if not isinstance(x, (*_OPERANDS, *_CONSTANTS)) and (is_file or not isinstance(x, torch.ScriptObject)):
                 raise TypeError(f"an argument of {op.target} is an object of {type(x).__name__}")
+
+
+def _check_arguments(op: Op) -> None:
+    """Raise TypeError for arguments that the op does not have, and for others than tensors where it takes tensors."""
+    if not is_op(op.target):
+        return
+    arguments = schema_of(op.target).arguments
+    operands = dict(zip([a.name for a in arguments if not a.kwarg_only], op.args, strict=False)) | op.kwargs
+    kinds = {a.name: a for a in arguments}
+    if len(operands) != len(op.args) + len(op.kwargs) or not operands.keys() <= kinds.keys():
+        raise TypeError(f"{op.target} does not take these arguments")
+    for name, x in operands.items():
+        if kinds[name].is_tensor and not all(isinstance(leaf, _TENSORS) for leaf in _leaves(x)):
+            raise TypeError(f"{name} of {op.target} is no tensor")
 
 
 def _leaves(x: Any) -> Iterator[Any]:
