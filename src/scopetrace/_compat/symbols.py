@@ -15,7 +15,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, DivideByKey
+from torch.fx.experimental.symbolic_shapes import CallMethodKey as CallMethodKey
+from torch.fx.experimental.symbolic_shapes import ConvertIntKey, DivideByKey
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_leaves
 from torch.utils._sympy.functions import FloorDiv, Max

@@ -55,7 +55,7 @@ def _outputs(tape: Tape) -> Iterator[Any]:
 def _check_op(op: Op, is_file: bool) -> None:
     if op.kind == "placeholder":
         _check_name(op.target)
-    elif op.kind != "call_function" and not is_writable(op.target):
+    elif op.kind != "call_function" and not (isinstance(op.target, str) and is_writable(op.target)):
         raise ValueError(f"{op.target!r} is no name of an attribute")
     for name in op.kwargs:
         _check_name(name)
