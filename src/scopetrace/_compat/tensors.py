@@ -141,6 +141,10 @@ _USUAL = _OF_FAKES | {f"_{k}_memo{end}" for k in _MEMOS for end in ("", "_vc", "
 """What most fake tensors have: to look at each name takes three times as long."""
 
 
+default_tolerances: Callable[..., tuple[float, float]] = torch.testing._comparison.default_tolerances
+"""The relative and the absolute tolerance of `torch.testing.assert_close` for some tensors."""
+
+
 def storage_id(t: torch.Tensor) -> int:
     """Equal for tensors that share memory; unique for layouts without a storage. May be reused after `t` is freed."""
     if t.layout is torch.strided:
