@@ -342,6 +342,12 @@ class FakeFactory(FakeMaker):
             self._real_of.setdefault(storage_id(found), real)
         return found
 
+    def forget(self) -> None:
+        """Let go of all real tensors: ops that meet one of them later see a new tensor."""
+        for known in (self._storages, self._real_of, self._fakes):
+            known.clear()
+        self._keep.clear()
+
     def shares_storage(self, real: torch.Tensor) -> bool:
         """Whether a tensor in the storage of `real` was made fake."""
         return real.untyped_storage()._cdata in self._storages
@@ -471,6 +477,13 @@ class _Converter(FakeTensorConverter):
             with torch._C._DisableTorchDispatch():
                 return factory.from_real(t)
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+
+
+def forget_real_tensors(mode: Any) -> None:
+    """`FakeFactory.forget` of the factory that made a fake mode."""
+    factory = mode.fake_tensor_converter._factory()
+    if factory is not None:
+        factory.forget()
 
 
 def is_plain_real(real: torch.Tensor) -> bool:
