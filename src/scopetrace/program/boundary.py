@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
@@ -67,6 +68,7 @@ from scopetrace.ir.reads import (
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef
+from scopetrace.ops.history import History
 from scopetrace.program.sharing import InputSharing, StateSharing
 from scopetrace.record import argument_names, more_keywords
 from scopetrace.record.model import is_torchs
@@ -317,11 +319,47 @@ class CallBoundary:
                     f"{path} requires grad now, and when traced {then}: the model writes to its inputs, and the "
                     "gradient would be lost; trace again with inputs like these, or call under torch.no_grad()"
                 )
-            if tensor.retains_grad and value.op.name in self._left_behind:
+
+    def leaves_behind(self, inputs: Sequence[Any]) -> bool:
+        """Whether autograd would see an input of the call change, and not that results come from what it becomes.
+
+        It is so where the input was computed by other ops: `x.mul_(2)`, and a result `x + 1`.
+        """
+        if not self._left_behind or not torch.is_grad_enabled():
+            return False
+        computed = [i for i in self._left_behind if inputs[i].requires_grad and not inputs[i].is_leaf]
+        return bool(computed) and not self._comes_from_before.issuperset(computed)
+
+    def refuse_left_behind(self, inputs: Sequence[Any]) -> None:
+        """Raise InputMismatchError where a gradient of such an input is asked for in the call itself.
+
+        So it is where it retains its gradient, or where it or a view of it is a result beside what comes from it.
+        """
+        write_back = self.tape.write_back
+        returned = set() if write_back is None else write_back.returned_inputs()
+        for i in sorted(self._left_behind - self._comes_from_before):
+            path, tensor = self.tape.input_paths[i], inputs[i]
+            if tensor.requires_grad and not tensor.is_leaf and (tensor.retains_grad or i in returned):
                 raise InputMismatchError(
-                    f"{path} retains its gradient, and the model writes to it: eager would keep the gradient of what "
-                    "was written; clone it before retain_grad(), or ask for that gradient with torch.autograd.grad"
+                    f"{path} was computed by other ops, and the model changes it: gradients with respect to what it is "
+                    "after the call would lack a part, since what runs here writes to nothing; call a trace made with "
+                    "functional=False, or write out of place"
                 )
+
+    @functools.cached_property
+    def _comes_from_before(self) -> set[int]:
+        """Those of `_left_behind` from whose new values no result of the graph comes."""
+        tape = self.tape
+        assert tape.write_back is not None
+        graph_values: list[Any] = tape.graph_outputs()
+        results = [graph_values[s.index] for s in tape.write_back.given_results()]
+        behind: set[int] = set()
+        for target, value in tape.write_back.seen_updates():
+            new = tape.inputs[target.index] if value is None else graph_values[value.index]
+            history = History(tape.ops, {new: 1})
+            if any(history.of(v) for v in results if isinstance(v, Value)):
+                behind.add(target.index)
+        return self._left_behind - behind
 
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""
