@@ -276,6 +276,7 @@ class Recording:
         try:
             with self._expecting_backward():
                 fakes = self._run_forward(fn, effects, reads)
+            self.values.foreign.refuse_changes()
         except Retrace:
             effects.restore(outside=True)
             tape.module_tables.restore()
@@ -417,6 +418,8 @@ class Recording:
         tape = self.tape
         if self.builder.deferred:
             raise self.builder.deferred[0]
+        self.values.foreign.refuse_changes()
+        self.values.foreign.refuse_writes(tape)
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device
