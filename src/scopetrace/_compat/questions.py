@@ -539,6 +539,12 @@ def is_of_python(path: str) -> bool:
     return path.startswith(PYTHON) and not path.startswith(PACKAGES)
 
 
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor the standard library's."""
+    return not filename.startswith(NOT_THE_MODEL) and not is_of_python(filename)
+
+
 def _report_backends(replace: Replace, listener: Listener, mine: Mine) -> None:
     """`torch.backends.cudnn.enabled` and its kind, where code outside of torch asks."""
     ask: Any = torch.backends.ContextProp.__get__

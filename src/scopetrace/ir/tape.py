@@ -32,7 +32,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
 from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
-from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read
+from scopetrace.ir.reads import ArgumentNumber, Read
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import Frames as Frames
@@ -697,6 +697,8 @@ class AttributeWrite:
     """Whether a call adds the value to the gradient that is there, as `backward()` does, in place of binding it."""
     buffer: bool | None = None
     """Of a buffer, whether it is in the state dict; None for other attributes."""
+    is_cache: bool = False
+    """Whether it is bound only where there is no tensor: the forward computes it once, and each call the same again."""
 
     @property
     def path(self) -> str:
@@ -847,8 +849,6 @@ class ProgramTape(Tape):
     """Whether autograd was on when the forward began."""
     reads: list[Read] = dataclasses.field(default_factory=list)
     """What the forward read from outside of the program, in order: another value at a call is another program."""
-    module_tables: ModuleTables | None = None
-    """The submodules and hooks of the model's modules; None in a loaded trace."""
     argument_numbers: list[ArgumentNumber] = dataclasses.field(default_factory=list)
     """The numbers in objects among the arguments that the forward may have read, and that are fixed."""
     given: list[GivenPart] = dataclasses.field(default_factory=list)

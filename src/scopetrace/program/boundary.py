@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import one_at_a_time
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import (
@@ -31,6 +30,7 @@ from scopetrace._compat.tensors import (
     storage_id,
     unsaved_buffers_of,
 )
+from scopetrace.containers.contents import difference, same
 from scopetrace.containers.structure import (
     Effect,
     Given,
@@ -47,31 +47,22 @@ from scopetrace.containers.structure import (
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
     MISSING,
-    NO_CALL,
-    SUBMODULES,
     Asked,
     CallInputs,
     Flag,
     InTable,
-    OfEnvironment,
     OfFunctions,
     OfInput,
-    Place,
     Read,
-    TableChange,
     Tied,
     check,
     check_numbers,
-    is_constant,
     is_same,
-    same,
-    snapshot,
     unchanged,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, SetTo, StateRef
 from scopetrace.record import argument_names, more_keywords
-from scopetrace.record.model import is_torchs
 from scopetrace.record.uses import takes_by_key
 
 Forward = Callable[..., Any] | None
@@ -588,6 +579,8 @@ class LiveState:
         for of in self._cleared:
             outside(of).grad = None
         for (write, module), tensor in zip(self._writes, results, strict=True):
+            if write.is_cache and _look_up(module, write.name) is not None:
+                continue
             if write.buffer is not None:
                 _bind_buffer(module, write.name, tensor, in_state_dict=write.buffer)
             elif write.of is None:
@@ -708,26 +701,13 @@ class StateCheck:
     """Compares the state at a call with that of the trace."""
 
     def __init__(self, tape: ProgramTape) -> None:
-        self._reads: list[Read] = []
-        self._numbers: list[tuple[Any, str, Any, Read]] = []
-        """Of numbers and text in attributes and globals: table, key and value."""
-        self.facts: list[tuple[Place, Read]] = []
+        self._reads = [read for read in tape.reads if read.place.kind != "input"]
+        self.facts = [(read.place, read) for read in tape.reads if read.place.kind == "input"]
         """What was read of inputs."""
-        for read in (part for whole in tape.reads for part in whole.parts):
-            self._add(read)
-        tables = () if tape.module_tables is None else tape.module_tables.unchanged()
-        conditions = itertools.chain(*map(unchanged, self._reads), tables)
-        self.run_state = check(conditions, _Comparison(tape, self._reads).run)
+        known = set[int]()
+        conditions = [condition for read in self._reads for condition in unchanged(read, known)]
+        self.run_state = check(conditions, self._compare_all)
         """Raise StateMismatchError for what is not as it was, beside the inputs."""
-
-    def _add(self, read: Read) -> None:
-        place, then = read.place, read.value
-        if place.kind == "input":
-            self.facts.append((place, read))
-            return
-        self._reads.append(read)
-        if isinstance(place, InTable) and type(then) in _NUMBERS and is_constant(place.table.get(place.key)):
-            self._numbers.append((place.table, place.key, then, read))
 
     def run_facts(self, call: CallInputs, number: Number) -> None:
         """Raise InputMismatchError for a fact of an input that differs."""
@@ -740,68 +720,19 @@ class StateCheck:
 
     def run_numbers(self) -> None:
         """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
-        for table, key, value, read in self._numbers:
-            now = table.get(key, MISSING)
+        for read in self._reads:
+            place, value = read.place, read.value
+            if not isinstance(place, InTable) or type(value) not in _NUMBERS or read.others:
+                continue
+            now = place.table.get(place.key, MISSING)
             if now != value:
                 raise StateMismatchError(f"{read.name}: {value} when traced and {now} now; trace again, or put it back")
 
-
-class _Comparison:
-    """Compares each thing by itself, where the quick check fails: an equal one may be there, or it may not matter."""
-
-    def __init__(self, tape: ProgramTape, reads: list[Read]) -> None:
-        self._tape = tape
-        self._reads = reads
-
-    def run(self) -> None:
-        """Raise StateMismatchError for what is not as it was."""
-        try:
-            self._compare_all()
-        except StateMismatchError:
-            with one_at_a_time:  # a trace in another thread replaces attributes of classes for a while
-                self._compare_all()
-
     def _compare_all(self) -> None:
+        """Compare each thing by itself, where the quick check fails: an equal one may be there."""
         for read in self._reads:
-            _compare(read)
-        tables = self._tape.module_tables
-        if tables is not None:
-            for change in tables.changes():
-                self._refuse(change, tables.read)
-
-    def _refuse(self, change: TableChange, read: Set[str]) -> None:
-        """Raise StateMismatchError for other hooks or modules than those of the trace, where the forward sees them.
-
-        It does where it calls a module or uses tensors of it, or its code names it: `len(self.layers)`.
-        """
-        tapes = list(self._tape.walk())
-        modules = [call.module for tape in tapes for call in tape.calls if call.module is not None and not call.leaf]
-        called = set(map(id, modules))
-        used = called | {id(m) for m in self._tape.modules.values()} | {id(m) for m, _ in self._tape.owners.values()}
-        if change.table != SUBMODULES:
-            torchs = filter(is_torchs, modules)  # which may ask for the hooks of those in them
-            inside = called.union(id(inner) for m in torchs for inner in m.modules())
-            matters = change.module is None or id(change.module) in inside or change.table in read
-        else:
-            goes_on = isinstance(change.module, _CONTAINERS)
-            others = {key for key in {*change.old, *change.new} if change.old.get(key) is not change.new.get(key)}
-            old = [m for name, m in change.old.items() if m is not None and (goes_on or name in others)]
-            named = others.union(change.name.split(".")) if goes_on else others
-            matters = any(id(inner) in used for m in old for inner in m.modules())
-            matters = matters or not read.isdisjoint(named | _GOING_THROUGH)
-        if matters:
-            raise StateMismatchError(f"{change.text}; trace again, or put it back")
-
-
-def _compare(read: Read) -> None:
-    if not is_same(read):
-        raise _mismatch(read, read.value, snapshot(read.place.now(NO_CALL)))
-
-
-_MEMBERS = ("children", "modules", "parameters", "buffers")
-_GOING_THROUGH = frozenset((*_MEMBERS, *(f"named_{name}" for name in _MEMBERS), "_modules", "state_dict"))
-_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-"""The modules whose forward, or that of the module around them, goes through all that they have."""
+            if not is_same(read):
+                raise _mismatch(read, read.value, read.now())
 
 
 def _in_numbers(value: Any, number: Number) -> Any:
@@ -811,16 +742,19 @@ def _in_numbers(value: Any, number: Number) -> Any:
 
 
 def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
+    name, value, now = difference(value, now, read.name)
     at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
     text = (isinstance(read.place, Asked) and read.place.text) or _text
     then, present = text(value), text(now)
-    problem = f"{read.name}{at}: {then} when traced and {'not the same' if then == present else present} now"
+    problem = f"{name}{at}: {then} when traced and {'not the same' if then == present else present} now"
     if read.place.kind == "input":
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
     if isinstance(read.place, OfFunctions):
-        function = next(f for f, old, new in zip(read.place.functions, value, now, strict=True) if not same(old, new))
-        problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
-    if isinstance(read.place, Flag | OfEnvironment):
+        problem = "the code or the default arguments of a function are not those of the trace"
+        for function, old, new in zip(read.place.functions, read.value, read.now(), strict=True):
+            if not same(old, new):
+                problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
+    if isinstance(read.place, Flag):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
     if isinstance(read.place, Tied):
         hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"

@@ -24,7 +24,8 @@ from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.traced import TracedProgram
-from scopetrace.record.model import SavedModule, Snapshot
+from scopetrace.containers.contents import Contents
+from scopetrace.record.model import SavedModule
 
 
 def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,7 +91,7 @@ class _State:
 
     def __init__(self, tape: ProgramTape, model: Callable[..., Any]) -> None:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
-        self._objects = Snapshot()
+        self._objects = Contents()
         self._modules = [SavedModule("", module, self._objects) for module in modules]
         written = tape.written_storages()
         read = [name for name, value in tape.attribute_reads() if value.storage in written]

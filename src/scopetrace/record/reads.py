@@ -11,44 +11,39 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import NoData
+from scopetrace._compat.questions import NoData, is_users
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, SCOPETRACE
 from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import TraceError, UnsupportedOpError
+from scopetrace.guards.reach import Reach, names_of
 from scopetrace.ir.reads import (
-    MISSING,
     NO_CALL,
     Asked,
     Flag,
-    InTable,
     OfEnvironment,
     OfInput,
     OfTensor,
     Place,
     Read,
-    own_dict,
     snapshot,
 )
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value, ops_between, recorded_ops
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import Reach, is_users, names_of
 from scopetrace.record.model import Model
 
 Noted = tuple[Frames, str]
@@ -468,137 +463,3 @@ def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
         if tb is not None and not tb.tb_frame.f_code.co_filename.startswith(NOT_THE_MODEL) and id(error) not in seen:
             seen.add(id(error))
             yield error, op
-
-
-# Attributes -----------------------------------------------------------------------------------------------------------
-
-
-class Repetition(Protocol):
-    """A call that has read what another one has read, of the modules and objects in their place."""
-
-    owners: list[int]
-    """The ids of these."""
-
-    def note(self) -> None:
-        """Note each attribute where it is watched, unless it was read or written before."""
-
-
-@dataclasses.dataclass(eq=False)
-class Notes:
-    """What all attributes that are watched have in common."""
-
-    touched: set[int] = dataclasses.field(default_factory=set)
-    """The ids of modules and objects of which an attribute is noted."""
-    repeated: dict[int, Repetition] = dataclasses.field(default_factory=dict)
-    """By the id of a module or object, the call that has read it as another one has read the one in its place.
-
-    Its attributes are not noted one by one, and nothing else has asked for them.
-    """
-
-    def note_repeated(self, owners: Iterable[int]) -> None:
-        """Note each attribute that repetitions have read of modules and objects, given by id."""
-        if self.repeated:
-            for found in {self.repeated[key]: None for key in owners if key in self.repeated}:
-                self.note_all(found)
-
-    def note_all(self, repeated: Repetition) -> None:
-        """Note each attribute that a repetition has read."""
-        for key in repeated.owners:
-            self.repeated.pop(key, None)
-        self.touched.update(repeated.owners)
-        repeated.note()
-
-
-class Watched:
-    """Stands for an attribute of a class while the forward runs, and tells who reads it.
-
-    `value` is what `base`, the class or one that it inherits from, has under that name; MISSING if there is nothing.
-    """
-
-    __slots__ = ("base", "builder", "cls", "first", "key", "notes", "value")
-
-    def __init__(self, builder: TapeBuilder, notes: Notes, cls: type, key: str, base: type, value: Any) -> None:
-        self.builder, self.cls, self.key, self.base, self.value = builder, cls, key, base, value
-        self.notes = notes
-        self.first: dict[int, tuple[Any, Noted | None]] = {}
-        """By id, each owner with where it was first read; None where it was written before."""
-
-    def _is_no_value(self, *_: object) -> NoReturn:
-        raise TypeError(f"{Watched.__name__!r} is no value")
-
-    __bool__ = __repr__ = __eq__ = _is_no_value
-    __hash__ = object.__hash__
-
-    def __get__(self, owner: Any, cls: type) -> Any:
-        self.note_read(self.base if owner is None else owner, sys._getframe(1))
-        value = MISSING if owner is None else own_dict(owner).get(self.key, MISSING)
-        if value is not MISSING:
-            return value
-        if self.value is MISSING:
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {self.key!r}")
-        return self.value.__get__(owner, cls) if hasattr(type(self.value), "__get__") else self.value
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        self._note(owner, None)
-        own_dict(owner)[self.key] = value
-
-    def __delete__(self, owner: Any) -> None:
-        self._note(owner, None)
-        try:
-            del own_dict(owner)[self.key]
-        except KeyError:
-            raise AttributeError(self.key) from None
-
-    def note_read(self, owner: Any, asker: types.FrameType) -> None:
-        """Note that code in this frame asks an object, or `base`, for the attribute."""
-        if id(owner) not in self.first and not self.builder.looks_at_objects:
-            self._note(owner, noted_at(self.builder, asker))
-
-    def _note(self, owner: Any, noted: Noted | None) -> None:
-        if id(owner) not in self.first:
-            self.notes.touched.add(id(owner))
-            if id(owner) in self.notes.repeated:
-                self.notes.note_repeated([id(owner)])
-            self.first.setdefault(id(owner), (owner, noted))
-
-    def places(self, owner: Any) -> list[tuple[Any, InTable]]:
-        """What an `owner` of `first` was asked: itself, and the class where that has the attribute in its place.
-
-        `nn.Module.__getattr__` tells of a module that does not have it.
-        """
-        own = {} if owner is self.base else own_dict(owner)
-        if self.key in own:
-            return [(owner, InTable(own, self.key))]
-        from_class = self.value is not MISSING
-        if from_class and hasattr(type(self.value), "__get__"):
-            return []  # a method
-        found: list[tuple[Any, InTable]] = []
-        if owner is not self.base and (from_class or not isinstance(owner, torch.nn.Module)):
-            found.append((owner, InTable(own, self.key)))
-        if from_class:
-            found.append((self.base, InTable(vars(self.base), self.key)))
-        return found
-
-    def put_back(self) -> None:
-        """Give the class back what it had, unless the forward has set the name itself."""
-        if vars(self.cls).get(self.key) is self:
-            if self.base is self.cls and self.value is not MISSING:
-                setattr(self.cls, self.key, self.value)
-            else:
-                delattr(self.cls, self.key)
-
-
-def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
-    """Where the forward is, in `frame`, or in the one outside of scopetrace from which that was called."""
-    while frame.f_code.co_filename.startswith(SCOPETRACE) and frame.f_back is not None:
-        frame = frame.f_back
-    outer: Frames = builder.call.frames if builder.call is not None else ()
-    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
-
-
-def class_attribute(cls: type, name: str) -> tuple[type, Any]:
-    """The class that defines an attribute of `cls`, and its value there; MISSING where none does."""
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base, base.__dict__[name]
-    return cls, MISSING

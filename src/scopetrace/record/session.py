@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -33,9 +34,11 @@ from scopetrace._compat.tensors import (
     NO_SHAPE_RULE,
     FakeFactory,
     FakeTensor,
+    is_symbolic,
     tags_of,
     with_version,
 )
+from scopetrace.containers.contents import Change
 from scopetrace.containers.structure import (
     Returned,
     Watch,
@@ -62,17 +65,24 @@ from scopetrace.errors import (
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.leaf_reads import note_leaf
-from scopetrace.ir.reads import ModuleTables, Read, numbers_read
+from scopetrace.ir.reads import numbers_read
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
-from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import CallList, OpList, ReadList, RecordedTape, Value, checks_enabled, recorded, recorded_ops
+from scopetrace.ir.tape import (
+    AttributeWrite,
+    CallList,
+    OpList,
+    RecordedTape,
+    Value,
+    checks_enabled,
+    recorded,
+    recorded_ops,
+)
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
 from scopetrace.record.checkpoints import refuse_recomputed
-from scopetrace.record.code import ATOMS
 from scopetrace.record.data import NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -84,7 +94,6 @@ from scopetrace.record.dynamic_shapes import (
     symbolic_strides,
 )
 from scopetrace.record.effects import (
-    EffectWatch,
     inputs_made_leaves,
     refuse_detached_bases,
     refuse_detached_inputs,
@@ -98,12 +107,13 @@ from scopetrace.record.effects import (
 from scopetrace.record.gradients import sparse_gradient
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
-from scopetrace.record.model import Model, holds_iterator
-from scopetrace.record.object_reads import ObjectReads
+from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
-from scopetrace.record.reads import ReadRecorder, Watched, caught, noting_errors
+from scopetrace.record.reads import ReadRecorder, caught, noting_errors
 from scopetrace.record.regions import CHECKPOINT, keep_regions
-from scopetrace.record.reuse import SMALLEST, CallRecorderWithReuse, ReadRecorderWithReuse
+from scopetrace.watch.effects import EffectWatch
+from scopetrace.watch.settle import Run, judged
+from scopetrace.watch.table import StateReads
 
 T = TypeVar("T")
 
@@ -130,7 +140,7 @@ def record(
     Traces of several threads take turns.
     """
 
-    def attempt(assumptions: Assumptions) -> RecordedTape:
+    def attempt(assumptions: Assumptions) -> Run:
         model = Model(fn, [*zip(argument_names(fn, len(args)), args, strict=True), *kwargs.items()])
         _refuse_wrapped(model)
         _refuse_lazy(model)
@@ -140,7 +150,7 @@ def record(
         )
         return recording.run(fn, model.forward, args, kwargs, dynamic_shapes)
 
-    return retraced(attempt)
+    return judged(retraced(attempt), lambda: retraced(attempt))
 
 
 def _refuse_wrapped(model: Model) -> None:
@@ -221,7 +231,6 @@ class Recording:
             grad=torch.is_grad_enabled(),
             ops=OpList(),
             calls=CallList(),
-            reads=ReadList(),
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
@@ -230,9 +239,7 @@ class Recording:
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse(assumptions.why_each_runs)
-        self._reuses = reuse is not False and not assumptions.records_all and model.has_layers()
-        self._smallest = 0 if reuse else SMALLEST
-        self.reads = (ReadRecorderWithReuse if self._reuses else ReadRecorder)(self.builder, self.values, model)
+        self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
             self.values,
@@ -254,8 +261,8 @@ class Recording:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dynamic_shapes: Any = None,
-    ) -> RecordedTape:
-        """The tape of `fn(*args, **kwargs)`; `forward` names the arguments."""
+    ) -> Run:
+        """The recording of `fn(*args, **kwargs)`; `forward` names the arguments."""
         tape = self.tape
         others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
@@ -267,37 +274,34 @@ class Recording:
         self._add_inputs(forward, args, kwargs, dynamic_shapes)
         names = argument_names(forward, len(args))
         given = [*zip(names, args, strict=True), *kwargs.items()]
-        effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
+        inputs = [(path, v.fake) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
+        effects = EffectWatch(fn, self.model, given, self.object_types, inputs)
         if "backward" in effects.reach.names and self._assumptions.differentiates is None:
             self._expect_backward()
         examples = [self.values.examples[value] for value in tape.inputs]
-        reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members, examples)
-        tape.module_tables = ModuleTables(self.model.tables(), hooks_of_all_modules(), effects.reach.names)
+        reads = StateReads(self.builder, self.model, effects.reach, self.reads.members, examples)
+        hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
+        changes: list[Change] = []
         try:
             with self._expecting_backward():
                 fakes = self._run_forward(fn, effects, reads)
-        except Retrace:
-            effects.restore(outside=True)
-            tape.module_tables.restore()
-            raise
         finally:
-            changes = effects.restore()
+            bound = {id(t): v for t, v in self._bound_tensors()}
+            changes += effects.restore()
+            for table, before in hooks.values():
+                if table != before:
+                    table.clear()
+                    table.update(before)
         self.reads.drop_inner_flags()
-        variables, attributes, repeated = reads.found(fn, changes)
-        effects.note(changes, reads.overwritten, reads.is_written_first)
+        guards = reads.guards(fn, changes)
+        changes = self._without_bound(changes, reads)
         apart = () if tape.grad else writes_to_inputs_apart(tape, self.values.examples)
         for value, op in itertools.chain(without_hidden_gradients(tape), ((root_of(op.writes[0]), op) for op in apart)):
             note_leaf(tape, value, op)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        reads_of_tape = tape.reads
-        assert isinstance(reads_of_tape, ReadList)
-        reads_of_tape[:] = [*variables, *tape.reads, *attributes]
+        tape.reads = [*tape.reads, *guards]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
-        held = [read for read in tape.reads if type(read.value) not in ATOMS]
-        tape.side_effects += [_of_iterator(read) for read in held if holds_iterator(read.value)]
-        for each in repeated:  # which have no iterators: calls that read one are not repeated
-            reads_of_tape.wait(each)
         found, after = (
             numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
         )
@@ -314,7 +318,30 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        return tape
+        return Run(tape, changes, bound, reads.was_read, functools.partial(self._differs, examples))
+
+    def _bound_tensors(self) -> Iterator[tuple[torch.Tensor, Value]]:
+        """The tensors of the trace that are known, each with its value."""
+        yield from [(v.fake, v) for op in self.tape.ops for v in op.values()]
+
+    def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
+        """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
+        left = []
+        for change in changes:
+            names, value = self.model.names_of(change.holder), None
+            if names and change.attribute and isinstance(change.new, torch.Tensor):
+                value = self.values.bound_value(change.new)
+            if names and value is not None:
+                write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
+                self.tape.attribute_writes.append(write)
+                if _are_alike(change.old, value.fake):
+                    continue
+            left.append(change)
+        return left
+
+    def _differs(self, examples: list[torch.Tensor], other: RecordedTape) -> bool:
+        """Whether two recordings give other results for the example inputs."""
+        return True
 
     def _come_apart(self) -> None:
         """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
@@ -343,7 +370,7 @@ class Recording:
             raise wrong
 
     def _run_forward(
-        self, fn: Callable[..., Any], effects: EffectWatch, reads: ObjectReads
+        self, fn: Callable[..., Any], effects: EffectWatch, reads: StateReads
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Run `fn` on fake tensors, with everything on the tape that it does. Gives (args, kwargs) after it."""
         tape, object_types = self.tape, self.object_types
@@ -358,12 +385,8 @@ class Recording:
 
         rules = object_types, self._leaves, self._progress
         parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
-        calls = (
-            CallRecorderWithReuse(*parts, effects, reads, self.factory, self._smallest)
-            if self._reuses
-            else CallRecorder(*parts)
-        )
-        with effects.watching(), scopes.activate(self.builder.state):
+        calls = CallRecorder(*parts)
+        with scopes.activate(self.builder.state):
             with (
                 self._errors_explained(),
                 self._unseeded(),
@@ -591,9 +614,6 @@ class Recording:
         if isinstance(error, NoRealValue):
             problem = f"Python needs a value, and there is none: {error}"
             return DataDependentError(problem, op=self.ops.data.reader(None, running), **place)
-        if f"'{Watched.__name__}'" in str(error):
-            problem = "the forward takes an attribute out of the __dict__ of a class, where a trace has another object"
-            return UnsupportedOpError(problem, hint="ask the class for it: getattr(type(self), name)", **place)
         for text, (problem, hint) in _NO_FAKE.items():
             if text in str(error):
                 op = None if running is None else str(running)
@@ -695,9 +715,11 @@ def _way_out(error: BaseException) -> str:
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
 
 
-def _of_iterator(read: Read) -> SideEffect:
-    """An iterator or generator gives another item to each call."""
-    return SideEffect(f"next({read.name})", "", "an item", read.module, read.source, True)
+def _are_alike(old: Any, new: torch.Tensor) -> bool:
+    """Whether what Python sees of two tensors, while no op takes the first, is equal."""
+    if not isinstance(old, torch.Tensor) or is_symbolic(new):
+        return False
+    return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
 
 
 def _may_vary(leaf: Any) -> bool:

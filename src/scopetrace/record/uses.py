@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace.record.code import is_users, names_of
+from scopetrace._compat.questions import is_users
+from scopetrace.guards.reach import names_of
 
 # Methods that change a container and return None, so that a call of them tells nothing.
 _MUTATORS = (

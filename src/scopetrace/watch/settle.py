@@ -1,0 +1,266 @@
+"""What a forward's changes of Python's state mean for calls, judged by running it again.
+
+Data flow:
+    changes of the first run -> none, or only tensors that the program reads and binds as state: nothing to judge
+    else the forward runs again on the state that it left, with stand-ins in the place of what it changed
+    same program, nothing asked of the stand-ins -> the changes do not matter: counters, histories, logs
+    no further change, same program -> a call may have the first value or the one that the forward leaves
+    no further change, and the first program computes what the second does, beside what it stores -> a cache
+    anything else -> the program is right for one call
+
+Each run begins with the modules, arguments and random state as they were; at the end all is as before the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from scopetrace._compat.ops import eager, is_random
+from scopetrace._compat.questions import MISSING
+from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import FakeTensor
+from scopetrace.containers.contents import (
+    Change,
+    TensorLike,
+    form_of,
+    is_iterator,
+    own_dict,
+    same,
+    short,
+    snapshot,
+)
+from scopetrace.ir.reads import NO_CALL, Read
+from scopetrace.ir.side_effects import SideEffect
+from scopetrace.ir.tape import RecordedTape, Value
+from scopetrace.watch.programs import holds_when_filled, is_same_program
+from scopetrace.watch.stand_ins import is_watched, plain, stand_in
+
+_RUNS = 3
+"""After so many runs a forward that still changes what is asked of it never settles."""
+
+
+class Run(NamedTuple):
+    """One recording, and what the forward changed."""
+
+    tape: RecordedTape
+    changes: list[Change]
+    """By value; without tensors that are bound to attributes in the place of ones like them."""
+    bound: Mapping[int, Value]
+    """By id of a change's new value, the value of the tape that a tensor is."""
+    was_read: Callable[[Change], bool]
+    """Whether the forward read what it changed before it wrote it."""
+    values_differ: Callable[[RecordedTape], bool]
+    """Whether the results of another recording differ from those of this one for the example inputs."""
+
+
+def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
+    """The tape of `first`, with what its changes mean for calls; `again` records the forward another time."""
+    if not first.changes:
+        return first.tape
+    if any(change.is_generator or is_iterator(change.old) for change in first.changes) or any(
+        map(_advances, first.changes)
+    ):
+        return _for_one_call(first)
+    runs, lefts = [first], [_left_by(first)]
+    for _ in range(_RUNS - 1):
+        with _state(lefts) as asked:
+            run = again()
+        changes = [c for c in run.changes if not same(snapshot(plain(c.old)), snapshot(plain(c.new)))]
+        runs.append(run)
+        is_same = is_same_program(runs[0].tape, run.tape)
+        if not changes:
+            return _settled(runs, lefts, is_same=is_same)
+        reads = [c for c in changes if not is_watched(plain(c.old)) and run.was_read(c)]
+        if is_same and not asked and not reads:
+            return _does_not_matter(first)
+        lefts.append(_left_by(run))
+    return _for_one_call(first)
+
+
+def _advances(change: Change) -> bool:
+    """Whether an iterator gave an item: it gives another one to each call."""
+    return is_iterator(getattr(change.put, "args", (None,))[0])
+
+
+# The state that a run left --------------------------------------------------------------------------------------------
+
+
+class _Left(NamedTuple):
+    """What a run left in the place of something, without tensors and numbers of its trace."""
+
+    change: Change
+    value: Any
+    tensors: dict[int, torch.Tensor]
+    """By id of the tensors of the trace, what stands for them."""
+
+
+def _left_by(run: Run) -> list[_Left]:
+    tensors: dict[int, torch.Tensor] = {}
+    return [_Left(change, _real(plain(change.new), tensors), tensors) for change in run.changes]
+
+
+def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    """`x`, with tensors that have data in the place of those of a trace, and numbers in that of symbols."""
+    if isinstance(x, FakeTensor):
+        if id(x) not in tensors:
+            with eager():
+                sizes = [int(n) if not isinstance(n, Symbolic) else int(n.node.hint or 1) for n in x.shape]
+                tensors[id(x)] = torch.zeros(sizes, dtype=x.dtype, device="meta" if x.is_meta else x.device)
+        return tensors[id(x)]
+    if isinstance(x, Symbolic):
+        return x.node.pytype(x.node.hint) if x.node.hint is not None else x
+    if type(x) in (list, tuple):
+        return type(x)([_real(item, tensors) for item in x])
+    if type(x) is dict:
+        return {key: _real(item, tensors) for key, item in x.items()}
+    return x
+
+
+@contextlib.contextmanager
+def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
+    """Inside, Python's state is what the runs left, with stand-ins. Gives the names of those that were asked."""
+    asked: list[str] = []
+    before: list[tuple[Callable[[Any], None], Any]] = []
+    try:
+        for left in (left for run in lefts for left in run):
+            change = left.change
+            before.append((change.put, change.old))
+            change.put(_standing_for(change, left.value, asked))
+        yield asked
+    finally:
+        for put, value in reversed(before):
+            put(plain(value) if not isinstance(value, torch.Tensor) else value)
+
+
+def _standing_for(change: Change, value: Any, asked: list[str]) -> Any:
+    """What the next run finds in the place of a changed value. A content is that of its container again."""
+    if change.entry is not None and change.entry[1] is None:  # the content of a list or set as a whole
+        _watch_container(change, value, asked)
+        return value
+    return stand_in(value, lambda: asked.append(change.name))
+
+
+def _watch_container(change: Change, value: Any, asked: list[str]) -> None:
+    """A list that grows is watched where its holder has it; one that is elsewhere counts as asked."""
+    owner = getattr(change.put, "args", (None,))[0]
+    table = None if change.holder is None else own_dict(change.holder)
+    names = [] if table is None else [key for key, x in table.items() if x is owner]
+    if type(owner) is not list or not names or table is None:
+        asked.append(change.name)
+        return
+    watched = stand_in(list(value), lambda: asked.append(change.name))
+    for name in names:
+        table[name] = watched
+
+
+@contextlib.contextmanager
+def _plain_state(lefts: list[list[_Left]]) -> Iterator[None]:
+    """Inside, Python's state is what the runs left, with plain values."""
+    before = [(left.change.put, left.change.old) for run in lefts for left in run]
+    try:
+        for left in (left for run in lefts for left in run):
+            left.change.put(left.value)
+        yield
+    finally:
+        for put, value in reversed(before):
+            put(value)
+
+
+# What it means -------------------------------------------------------------------------------------------------------
+
+
+def _does_not_matter(run: Run) -> RecordedTape:
+    """No result depends on the changes: what a call finds there does not count."""
+    tape = run.tape
+    _leave_out(tape, run.changes)
+    tape.side_effects += [_effect(change, run, baked_in=False) for change in run.changes]
+    return tape
+
+
+def _settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> RecordedTape:
+    """The last run changed nothing: a call may find what the first did, or what that left."""
+    first, last = runs[0], runs[-1]
+    stored = {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
+    if not is_same:
+        is_cache = len(runs) == 2 and not _depends_on_data(first.tape, stored.values())
+        holds = is_cache and (
+            holds_when_filled(first.tape, last.tape, stored) or (not stored and not first.values_differ(last.tape))
+        )
+        if not holds:
+            return _for_one_call(first)
+    tape = first.tape
+    with _plain_state(lefts):
+        for i, read in enumerate(tape.reads):
+            if read.place.kind in ("attribute", "global", "closure") and not same(read.value, read.now()):
+                tape.reads[i] = dataclasses.replace(read, others=(_without_tensors(read.now(), stored),))
+    kept, writes = {id(change.holder) for change in first.changes}, tape.attribute_writes
+    tape.attribute_writes = [dataclasses.replace(w, is_cache=not is_same and id(w.module) in kept) for w in writes]
+    tape.side_effects += [_effect(c, first, baked_in=False) for c in first.changes if id(c.new) not in first.bound]
+    return tape
+
+
+def _without_tensors(x: Any, stored: Mapping[int, Value]) -> Any:
+    """A snapshot in which any tensor like a stored one is as good."""
+    if isinstance(x, torch.Tensor) and id(x) in stored:
+        return TensorLike.of(x)
+    if type(x) in (list, tuple):
+        return type(x)([_without_tensors(item, stored) for item in x])
+    if type(x) is dict:
+        return {key: _without_tensors(item, stored) for key, item in x.items()}
+    if isinstance(x, tuple) and hasattr(x, "_replace"):
+        return x._replace(values=_without_tensors(x.values, stored))  # type: ignore[attr-defined]
+    return x
+
+
+def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
+    """Whether inputs, random numbers or state that the forward writes decide one of these values."""
+    differs = {v.storage for v in tape.inputs} | tape.written_storages()
+    for op in tape.ops:
+        if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
+            differs |= {v.storage for v in op.values()}
+    return any(v.storage in differs for v in values)
+
+
+def _for_one_call(run: Run) -> RecordedTape:
+    run.tape.side_effects += [_effect(change, run, baked_in=True) for change in run.changes]
+    _leave_out(run.tape, run.changes)
+    return run.tape
+
+
+def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
+    """Take what was changed out of the table of what a call is checked for."""
+    entries = frozenset(change.entry for change in changes if change.entry is not None)
+    names = {(id(change.holder), change.attribute) for change in changes if change.attribute}
+    kept: list[Read] = []
+    for read in tape.reads:
+        table = getattr(read.place, "table", None)
+        cell = getattr(read.place, "cell", None)
+        key = getattr(read.place, "key", None)
+        if (id(table), key) in entries or (id(cell), None) in entries or _is_absent_one_of(read, names):
+            continue
+        if read.place.kind in ("attribute", "global", "closure") and not isinstance(read.value, torch.Tensor):
+            skip = read.skip | entries
+            raw = read.place.now(NO_CALL)
+            if skip and form_of(type(raw)) is not None:
+                if id(raw) in {number for number, key in entries if key is None}:
+                    continue
+                read = dataclasses.replace(read, skip=skip, value=snapshot(raw, read.names, skip))
+        kept.append(read)
+    tape.reads[:] = kept
+
+
+def _is_absent_one_of(read: Read, names: set[tuple[int, str]]) -> bool:
+    tables, key = getattr(read.place, "tables", None), getattr(read.place, "key", None)
+    return tables is not None and any(key == name for _, name in names) and read.value is MISSING
+
+
+def _effect(change: Change, run: Run, *, baked_in: bool) -> SideEffect:
+    tape = run.tape
+    at = {id(call.module): call for call in reversed(tape.calls) if call.module is not None}
+    call = at.get(id(change.holder), tape.calls[0])
+    return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, None, baked_in)
