@@ -34,7 +34,7 @@ from scopetrace._compat.graph_module import LazyGraphModule
 from scopetrace._compat.questions import hooks_of_all_modules, is_of_python
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 from scopetrace.ir.reads import MISSING, NO_CALL, InClosure, InSlot, InTable, OfFunctions, Read, content_of, snapshot
-from scopetrace.ir.tape import Tape, recorded
+from scopetrace.ir.tape import Tape
 
 _OPERATORS = frozenset(
     {
@@ -79,9 +79,6 @@ ATOMS = frozenset(
     {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
 )
 """The classes of values that have no content and run no code."""
-
-TOLD_BY_TEXT = frozenset({float, complex, range})
-"""Those of them of which equal values may differ, but not in their text: 0.0 and -0.0, range(0) and range(1, 1)."""
 
 
 def methods_of(cls: type) -> frozenset[str]:
@@ -197,19 +194,6 @@ _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 _BIND_ATTRIBUTE = (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"])
 
 
-class Inner(NamedTuple):
-    """The part of a `Reach` that code inside of the model's modules finds, without the function around them."""
-
-    functions: frozenset[int]
-    """Ids."""
-    classes: frozenset[type]
-    """The classes of which it follows the methods, or some."""
-    names: frozenset[tuple[int, str]]
-    """The keys of `Reach.globals` and `Reach.looked_up`."""
-    cells: frozenset[int]
-    """Ids."""
-
-
 class Reach(abc.ABC):
     """Follows names from functions and classes. Subclasses say what is done with each object that a name leads to."""
 
@@ -237,10 +221,6 @@ class Reach(abc.ABC):
         """Whether code that belongs to no installed library may ask for a `__dict__`, as `vars` does."""
         self.hooks: list[Any] = []
         """The hooks on gradients of tensors from outside, where the forward may differentiate."""
-        self.inner: Inner | None = None
-        """What of it was found before a function that is around the modules; None where there is none."""
-        self.outer_objects: Set[int] = frozenset()
-        """The ids of the objects with contents to which only that function leads."""
         self._known: set[type] = set()
         self._unnamed: dict[str, list[type]] = {}
         """The classes that have an attribute which no function has named so far."""
@@ -249,21 +229,6 @@ class Reach(abc.ABC):
     @abc.abstractmethod
     def visit(self, name: str, key: str, x: Any) -> None:
         """Take an object, with its name in source (`globals()['CACHE']`, `closure hits`) and the key of `uses`."""
-
-    def end_inner(self) -> None:
-        """What was followed so far is what code inside of the modules may run. The function around them comes next."""
-        functions, classes = frozenset(map(id, self.functions)), frozenset((*self._known, *self.bases))
-        self.inner = Inner(functions, classes, frozenset((*self.globals, *self.looked_up)), frozenset(self.cells))
-
-    def is_inner(self, x: Any) -> bool:
-        """Whether what a function, a class or an object of the users leads to was looked at for code in the modules."""
-        if self.inner is None:
-            return True
-        if isinstance(x, types.FunctionType):
-            return id(x) in self.inner.functions or not is_users(x.__code__.co_filename)
-        if isinstance(x, type):
-            return x in self.inner.classes or not is_users_class(x)
-        return id(x) not in self.outer_objects
 
     def add(self, x: Any) -> None:
         """Follow a function, method, partial or class; nothing is done for other objects."""
@@ -514,7 +479,7 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
     ran = _Ran()
     ran.add(fn)
     ran.add_class(type(getattr(fn, "__self__", fn)))
-    for kind in {call.module_type: None for call in recorded(tape.calls) if call.module_type is not None}:
+    for kind in {call.module_type: None for call in tape.calls if call.module_type is not None}:
         ran.add_class(kind)
     objects = {id(x): x for x in values if type(x) not in ATOMS}  # that of many layers may be one
     held = [x for x in objects.values() if not (type(x) is tuple and ATOMS.issuperset(map(type, x)))]
@@ -530,16 +495,14 @@ def has_hooks(own: dict[str, Any]) -> bool:
 
 def _hooks_of_calls(tape: Tape) -> list[Any]:
     """The hooks of the modules that were called, and of all modules; one that runs no op is in no frame of the tape."""
-    called = {id(call.module): vars(call.module) for call in recorded(tape.calls) if call.module is not None}
+    called = {id(call.module): vars(call.module) for call in tape.calls if call.module is not None}
     tables = [own[name] for own in called.values() if has_hooks(own) for name in HOOKS if own.get(name)]
     return [hook for table in (*tables, *hooks_of_all_modules().values()) for hook in table.values()]
 
 
 def functions_of(reach: Reach, tape: Tape) -> list[types.FunctionType]:
     """The functions that calls and ops of a tape were in, also methods that the forward got by a computed name."""
-    frames = [op.frames for op in recorded(tape.ops) if op.kind == "call_function"] + [
-        call.frames for call in recorded(tape.calls)
-    ]
+    frames = [op.frames for op in tape.ops if op.kind == "call_function"] + [call.frames for call in tape.calls]
     codes = {id(code) for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
     found = [f for f in reach.functions if id(f.__code__) in codes]
     if {"getattr"} & reach.names:
@@ -568,7 +531,7 @@ def variables_read(ran: Reach, written: Set[str], changed: Set[tuple[int, str]],
 def functions_read(ran: Reach, tape: Tape, written: Set[str]) -> Iterator[Read]:
     """Where classes have the functions that ran, what makes these, and default arguments that may change."""
     root, functions = tape.root.path, {id(f) for f in ran.functions}
-    calls = [call for call in recorded(tape.calls) if not call.leaf]
+    calls = [call for call in tape.calls if not call.leaf]
     called = {call.module_type: None for call in calls if call.module_type is not None}
     wanted = ran.names | {"forward", "__call__", "__getitem__"}
     members = {

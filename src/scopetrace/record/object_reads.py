@@ -18,7 +18,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ from scopetrace.ir.reads import (
     snapshot,
 )
 from scopetrace.ir.scopes import Frame, source_of
-from scopetrace.ir.tape import called_modules
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.code import (
     ATOMS,
@@ -59,9 +58,7 @@ from scopetrace.record.code import (
     variables_read,
 )
 from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, bookkeeping_of
-from scopetrace.record.original import Original
-from scopetrace.record.reads import Noted, Notes, Watched, class_attribute, noted_at
-from scopetrace.record.repeated_reads import OfOwner, Repeated, RepeatedReads
+from scopetrace.record.reads import Noted, Watched, class_attribute, noted_at
 
 _BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
@@ -107,7 +104,6 @@ class ObjectReads:
         """By id, the modules and objects whose `__dict__` was asked for."""
         self.overwritten: dict[tuple[int, str], Read] = {}
         """By the id of an object and a name, what was read of it that the forward changes."""
-        self._notes = Notes()
 
     @contextlib.contextmanager
     def watching(self, mine: Mine) -> Iterator[None]:
@@ -156,14 +152,14 @@ class ObjectReads:
         kind, found = type(owner), list[Watched]()
         for cls in kind.__mro__:
             found += [w for w in self._watched.get(cls, {}).values() if vars(cls).get(w.key) is w]
-        if kind in self._watched and not self._builder.looks_at_objects:
+        if kind in self._watched:
             for name in names:
                 watched = self._watched[kind].get(name)
                 if watched is not None:
                     watched.note_read(owner, asker)
                 of_class = class_attribute(kind, name)[1] if watched is None else watched.value
                 if of_class is MISSING and not any(name in table for table in attribute_tables(owner)):
-                    self.note_unfound(owner, name, noted_at(self._builder, asker))
+                    self._note_unfound(owner, name, noted_at(self._builder, asker))
         for each in found:
             each.put_back()
         try:
@@ -183,14 +179,14 @@ class ObjectReads:
                 if found is None and name not in _BOOKKEEPING and name[:2] != "__" and mine():
                     asker = _asker(owner, sys._getframe(1))
                     if asker is not None:
-                        self.note_unfound(owner, name, noted_at(self._builder, asker))
+                        self._note_unfound(owner, name, noted_at(self._builder, asker))
             if isinstance(found, torch.Tensor) and sys._getframe(1).f_code not in _REGISTERING:
                 self._members[id(found)] = found
             return found
 
         return __getattr__
 
-    def note_unfound(self, owner: Any, name: str, noted: Noted) -> None:
+    def _note_unfound(self, owner: Any, name: str, noted: Noted) -> None:
         """Note that a module or object does not have a name."""
         place: Any
         if isinstance(owner, torch.nn.Module):
@@ -210,7 +206,7 @@ class ObjectReads:
         def __getattribute__(owner: Any, name: str) -> Any:
             asker = sys._getframe(1) if name == "__dict__" else None
             if asker is not None and (not only_users or is_users(asker.f_code.co_filename)) and mine():
-                self.note_whole(owner, noted_at(self._builder, asker))
+                self._note_whole(owner, noted_at(self._builder, asker))
             return ask(owner, name)
 
         return __getattribute__
@@ -220,10 +216,14 @@ class ObjectReads:
 
         def __reduce_ex__(owner: Any, protocol: Any) -> Any:
             if mine():
-                self.note_whole(owner, noted_at(self._builder, sys._getframe(2)))
+                self._note_whole(owner, noted_at(self._builder, sys._getframe(2)))
             return copy(owner, protocol)
 
         return __reduce_ex__
+
+    def _note_whole(self, owner: Any, noted: Noted) -> None:
+        """Note that the `__dict__` of a module or object was asked for."""
+        self._dicts.setdefault(id(owner), (owner, noted))
 
     def _watch(self, cls: type, names: Set[str]) -> None:
         """Make descriptors for attributes that the instances of a class have in their `__dict__`, or from the class."""
@@ -234,63 +234,16 @@ class ObjectReads:
         for name in names - bookkeeping_of(cls) - {"forward"}:
             base, below = class_attribute(cls, name)
             if name[:2] != "__" and not hasattr(type(below), "__set__"):
-                watched[name] = Watched(self._builder, self._notes, cls, name, base, below)
-
-    # ---------------------------------------------------------------- calls that repeat others
-
-    def may_have_read(self, owner: Any, key: str) -> bool:
-        """Whether the forward may have read an attribute of a module or object so far."""
-        self._notes.note_repeated([id(owner)])
-        watched = self._watched.get(type(owner), {}).get(key)
-        return watched is None or id(owner) in watched.first or id(owner) in self._dicts
-
-    def unfound(self, owners: Iterable[Any]) -> list[tuple[Any, str, Noted]]:
-        """The names that these modules and objects did not have, each with where it was asked for."""
-        ids = set(map(id, owners))
-        return [(owner, name, noted) for (key, name), (owner, _, noted) in self._unfound.items() if key in ids]
-
-    def whole(self, owners: Iterable[Any]) -> list[tuple[Any, Noted]]:
-        """Those of these modules and objects whose `__dict__` was asked for, each with where it was."""
-        return [self._dicts[id(owner)] for owner in owners if id(owner) in self._dicts]
-
-    def note_whole(self, owner: Any, noted: Noted) -> None:
-        """Note that the `__dict__` of a module or object was asked for."""
-        self._dicts.setdefault(id(owner), (owner, noted))
-
-    def seen(self, owners: Iterable[Any]) -> list[tuple[Watched, int]]:
-        """What was read of these modules and objects so far, by id, in the order in which it was."""
-        by_class: dict[type, dict[int, Any]] = {}
-        self._notes.note_repeated(map(id, owners))
-        for owner in owners:
-            by_class.setdefault(type(owner), {})[id(owner)] = owner
-        watched = [(each, ids) for kind, ids in by_class.items() for each in self._watched.get(kind, {}).values()]
-        return [(each, key) for each, ids in watched for key in each.first if key in ids]
-
-    def repeat(self, repeated: Repeated, *, at_once: bool) -> None:
-        """A call has read of its modules and objects what another one has read of those in their place.
-
-        It is noted for each attribute when somebody asks, or writes it; `at_once` where something else may have asked.
-        """
-        ids = repeated.owners
-        self._notes.note_repeated(ids)
-        if at_once or not self._notes.touched.isdisjoint(ids):
-            self._notes.note_all(repeated)
-        else:
-            self._notes.repeated.update(dict.fromkeys(ids, repeated))
-
-    def _waiting(self) -> list[Repeated]:
-        """The repetitions of which no attribute is noted, each once."""
-        return [each for each in dict.fromkeys(self._notes.repeated.values()) if isinstance(each, Repeated)]
+                watched[name] = Watched(self._builder, cls, name, base, below)
 
     # ---------------------------------------------------------------- after the forward
 
-    def found(self, fn: Any, changes: list[Change]) -> tuple[list[Read], list[Read], list[RepeatedReads]]:
-        """What `fn` read of variables, of attributes, and in repetitions; `changes` are what it changed.
+    def found(self, fn: Any, changes: list[Change]) -> tuple[list[Read], list[Read]]:
+        """What `fn` read of variables and of attributes; `changes` are what it changed.
 
         To be called when the model is as it was before the forward.
         """
         changed = {(id(change.holder), change.key[1:]) for change in changes}
-        self._note_changed({key for key, _ in changed})
         held: list[_Held] = []
         names = {id(s.owner): s.name for s in (*self._objects, *self._others)}
         names.update([(id(s.module), s.name) for s in self._modules])
@@ -310,7 +263,6 @@ class ObjectReads:
                 else:
                     attributes.append(read)
         layers = list(self._layers(changed))
-        repeated = list(self._in_repetitions(layers, names))
         written, root = {change.key for change in changes if change.holder is None}, self._builder.tape.root.path
         while isinstance(fn, functools.partial):
             attributes += [
@@ -319,66 +271,10 @@ class ObjectReads:
                 if not isinstance(x, torch.Tensor)
             ]
             fn = fn.func
-        values = [*(read.value for read in attributes), *(value for found in repeated for value in found.values)]
-        ran = functions_that_ran(fn, values, self._builder.tape, self._reach)
+        ran = functions_that_ran(fn, [read.value for read in attributes], self._builder.tape, self._reach)
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
-        of_layers = [read for _, read in layers]
-        own = [*self._identities(ran), *of_layers, *self._of_members(changed, held), *self._entries(ran)]
-        self._notes.repeated.clear()  # what is watched would hold itself
-        return variables, [*attributes, *own], repeated
-
-    def _note_changed(self, changed: Set[int]) -> None:
-        """Note each attribute of repetitions where they, or their originals, have what was changed, or read tensors."""
-        self._notes.note_repeated(changed)
-        by_original: dict[Original, list[Repeated]] = collections.defaultdict(list)
-        for repeated in self._waiting():
-            by_original[repeated.original].append(repeated)
-        for original, found in by_original.items():
-            reads = self._read_of(original)
-            special = any(
-                noted is None or id(holder) in changed or isinstance(place.now(NO_CALL), torch.Tensor)
-                for _, holder, place, noted in reads
-            )
-            if special or not changed.isdisjoint(original.owners):
-                for repeated in found:
-                    self._notes.note_all(repeated)
-
-    def _read_of(self, original: Original) -> Iterator[tuple[Any, Any, InTable, Noted | None]]:
-        """The attributes that were read of the modules and objects of an original, or written first.
-
-        Gives who was asked, what has the attribute, itself or its class, the place of it, and where it was read.
-        """
-        for watched, key in original.seen:
-            owner, noted = watched.first[key]
-            yield from [(owner, holder, place, noted) for holder, place in watched.places(owner)]
-
-    def _in_repetitions(
-        self, layers: list[tuple[torch.nn.Module, Read]], names: dict[int, str]
-    ) -> Iterator[RepeatedReads]:
-        """What repetitions read of which it was not noted for each attribute; `layers` are as `_layers` gives them."""
-        of_originals: dict[Original, list[OfOwner]] = {}
-        for repeated in self._waiting():
-            original = repeated.original
-            if original not in of_originals:
-                of_originals[original] = self._by_owner(original, layers, names)
-            if of_originals[original]:
-                yield RepeatedReads(repeated, of_originals[original], names)
-
-    def _by_owner(
-        self, original: Original, layers: list[tuple[torch.nn.Module, Read]], names: dict[int, str]
-    ) -> list[OfOwner]:
-        found: dict[int, tuple[Any, list[Read], list[Read]]] = {}
-        for layer, read in layers:
-            if id(layer) in original.owners:
-                found.setdefault(id(layer), (layer, [], []))[1].append(read)
-        for owner, holder, place, noted in self._read_of(original):
-            assert noted is not None
-            if holder is owner:
-                read = Read(names.get(id(owner), ""), MISSING, place, *noted)
-            else:
-                read = Read(f"{holder.__name__}.{place.key}", snapshot(place.now(NO_CALL)), place, *noted)
-            found.setdefault(id(owner), (owner, [], []))[1 if holder is owner else 2].append(read)
-        return [OfOwner(*each) for each in found.values()]
+        own = [*self._identities(ran), *layers, *self._of_members(changed, held), *self._entries(ran)]
+        return variables, [*attributes, *own]
 
     def _identities(self, ran: Reach) -> Iterator[Read]:
         """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.
@@ -527,8 +423,8 @@ class ObjectReads:
                 if key in found.before or place.now(NO_CALL) is MISSING:
                     yield found.owner, place, noted
 
-    def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[tuple[torch.nn.Module, Read]]:
-        """What torch's own code read of its layers, but for those of repetitions that wait."""
+    def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
+        """What torch's own code read of its layers."""
         calls = self._first_calls()
         around = self._read_by_others(calls)
         unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]] | None] = {}
@@ -558,20 +454,17 @@ class ObjectReads:
             value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in keys])
             place = InLayer(own, tuple(keys), tuple(lacks))
             name, frames = saved.name.removeprefix("self."), (noted[0], inner)
-            yield module, Read(name, (*value, *[None] * len(lacks)), place, frames, noted[1])
+            yield Read(name, (*value, *[None] * len(lacks)), place, frames, noted[1])
 
-    def _first_calls(self) -> dict[int, Noted | None]:
-        """By id of each module that was called, where it first was; None of those of repetitions that wait."""
-        repeated = {each.call: each for each in self._waiting()}
-        found: dict[int, Noted | None] = {}
-        for module, frames, path in called_modules(self._builder.tape.calls, repeated):
-            found.setdefault(id(module), (frames, path))
-        for each in repeated.values():
-            called = (each.original.call, *each.original.calls)
-            found.update([(id(each.partner(inner.module)), None) for inner in called])
+    def _first_calls(self) -> dict[int, Noted]:
+        """By id of each module that was called, where it first was."""
+        found: dict[int, Noted] = {}
+        for call in self._builder.tape.calls:
+            if not call.leaf:
+                found.setdefault(id(call.module), (call.frames, call.scope.path))
         return found
 
-    def _read_by_others(self, calls: dict[int, Noted | None]) -> dict[int, type]:
+    def _read_by_others(self, calls: dict[int, Noted]) -> dict[int, type]:
         """The modules that did not run, in a layer of torch that did: `nn.TransformerEncoderLayer` has such a way.
 
         Each with the class of that layer, whose code may have read their attributes. They get its place in `calls`.

@@ -11,14 +11,13 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -45,7 +44,7 @@ from scopetrace.ir.reads import (
     snapshot,
 )
 from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Op, Tape, Value, ops_between, recorded_ops
+from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, is_users, names_of
@@ -203,7 +202,7 @@ class ReadRecorder:
         self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
         if not self._hidden:
             return
-        ops = ops_between(ops, 0, max(hidden.stop for hidden in self._hidden))
+        ops = ops[: max(hidden.stop for hidden in self._hidden)]
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
         made = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
@@ -404,11 +403,11 @@ def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -
 
     `contiguous` has what `x.contiguous()` gave back, the number of ops then, and the frames.
     """
-    has_writes = any(op.writes for op in recorded_ops(tape.ops))
+    has_writes = any(op.writes for op in tape.ops)
     last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes} if has_writes else {}
     if not last_write and not contiguous:
         return {}
-    before_writes = ops_between(tape.ops, 0, max(last_write.values(), default=0))
+    before_writes = tape.ops[: max(last_write.values(), default=0)]
     of_inputs = {v.storage for v in tape.inputs}
     returned = {v.storage for v in leaves(tape.calls[0].outputs, Value)} & of_inputs
     found = [(v, at) for v, i, at in contiguous if v.storage in returned or last_write.get(v.storage, -1) >= i]
@@ -473,53 +472,16 @@ def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
 # Attributes -----------------------------------------------------------------------------------------------------------
 
 
-class Repetition(Protocol):
-    """A call that has read what another one has read, of the modules and objects in their place."""
-
-    owners: list[int]
-    """The ids of these."""
-
-    def note(self) -> None:
-        """Note each attribute where it is watched, unless it was read or written before."""
-
-
-@dataclasses.dataclass(eq=False)
-class Notes:
-    """What all attributes that are watched have in common."""
-
-    touched: set[int] = dataclasses.field(default_factory=set)
-    """The ids of modules and objects of which an attribute is noted."""
-    repeated: dict[int, Repetition] = dataclasses.field(default_factory=dict)
-    """By the id of a module or object, the call that has read it as another one has read the one in its place.
-
-    Its attributes are not noted one by one, and nothing else has asked for them.
-    """
-
-    def note_repeated(self, owners: Iterable[int]) -> None:
-        """Note each attribute that repetitions have read of modules and objects, given by id."""
-        if self.repeated:
-            for found in {self.repeated[key]: None for key in owners if key in self.repeated}:
-                self.note_all(found)
-
-    def note_all(self, repeated: Repetition) -> None:
-        """Note each attribute that a repetition has read."""
-        for key in repeated.owners:
-            self.repeated.pop(key, None)
-        self.touched.update(repeated.owners)
-        repeated.note()
-
-
 class Watched:
     """Stands for an attribute of a class while the forward runs, and tells who reads it.
 
     `value` is what `base`, the class or one that it inherits from, has under that name; MISSING if there is nothing.
     """
 
-    __slots__ = ("base", "builder", "cls", "first", "key", "notes", "value")
+    __slots__ = ("base", "builder", "cls", "first", "key", "value")
 
-    def __init__(self, builder: TapeBuilder, notes: Notes, cls: type, key: str, base: type, value: Any) -> None:
+    def __init__(self, builder: TapeBuilder, cls: type, key: str, base: type, value: Any) -> None:
         self.builder, self.cls, self.key, self.base, self.value = builder, cls, key, base, value
-        self.notes = notes
         self.first: dict[int, tuple[Any, Noted | None]] = {}
         """By id, each owner with where it was first read; None where it was written before."""
 
@@ -551,15 +513,12 @@ class Watched:
 
     def note_read(self, owner: Any, asker: types.FrameType) -> None:
         """Note that code in this frame asks an object, or `base`, for the attribute."""
-        if id(owner) not in self.first and not self.builder.looks_at_objects:
+        if id(owner) not in self.first:
             self._note(owner, noted_at(self.builder, asker))
 
     def _note(self, owner: Any, noted: Noted | None) -> None:
         if id(owner) not in self.first:
-            self.notes.touched.add(id(owner))
-            if id(owner) in self.notes.repeated:
-                self.notes.note_repeated([id(owner)])
-            self.first.setdefault(id(owner), (owner, noted))
+            self.first[id(owner)] = owner, noted
 
     def places(self, owner: Any) -> list[tuple[Any, InTable]]:
         """What an `owner` of `first` was asked: itself, and the class where that has the attribute in its place.

@@ -63,10 +63,9 @@ from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.reads import ModuleTables, Read, numbers_read
-from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import CallList, OpList, ReadList, RecordedTape, Value, checks_enabled, recorded, recorded_ops
+from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -103,7 +102,6 @@ from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder, Watched, caught, noting_errors
 from scopetrace.record.regions import CHECKPOINT, keep_regions
-from scopetrace.record.reuse import SMALLEST, CallRecorderWithReuse, ReadRecorderWithReuse
 
 T = TypeVar("T")
 
@@ -117,7 +115,6 @@ def record(
     leaf_modules: Any = (),
     specialize: bool = False,
     progress: Progress | None = None,
-    reuse: bool | None = None,
 ) -> RecordedTape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError.
 
@@ -136,7 +133,7 @@ def record(
         _refuse_lazy(model)
         root = root_scope(model.root) if knows_origins(model.root) else scopes.Scope("", model.type_name)
         recording = Recording(
-            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress, reuse=reuse
+            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
         return recording.run(fn, model.forward, args, kwargs, dynamic_shapes)
 
@@ -203,7 +200,6 @@ class Recording:
         specialize: bool = False,
         progress: Progress | None = None,
         run_graph: RunGraph = _run_nodes,
-        reuse: bool | None = None,
     ) -> None:
         """`run_graph` runs a GraphModule that is the body of a higher-order op."""
         self.model = model
@@ -219,9 +215,6 @@ class Recording:
             exact_autograd=assumptions.exact_autograd or assumptions.differentiates_by_autograd,
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
-            ops=OpList(),
-            calls=CallList(),
-            reads=ReadList(),
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
@@ -229,10 +222,7 @@ class Recording:
         self._specialize = specialize
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
-        self.tape.reuse = None if reuse is False else Reuse(assumptions.why_each_runs)
-        self._reuses = reuse is not False and not assumptions.records_all and model.has_layers()
-        self._smallest = 0 if reuse else SMALLEST
-        self.reads = (ReadRecorderWithReuse if self._reuses else ReadRecorder)(self.builder, self.values, model)
+        self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
             self.values,
@@ -283,21 +273,17 @@ class Recording:
         finally:
             changes = effects.restore()
         self.reads.drop_inner_flags()
-        variables, attributes, repeated = reads.found(fn, changes)
+        variables, attributes = reads.found(fn, changes)
         effects.note(changes, reads.overwritten, reads.is_written_first)
         apart = () if tape.grad else writes_to_inputs_apart(tape, self.values.examples)
         for value, op in itertools.chain(without_hidden_gradients(tape), ((root_of(op.writes[0]), op) for op in apart)):
             note_leaf(tape, value, op)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        reads_of_tape = tape.reads
-        assert isinstance(reads_of_tape, ReadList)
-        reads_of_tape[:] = [*variables, *tape.reads, *attributes]
+        tape.reads[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         held = [read for read in tape.reads if type(read.value) not in ATOMS]
         tape.side_effects += [_of_iterator(read) for read in held if holds_iterator(read.value)]
-        for each in repeated:  # which have no iterators: calls that read one are not repeated
-            reads_of_tape.wait(each)
         found, after = (
             numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
         )
@@ -358,11 +344,7 @@ class Recording:
 
         rules = object_types, self._leaves, self._progress
         parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
-        calls = (
-            CallRecorderWithReuse(*parts, effects, reads, self.factory, self._smallest)
-            if self._reuses
-            else CallRecorder(*parts)
-        )
+        calls = CallRecorder(*parts)
         with effects.watching(), scopes.activate(self.builder.state):
             with (
                 self._errors_explained(),
@@ -433,7 +415,7 @@ class Recording:
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             expect_copies(tape, tape.sizes.env)
-            for number in leaves([(op.args, op.kwargs) for op in recorded_ops(tape.ops)], torch.SymFloat):
+            for number in leaves([(op.args, op.kwargs) for op in tape.ops], torch.SymFloat):
                 tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
             tape.sizes.name_equal()
@@ -620,7 +602,7 @@ class Recording:
 
     def _place(self, error: Exception) -> dict[str, str | None]:
         """`module` and `source` of an exception that left the forward."""
-        failed = next((c for c in reversed(recorded(self.tape.calls)) if c.raised is error), None)
+        failed = next((c for c in reversed(self.tape.calls) if c.raised is error), None)
         scope = failed.scope if failed is not None else self.builder.state.current_scope
         return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
 
