@@ -458,11 +458,11 @@ def test_nothing_is_left_to_the_garbage_collector():
     """What a trace needs is freed when it ends, but for ops and values of tapes that are not kept: they form cycles."""
     model = Step()
     for traced in (model, model.step):
-        st.trace(traced, (Q,), reuse=True)  # makes what torch and the classes keep
+        st.trace(traced, (Q,))  # makes what torch and the classes keep
         gc.collect()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
-            trace = st.trace(traced, (Q,), reuse=True)
+            trace = st.trace(traced, (Q,))
             gc.collect()
             left = collections.Counter(type(x).__module__ for x in gc.garbage)
         finally:

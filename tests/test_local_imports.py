@@ -65,7 +65,6 @@ def net(body):
     return nn.Sequential(*(table["Layer"]() for _ in range(3))).requires_grad_(False)
 
 
-@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize(
     ("body", "change"),
     [
@@ -82,9 +81,9 @@ def net(body):
         ("def run():;    from .settings import SCALE;    return SCALE; return self.fc(x) * run()", "SCALE"),
     ],
 )
-def test_what_a_forward_imports_is_compared(settings, body, change, reuse):
+def test_what_a_forward_imports_is_compared(settings, body, change):
     model, x = net(body), torch.ones(2, 4)
-    trace = st.trace(model, (x,), reuse=reuse)
+    trace = st.trace(model, (x,))
     assert torch.equal(trace(x), model(x))
     if change == "SCALE":
         settings.SCALE = 3
@@ -94,7 +93,6 @@ def test_what_a_forward_imports_is_compared(settings, body, change, reuse):
         trace(x)
 
 
-@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize(
     ("body", "name"),
     [
@@ -103,9 +101,9 @@ def test_what_a_forward_imports_is_compared(settings, body, change, reuse):
         ("import local_package.settings as s; s.config.scale += 1; return self.fc(x) * s.config.scale", "config"),
     ],
 )
-def test_what_a_forward_writes_to_an_import_is_a_side_effect(settings, body, name, reuse):
+def test_what_a_forward_writes_to_an_import_is_a_side_effect(settings, body, name):
     x = torch.ones(2, 4)
-    trace = st.trace(net(body), (x,), reuse=reuse)
+    trace = st.trace(net(body), (x,))
     factors = [n.args[1] for n in trace.graph_module.graph.find_nodes(op="call_function", target=_MUL)]
     assert factors in ([2, 3, 4], [3, 4, 5])
     trace(x)

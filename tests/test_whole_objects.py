@@ -50,19 +50,16 @@ IN_C = ("equal", "text", "contains")
 )
 def test_namespaces(name, kind):
     model = nn.Sequential(*[Scaled(READS[name], kind(scale=1.0 + (i == 2))) for i in range(4)])
-    for reuse in (True, False):
-        tr = st.trace(model, (X,), reuse=reuse)
-        assert torch.equal(tr(X), model(X))
-        model[0].args.scale = 9.0
-        if name == "contains":
-            del model[0].args.scale
-        with pytest.raises(st.StateMismatchError, match="scale"):
-            tr(X)
-        model[0].args.scale = 1.0
+    tr = st.trace(model, (X,))
+    assert torch.equal(tr(X), model(X))
+    model[0].args.scale = 9.0
+    if name == "contains":
+        del model[0].args.scale
+    with pytest.raises(st.StateMismatchError, match="scale"):
+        tr(X)
 
 
-@pytest.mark.parametrize("reuse", [True, False])
-def test_what_a_layer_of_torch_has(reuse):
+def test_what_a_layer_of_torch_has():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -72,7 +69,7 @@ def test_what_a_layer_of_torch_has(reuse):
             return x * vars(self.drop)["p"]
 
     net = Net()
-    tr = st.trace(net, (X,), reuse=reuse)
+    tr = st.trace(net, (X,))
     net.drop.p = 0.5
     with pytest.raises(st.StateMismatchError, match=r"drop"):
         tr(X)
@@ -130,9 +127,8 @@ def protocols():
 
 
 @pytest.mark.parametrize("of_object", [False, True])
-@pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("name", ["method", "attribute", "hook"])
-def test_an_instance_of_a_protocol(name, reuse, of_object):
+def test_an_instance_of_a_protocol(name, of_object):
     """Whether one layer has an attribute is no matter of the others, in the trace and after it."""
     asked = protocols()[name]
 
@@ -150,7 +146,7 @@ def test_an_instance_of_a_protocol(name, reuse, of_object):
     model = nn.Sequential(*[Layer() for _ in range(4)])
     special = model[2].held if of_object else model[2]
     special.bias, special.scale = torch.sin, 3.0
-    tr = st.trace(model, (X,), reuse=reuse)
+    tr = st.trace(model, (X,))
     assert torch.equal(tr(X), model(X))
     assert [isinstance(m.held if of_object else m, asked) for m in model] == [False, False, name != "hook", False]
     other = model[1].held if of_object else model[1]

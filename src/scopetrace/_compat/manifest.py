@@ -110,7 +110,6 @@ NAMES = {
     "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",
-    "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.optim:SGD": "_init_group",
     "torch.optim.lr_scheduler": "_enable_get_lr_call",
     "torch.optim.lr_scheduler:ReduceLROnPlateau": "_is_better",

@@ -29,7 +29,6 @@ import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch._ops import mode_stack_state_for_pre_dispatch
-from torch.nn.utils import parametrize
 
 from scopetrace._compat.ops import eager
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
@@ -628,11 +627,6 @@ def hooks_of_all_modules() -> dict[str, dict[Any, Any]]:
         "backward pre-hooks": module._global_backward_pre_hooks,
         "backward hooks": module._global_backward_hooks,
     }
-
-
-def caches_parametrizations() -> bool:
-    """Whether code is inside of `parametrize.cached()`, where torch keeps what parametrizations gave."""
-    return bool(parametrize._cache_enabled)
 
 
 def asker() -> str:

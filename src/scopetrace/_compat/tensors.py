@@ -338,37 +338,6 @@ class FakeFactory(FakeMaker):
             self._real_of.setdefault(storage_id(found), real)
         return found
 
-    def shares_storage(self, real: torch.Tensor) -> bool:
-        """Whether a tensor in the storage of `real` was made fake."""
-        return real.untyped_storage()._cdata in self._storages
-
-    def has_none(self, storages: Iterable[int]) -> bool:
-        """Whether no tensor in any of these storages was made fake: see `id_of_storage`."""
-        return self._storages.keys().isdisjoint(storages)
-
-    def from_real_like(self, real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """As `from_real`, for a tensor that had the metadata of `like`, and was alone in its storage, when it was read.
-
-        `like` is the fake of a tensor that `is_plain_real`.
-        """
-        found = self._fakes.get(id(real))
-        if found is None:
-            with normal_tensors(), without_dispatch():
-                found = self.make_like(real, like)
-        return found
-
-    def make_like(self, real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """As `from_real_like`, of a tensor of which there is no fake. Call inside `without_dispatch`."""
-        place = nbytes_of(like.untyped_storage()), like.size(), stride_of(like), offset_of(like)
-        found = self._fakes[id(real)] = self.placed(place, like.dtype, like.device, requires_grad_of(real))
-        if getattr(like, "_is_param", False):
-            found._is_param = True
-        storage, made = real.untyped_storage(), found.untyped_storage()
-        self._keep += (real, storage)
-        self._storages[storage._cdata] = made
-        self._real_of.setdefault(made._cdata, real)
-        return found
-
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
         """A fake of `real`, an input with a storage of its own, with symbolic sizes and strides."""
         self.mode.cache_enabled = False  # with symbolic sizes, torch's cache of results costs more than it saves

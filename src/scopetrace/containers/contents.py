@@ -34,6 +34,7 @@ import torch
 from scopetrace._compat.questions import MISSING, Missing
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
+from scopetrace.containers.stand_ins import STAND_INS, plain
 
 ATOMS = frozenset(
     {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
@@ -44,7 +45,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchge
 
 
 def is_library(module: object) -> bool:
-    """Whether a module name is of Python's library, torch, NumPy, sympy or scopetrace, whose objects have no content."""
+    """Whether a module name is of Python's library, torch, NumPy, sympy or scopetrace: no content of theirs counts."""
     return str(module).partition(".")[0] in _LIBRARIES
 
 
@@ -219,7 +220,7 @@ _WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)
 @functools.lru_cache(maxsize=4096)
 def form_of(kind: Any) -> Form | None:
     """How the objects of a class hold something; None for those that are compared by identity."""
-    if kind in ATOMS or issubclass(kind, _WITHOUT):
+    if kind in ATOMS or kind in STAND_INS or issubclass(kind, _WITHOUT):
         return None
     for base, form in _FORMS.items():
         if issubclass(kind, base):
@@ -267,7 +268,7 @@ def _snapshot(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around
         return x
     form = form_of(kind)
     if form is None:
-        return x
+        return x if kind not in STAND_INS else _snapshot(plain(x), names, skip, around)
     if id(x) in around:
         return f"<container {len(around) - around.index(id(x))} up>"
     around = (*around, id(x))
@@ -431,6 +432,12 @@ class Contents:
             self.tensors.append((name, x))
         elif isinstance(x, types.FunctionType):
             self.functions.append(x)
+
+    def accept(self, table: Any, key: Any) -> None:
+        """Keep an entry that was put into a saved dict, as if it had been there."""
+        if id(table) in self._saved:
+            self._saved[id(table)].before[key] = table[key]
+            self.add(f"{self._saved[id(table)].name}[{short(key)}]", table[key])
 
     def restore(self) -> list[Change]:
         """Put everything back, and say what had changed, by value."""

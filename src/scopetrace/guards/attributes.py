@@ -7,7 +7,7 @@ Data flow:
     `vars(self)`, `self.__dict__["eps"]` -> the methods of WatchedDict -> the same
     after the forward -> the module has its own `__dict__` again, with what the forward has written
 
-No class of a model is changed. Attributes that the class has too, and those of classes that have a `__getattr__`, are not
+No class of a model is changed. Attributes that the class has too, and those of classes with a `__getattr__`, are not
 hidden: they count as read.
 """
 
@@ -56,7 +56,7 @@ class WatchedDict(dict[str, Any]):
 
     def current(self) -> dict[str, Any]:
         """All attributes, in no order, without being noted."""
-        return {**self.hidden, **dict.items(self)}
+        return {**self.hidden, **dict.copy(self)}
 
     def _show(self, name: str) -> None:
         value = self.hidden.pop(name)

@@ -207,7 +207,7 @@ class Inference:
     def _describe(self, items: Iterable[Any], key: list[Any]) -> bool:
         """Append what the items are to `key`; False where that cannot be said."""
         for x in items:
-            kind = Value if isinstance(x, Value) else type(x)
+            kind = type(x)
             key.append(kind)  # 1, 1.0 and True are equal
             if kind is Value:
                 number = self.key_now(x)

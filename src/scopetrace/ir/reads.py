@@ -31,7 +31,7 @@ import torch
 
 from scopetrace._compat.questions import MISSING as MISSING
 from scopetrace._compat.questions import Missing as Missing
-from scopetrace._compat.questions import fact_of, flag, quick_flag
+from scopetrace._compat.questions import fact_of, flag, hooks_of_all_modules, quick_flag
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.tensors import parameters_of
 from scopetrace.containers.contents import (
@@ -169,6 +169,17 @@ class OfModules:
         get = _hooks_of if self.aspect == "hooks" else _methods_of
         entries = ((name, get(module)) for name, module in self.modules)
         return {name: what for name, what in entries if what}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessHooks:
+    """The hooks that run for each module of the process."""
+
+    kind, stays = "hooks", False
+
+    def now(self, call: CallInputs) -> dict[str, dict[Any, Any]]:
+        """As `Place.now`."""
+        return {name: dict(table) for name, table in hooks_of_all_modules().items() if table}
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -482,6 +493,8 @@ def unchanged(read: Read, known: set[int]) -> list[Condition]:
         return [Condition("{}({})", (is_same, read))]
     if isinstance(place, InTables) and then is MISSING:
         return [Condition("{} not in {}", (place.key, table)) for table in place.tables]
+    if isinstance(place, ProcessHooks) and not then:
+        return [Condition("not any({})", ([*hooks_of_all_modules().values()],))]
     if isinstance(place, OfModules):
         return list(_of_modules(place, then))
     if isinstance(place, OfFunctions) and not any(f.__kwdefaults__ for f in place.functions):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -28,10 +27,7 @@ from scopetrace.ir.tape import (
     checks_enabled,
     forward_of,
     is_grad_on,
-    ops_between,
-    recorded_ops,
     renamed,
-    repetitions,
 )
 from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
@@ -58,15 +54,11 @@ def outline(
     readers: Readers,
     chosen: list[Call],
     forward: Any = None,
-    left_out: AbstractSet[Call] = frozenset(),
 ) -> Outlining:
-    """The chosen calls as calls of functions. `readers` are those of the tape, `forward` is what the root call ran.
-
-    With `left_out`, calls of which none is chosen, only the functions of the other calls are found, and no program.
-    """
+    """The chosen calls as calls of functions. `readers` are those of the tape, `forward` is what the root call ran."""
     wanted: dict[Call, dict[Place, Bound]] = {}
     while True:
-        outlining = Outlining(tape, readers, chosen, forward, wanted, left_out)
+        outlining = Outlining(tape, readers, chosen, forward, wanted)
         missing = outlining.captured.missing()
         if not missing:
             return outlining
@@ -104,18 +96,6 @@ class _Result:
     """Whether `inside` is a clone that is made at the end of the function."""
 
 
-@dataclasses.dataclass
-class _CutCall:
-    """A call that is a call of a function, for those that repeat it."""
-
-    function: OutlinedBody
-    operands: list[Any]
-    """Values of the old tape, and others."""
-    results: list[Value]
-    """Values of the old tape."""
-    grad: bool
-
-
 class Outlining:
     """A tape of which chosen calls are functions, and the program that calls these. `wanted`: see `Captured`."""
 
@@ -126,7 +106,6 @@ class Outlining:
         chosen: list[Call],
         forward: Any,
         wanted: dict[Call, dict[Place, Bound]],
-        left_out: AbstractSet[Call],
     ) -> None:
         self.old = tape
         self.forward = forward
@@ -136,20 +115,17 @@ class Outlining:
         self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
         self._readers = readers
         self.captured = Captured(tape, readers, wanted)
-        made = (v.storage for op in recorded_ops(tape.ops) for v in op.values())
+        made = (v.storage for op in tape.ops for v in op.values())
         # A copy of what a call returns keeps its history, wherever autograd is on in the program.
         self._grad = is_grad_on(tape.ops)
         self._storages = itertools.count(min(made, default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
         self._chosen = set(chosen)
-        self._repetitions = {repetition.call: repetition for repetition in repetitions(tape.ops)}
-        self._cuts: dict[Call, _CutCall] = {}
         self._children: dict[Call | None, list[Call]] = collections.defaultdict(list)
         for call in tape.calls:
             self._children[call.parent].append(call)
         self._main = _Block(None)
         self._has_symbols = has_symbols(tape)
-        self._left_out = left_out
         self._fill(self._main, None, 0, len(tape.ops))
 
     @property
@@ -182,10 +158,8 @@ class Outlining:
         for old in self._children[around]:
             self._copy_ops(block, start, old.start)
             start = old.stop
-            if old in self._left_out and block is self._main:
-                continue
             if old in self._chosen:
-                self._cut(block, old) if old not in self._repetitions else self._cut_repetition(block, old)
+                self._cut(block, old)
                 continue
             call = self._copy(old)
             call.start = len(block.ops)
@@ -197,7 +171,7 @@ class Outlining:
         self._copy_ops(block, start, stop)
 
     def _copy_ops(self, block: _Block, start: int, stop: int) -> None:
-        for op in ops_between(self.old.ops, start, stop):
+        for op in self.old.ops[start:stop]:
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
                 self._main.ops.append(op.replace(call=self._visible(op.call, self._main)))
                 continue
@@ -228,7 +202,6 @@ class Outlining:
         call = self._copy(old)
         call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
         named = bind(forward_of(old, self.forward), call.args, call.kwargs)
-        outer = dict(block.now)
         inner = _Block(old, now=dict(block.now))
         self._fill(inner, old, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
@@ -244,28 +217,6 @@ class Outlining:
             function = self._functions[key] = self._function(inner, old, inputs, operands, results, key)
             self._names[function.tape] = function.identifier
         self._append(block, inner, old, function, operands, results)
-        if self._repetitions:
-            before = {now: v for v, now in outer.items()}
-            operands = [before.get(x, x) if isinstance(x, Value) else x for x in operands]
-            grad = is_grad_on(inner.ops or self.old.ops)
-            self._cuts[old] = _CutCall(function, operands, [r.old for r in results], grad)
-
-    def _cut_repetition(self, block: _Block, old: Call) -> None:
-        """As `_cut`, of a call that repeats one that was cut out, and of which the ops are not made yet."""
-        repetition, cut = self._repetitions[old], self._cuts[self._repetitions[old].repeated]
-        call = self._copy(old)
-        call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
-        for waiting, op in repetition.reads(self._visible(old, self._main)):
-            self._main.ops.append(op)
-            block.now[waiting] = op.result
-        given = [repetition.now(x) if isinstance(x, Value) else x for x in cut.operands]
-        operands = [block.now.get(x, x) if isinstance(x, Value) else x for x in given]
-        results = []
-        for i, v in enumerate(map(repetition.now, cut.results)):
-            results.append(Value(v.fake, i, v.storage, None))
-            block.now[v] = results[-1]
-        self._append_op(block, call, cut.function, operands, tuple(results), cut.grad)
-        call.outputs, call.mutated = renamed(old.outputs, block.now), None
 
     def _note_captured(self, old: Call, results: list[_Result], key: Any) -> None:
         """Note what the call captures, under its key without the captured values and their clones, which come last."""

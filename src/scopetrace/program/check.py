@@ -18,13 +18,13 @@ import torch.fx
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.tensors import buffers_of
+from scopetrace.containers.contents import Contents
 from scopetrace.containers.structure import STATEFUL, leaves_with_path, match, tensor_holders
 from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.traced import TracedProgram
-from scopetrace.containers.contents import Contents
 from scopetrace.record.model import SavedModule
 
 

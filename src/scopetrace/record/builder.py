@@ -8,10 +8,8 @@ Data flow:
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +27,6 @@ from scopetrace._compat.tensors import (
     is_conj_of,
     is_inference_of,
     is_neg_of,
-    normal_tensors,
     offset_of,
     requires_grad_of,
     storage_id,
@@ -42,8 +39,7 @@ from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, 
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.scopes import Frame, Scope, TracingState, capture_frames, source_of
-from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value, recorded_ops
-from scopetrace.ir.unmade import WaitingValue
+from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -65,12 +61,8 @@ class Assumptions:
     """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
     object_types: frozenset[type] = frozenset()
     """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
-    records_all: bool = False
-    """Whether each module call runs, though the user allows that equal ones do not."""
     gradients_shared: bool = False
     """Whether the forward takes the memory of a `grad` by another tensor, so that it is added to where eager does."""
-    why_each_runs: str = ""
-    """Why each module call runs, if it does because of one of these."""
 
     @property
     def differentiates_by_autograd(self) -> bool:
@@ -85,9 +77,7 @@ class Assumptions:
             self.by_autograd or other.by_autograd,
             self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
-            self.records_all or other.records_all,
             self.gradients_shared or other.gradients_shared,
-            self.why_each_runs or other.why_each_runs,
         )
 
 
@@ -99,8 +89,7 @@ class Retrace(BaseException):
 
     def __init__(self, why: str, needed: Assumptions) -> None:
         super().__init__(why)
-        each_runs = needed.exact_autograd or needed.by_autograd or needed.records_all
-        self.needed = dataclasses.replace(needed, why_each_runs=why) if each_runs else needed
+        self.needed = needed
 
 
 _aten = torch.ops.aten
@@ -128,8 +117,6 @@ class TapeBuilder:
         """That which is taking a step."""
         self.opaque_to_autograd: str | None = None
         """A higher-order op on the tape of which autograd has no history, though it sees every op."""
-        self.body: object = None
-        """Stands for the body of a higher-order op that is running; None outside of these."""
         self.regions: list[Region] = []
         """The regions that have ended, in the order of their ends."""
         self.phase: Callable[[Any, Any], Phase | None] | None = None
@@ -156,8 +143,6 @@ class TapeBuilder:
         """In a region under reentrant checkpointing that runs again in backward, the number of ops before it."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
-        self.looks_at_objects = False
-        """Whether the recorder itself asks objects of the model for attributes, which is no read of the forward."""
         self.gradients_shared = False
         """As in Assumptions."""
         self.functions_apart = False
@@ -290,19 +275,9 @@ def _is_factory(op: Op) -> bool:
     return is_op(op.target) and schema_of(op.target).op_name.endswith("_like")
 
 
-def storage_of(base: Value | None, fake: torch.Tensor) -> int:
-    """The storage of a result that is a view of `base`, or lies in memory of its own."""
-    return base.storage if base is not None and _is_unmade(base.storage) else storage_id(fake)
-
-
-def _is_unmade(storage: int) -> bool:
-    """Whether a storage is one of `ValueTable.new_storage`."""
-    return storage % 2 == 1
-
-
 def _lies_elsewhere(t: torch.Tensor, value: Value) -> bool:
     """Whether `t.data = other` has given a tensor another storage than that of its value, unseen by the dispatcher."""
-    return isinstance(t, FakeTensor) and value.storage != storage_id(t) and not _is_unmade(value.storage)
+    return isinstance(t, FakeTensor) and value.storage != storage_id(t)
 
 
 class ValueTable:
@@ -324,11 +299,6 @@ class ValueTable:
         self._factory = factory
         self._model = model
         self._by_storage: dict[int, list[Value]] = {}
-        self.waiting: set[int] = set()
-        """The storages, fake and real, of which values are not made yet: see `OpList`."""
-        self.inserted: collections.Counter[int] = collections.Counter()
-        """By storage, how many of its values were made late."""
-        self._unmade = itertools.count(1, 2)
         self._keep: list[torch.Tensor | torch.UntypedStorage] = []  # their ids must not be used again in this trace
         self.same: list[tuple[Value, Value]] = []
         """Of each op that returned the tensor it was given, as `x.to(x.dtype)` does: its result, and what it took."""
@@ -378,43 +348,10 @@ class ValueTable:
                 value = self.new_same(inputs[meta.input].fake, slot, inputs[meta.input])
                 value.autograd_placeholder = inputs[meta.input].autograd_placeholder
             elif meta is not None and fake is not None:
-                base = None if meta.base is None else inputs[meta.base]
-                value = self.new(fake, slot, storage_of(base, fake), meta.key)
+                value = self.new(fake, slot, storage_id(fake), meta.key)
                 value.autograd_placeholder = meta.requires_grad
             made.append(value)
         return made
-
-    def new_storage(self) -> int:
-        """The storage of a value whose tensor is not made yet. Those of tensors are addresses, and even."""
-        return next(self._unmade)
-
-    def enter(self, value: Value) -> None:
-        """Have a value that was made with the tensor that it has."""
-        self.by_id[id(value.fake)] = value
-        self._by_storage.setdefault(value.storage, []).append(value)
-
-    def enter_waiting(self, reals: list[torch.Tensor], values: list[WaitingValue], storages: Iterable[int]) -> None:
-        """Have values for tensors of the model, which lie in these storages, of which no fakes are made yet."""
-        ids = list(map(id, reals))
-        names, places = self._model.owners_of(ids)
-        self._tape.owners.update(zip(names, places, strict=True))
-        self._tape.attributes.update(zip(names, reals, strict=True))
-        self.by_id.update(zip(ids, values, strict=True))
-        self.waiting.update(storages)
-        self._keep += reals
-
-    def enter_late(self, storage: int, position: int, values: list[Value]) -> None:
-        """Have values of a storage that are made now, and stand before others that were made meanwhile.
-
-        `position` is the number of its values when they were to be made.
-        """
-        position += self.inserted[storage]
-        self._by_storage.setdefault(storage, [])[position:position] = values
-        self.inserted[storage] += len(values)
-
-    def count_in(self, storage: int) -> int:
-        """The number of values that lie in a storage and are made."""
-        return len(self._by_storage.get(storage, ()))
 
     def mark(self) -> tuple[int, ...]:
         """A mark of what tensors are known."""
@@ -493,8 +430,6 @@ class ValueTable:
 
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""
-        if storage in self.waiting:
-            self._tape.fill()
         return self._by_storage.get(storage, [])
 
     def sharing(self, t: torch.Tensor) -> list[Value]:
@@ -503,7 +438,7 @@ class ValueTable:
 
     def made_leaves(self) -> list[torch.Tensor]:
         """What the forward has made that requires grad by itself, and not by what was written into it."""
-        ops = recorded_ops(self._tape.ops) if self.new_tensors else ()
+        ops = self._tape.ops if self.new_tensors else ()
         written = {v.storage for op in ops if op.grad and op.tracked for v in op.writes}
         new = [t for t in self.new_tensors if requires_grad_of(t) and self.value_of(t).storage not in written]
         return [*self.factory_leaves, *new]
@@ -542,7 +477,7 @@ class ValueTable:
         self._refuse_replaced(t)
         real = self._factory.real_of(t)
         if real is not None and storage_id(t) not in self._by_storage:
-            _ = self.value_of(real).fake  # of a value that waits, made now
+            self.value_of(real)
         same_memory = self.in_storage(storage_id(t))
         geometry = geometry_key(t)
         same = [v for v in reversed(same_memory) if geometry_key(v.fake) == geometry]
@@ -567,8 +502,6 @@ class ValueTable:
 
     def _adopt(self, real: torch.Tensor) -> Value:
         """The value of a parameter, buffer or attribute of the model, or of a constant from a closure or global."""
-        if self.waiting and real.layout is torch.strided and storage_id(real) in self.waiting:
-            self._tape.fill()
         owner = self._model.owner(real)
         if owner is not None:
             name = owner[0]
@@ -584,22 +517,6 @@ class ValueTable:
         value = self.new_result(fake)
         value.real = real
         self._builder.append("get_attr", name, (), {}, value)
-        return value
-
-    def adopt_like(self, real: torch.Tensor, owner: tuple[str, torch.nn.Module, str], like: Value) -> Value:
-        """The value of a tensor of the model that has the metadata of one on the tape; its op is to be appended next.
-
-        `owner` is that of the model. It is new, and alone in its storage, as `FakeFactory.from_real_like` says. Call
-        inside `without_dispatch`.
-        """
-        name = owner[0]
-        self._tape.owners[name] = owner[1:]
-        self._tape.attributes[name] = real
-        with normal_tensors():
-            fake = self._factory.make_like(real, like.fake)
-        value = self.by_id[id(real)] = self.new(fake, 0, storage_id(fake), like.key)
-        value.real = real
-        self._keep.append(real)
         return value
 
     def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
@@ -625,8 +542,6 @@ class ValueTable:
         if not isinstance(t, FakeTensor):
             return
         value = self.value_of(t)
-        if isinstance(value, WaitingValue) and value.made_by is None:
-            return  # the result of a copied call, of an op that is none of these
         if value.op.kind in ("placeholder", "get_attr") or value.op.target is _aten.detach.default:
             self.set_apart(t)
 
@@ -688,9 +603,8 @@ class ValueTable:
         changed = value.fake
         with without_dispatch(), in_inference_mode(is_inference_of(changed)), torch.no_grad():
             before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
-        held = self.in_storage(value.storage)  # with those that wait, which have the key that it had
         value.key = None
-        for same in held:
+        for same in self.in_storage(value.storage):
             if same.fake is changed:
                 same.fake = before
                 same.offset = offset
@@ -732,7 +646,7 @@ class ValueTable:
         """Values of a body are none outside: `made`, of which `storages` are of the body alone."""
         for key in [key for key, v in self.by_id.items() if v in made]:
             del self.by_id[key]
-        for storage in {v.storage for v in made}.intersection(self._by_storage):  # no tensor stands for those of copies
+        for storage in {v.storage for v in made}.intersection(self._by_storage):
             self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in made]
         self._of_bodies |= storages
 
@@ -768,7 +682,7 @@ class Templates:
         self._object_types = object_types
         self._is_plain: dict[type, bool] = {}
         self._noted: dict[int, Any] = {}  # by id, those in the template that is being made
-        self.unsettled: list[Call] = []
+        self._unsettled: list[Call] = []
         """The calls whose templates have some."""
         self._knows_all = notes_objects
 
@@ -780,12 +694,12 @@ class Templates:
         """The templates that were made last are those of `call`."""
         if self._noted:
             self._noted.clear()
-            self.unsettled.append(call)
+            self._unsettled.append(call)
 
     def settle(self, kinds: Collection[type]) -> bool:
         """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""
 
-        for call in self.unsettled:
+        for call in self._unsettled:
             call.args, call.kwargs, call.outputs = _opened((call.args, call.kwargs, call.outputs), kinds)
         return self._knows_all
 

@@ -137,16 +137,14 @@ class CallRecorder:
             raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
-        return self.place(module, self._builder.call, self._builder.state.current_scope)
-
-    def place(self, module: torch.nn.Module, parent: Call | None, around: Scope) -> tuple[str | None, Scope]:
-        """The name of a module in the model, and its scope inside `around`, named as in the module around it."""
+        """The name of a module in the model, and its scope, named as in the module around it."""
+        parent = self._builder.call
         while parent is not None and parent.fqn is None:
             parent = parent.parent
         inside = (parent.fqn if parent is not None else "") or ""
         fqn = self._model.module_name(module, inside)
         name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
-        return fqn, around.child(name, type(module).__name__)
+        return fqn, self._builder.state.current_scope.child(name, type(module).__name__)
 
     def _open(self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any) -> Call:
         builder = self._builder

@@ -32,10 +32,6 @@ from scopetrace.ir.tape import (
     Op,
     RecordedTape,
     Value,
-    ops_between,
-    positions,
-    recorded_ops,
-    repetitions,
 )
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 
@@ -58,7 +54,7 @@ def refuse_lost_gradients(
     `differentiated` the numbers of the nodes through which the forward itself has differentiated once and for all,
     None where torch applied no function of autograd itself. `former` are tensors that no longer require grad.
     """
-    ops = recorded_ops(tape.ops)  # a repetition has no op of these kinds that the call which it repeats has not
+    ops = tape.ops
     late = [v for op in ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
     given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
@@ -188,7 +184,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     Each is given with the first such op of either grad mode. It runs in another grad mode than that of the call, or
     writes to a detached tensor: the memory of others.
     """
-    there = recorded_ops(tape.ops)
+    there = tape.ops
     other = [op for op in there if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
     has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in there)
     if not other or not has_hidden:
@@ -256,20 +252,18 @@ def _first_of_each(ops: list[Op], bits: dict[Value, int]) -> dict[Value, Op]:
 def _up_to_last(tape: RecordedTape, found: list[Op]) -> list[Op]:
     """The ops of a tape up to the last of those which were found among the recorded ones.
 
-    All of them where one of these writes, since later ones may share its memory, or is repeated.
+    All of them where one of these writes, since later ones may share its memory.
     """
     if any(op.writes for op in found):
         return tape.ops
     wanted = set(found)
-    at = [i for i, op in positions(tape.ops) if op in wanted]
-    repeated = [repetition.repeated for repetition in repetitions(tape.ops)]
-    is_repeated = any(call.start <= i < call.stop for call in repeated for i in at)
-    return tape.ops if is_repeated else ops_between(tape.ops, 0, at[-1] + 1)
+    last = max(i for i, op in enumerate(tape.ops) if op in wanted)
+    return tape.ops[: last + 1]
 
 
 def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
     """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`."""
-    for op in recorded_ops(tape.ops):
+    for op in tape.ops:
         for written in op.writes:
             sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
             if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:

@@ -491,7 +491,7 @@ class GradientRecorder:
             made = new_state(optimizer, params)
         for p, state in made.items():
             optimizer.state[p] = state
-            self._model.snapshot.accept(optimizer.state, p)
+            self._model.contents.accept(optimizer.state, p)
         for p, key, x in state_tensors(optimizer):
             self._model.name_state(x, p, key)
 
@@ -529,7 +529,7 @@ class GradientRecorder:
         """Name a scaler's tensors, which it has from now on."""
         for name, t in vars(scaler).items():
             if isinstance(t, torch.Tensor):
-                self._model.snapshot.accept(vars(scaler), name)
+                self._model.contents.accept(vars(scaler), name)
                 self._model.state_names[id(t)] = f"GradScaler{name}"
 
     def on_begun_scaler(self, problem: str) -> NoReturn:

@@ -58,10 +58,7 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Layout:
-    """The names in the tables of a module. Modules with the same names in the same order share one.
-
-    Two objects may be equal too, where many others were made between them; to compare these only takes longer.
-    """
+    """The names in the tables of a module. Modules with the same names in the same order share one."""
 
     __slots__ = ("ends", "flat", "names", "own")
 
@@ -205,14 +202,6 @@ class Model:
         place = self._places.get(id(t))
         return None if place is None else (self._tensor_names[id(t)], *place)
 
-    def has_all(self, tensors: Iterable[int]) -> bool:
-        """Whether all tensors, given by id, are parameters, buffers or tensor attributes."""
-        return self._places.keys() >= set(tensors)
-
-    def owners_of(self, tensors: Sequence[int]) -> tuple[list[str], list[tuple[torch.nn.Module, str]]]:
-        """Of each of these, the first fqn, and the module that has it with its name there."""
-        return [*map(self._tensor_names.__getitem__, tensors)], [*map(self._places.__getitem__, tensors)]
-
     def add_gradient(self, t: torch.Tensor, fqn: str, module: torch.nn.Module, name: str) -> None:
         """The `grad` of one of the tensors, whose owner is given, is a tensor of the model too."""
         self._tensor_names[id(t)], self._places[id(t)] = f"{fqn}_grad", (module, f"{name}.grad")
@@ -264,15 +253,9 @@ class Model:
         """The model's modules, and those that only its objects, globals and closures hold."""
         return self._saved.values()
 
-    def saved(self, module: torch.nn.Module) -> SavedModule | None:
+    def saved(self, module: Any) -> SavedModule | None:
         """What a module was before the forward; None for one that was not there."""
         return self._saved.get(id(module))
-
-    def has_layers(self) -> bool:
-        """Whether it has modules inside that have modules, or that are not torch's."""
-        inner = (saved.module for saved in self.saved_modules if saved.module is not self.root)
-        plain = (module for module in inner if not isinstance(module, torch.jit.ScriptModule))  # theirs are in C++
-        return any(module.__dict__["_modules"] or not is_torchs(module) for module in plain)
 
     def bound_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that attributes of the modules are now, with the attributes' names in the model."""
@@ -409,10 +392,6 @@ class SavedModule:
         values = iter(self.values)
         return [dict(zip(names, values, strict=False)) for names in self.layout.names]
 
-    def plain_attributes(self) -> dict[str, Any]:
-        """As the function `plain_attributes`, of what the module was."""
-        return plain_attributes(dict(zip(self.layout.names[0], self.values, strict=False)))
-
     @property
     def parameters(self) -> list[torch.nn.Parameter | None]:
         """Those of its own, in the order of its table."""
@@ -490,17 +469,6 @@ def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
 def is_torchs(module: torch.nn.Module) -> bool:
     """Whether its class is one of those of torch.nn."""
     return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def modules_in(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that `module.modules()` gives, without a generator for each."""
-    found, known = [module], {id(module)}
-    for outer in found:  # which grows meanwhile
-        for inner in outer.__dict__.get("_modules", {}).values():
-            if inner is not None and id(inner) not in known:
-                known.add(id(inner))
-                found.append(inner)
-    return found
 
 
 def attribute_tables(owner: Any) -> list[dict[str, Any]]:

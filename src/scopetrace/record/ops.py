@@ -205,8 +205,6 @@ class OpRecorder:
         self._at_end = contextlib.ExitStack()
         self.attention_kernels = attention_kernels()
         """Those that were on before the forward."""
-        self.answers = 0
-        """How often Python asked for the data of a tensor."""
 
     @functools.cached_property
     def data(self) -> DataReader:
@@ -439,7 +437,6 @@ class OpRecorder:
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
-        self.answers += 1
         func = call.facts.func
         answer = self.data.answer(func, call.args, call.kwargs)
         if answer is NotImplemented and func is _aten.is_nonzero.default and call.given[0][0].numel() == 1:

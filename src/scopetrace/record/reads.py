@@ -24,11 +24,11 @@ from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.patches import replacing
 from scopetrace._compat.questions import NoData, is_users
-from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, SCOPETRACE
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE
 from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import TraceError, UnsupportedOpError
-from scopetrace.guards.reach import Reach, names_of
+from scopetrace.guards.reach import Reach
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
@@ -41,7 +41,7 @@ from scopetrace.ir.reads import (
     snapshot,
 )
 from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Op, Tape, Value, ops_between, recorded_ops
+from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.model import Model
@@ -87,15 +87,7 @@ class ReadRecorder:
     def watching(self, mine: questions.Mine, reach: Reach, tags: Set[str]) -> Iterator[None]:
         """Inside, all that this thread reads is noted. `tags` are attributes that users have set on tensors."""
         with contextlib.ExitStack() as stack:
-            tables = {
-                id(f.__globals__): f.__globals__ for f in reach.functions if "type" in names_of(f.__code__).globals
-            }
-            for table in [table for table in tables.values() if "type" not in table]:
-                stack.callback(table.pop, "type", None)
-                table["type"] = questions.TypeForUsers
-            own = [f.__code__ for f in reach.functions if not f.__code__.co_filename.startswith(PACKAGES)]
-            asked = {name for code in own for name in (*names_of(code).asked, *names_of(code).all & {"__class__"})}
-            questions.report_questions(stack.enter_context(replacing()), self, mine, asked | tags & reach.names)
+            questions.report_questions(stack.enter_context(replacing()), self, mine, frozenset(tags & reach.names))
             yield
             self._note_hidden_blocks()
             for i, frames in sorted(inputs_of_layouts(self._builder.tape, self.contiguous).items()):
@@ -198,7 +190,7 @@ class ReadRecorder:
         self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
         if not self._hidden:
             return
-        ops = ops_between(ops, 0, max(hidden.stop for hidden in self._hidden))
+        ops = ops[: max(hidden.stop for hidden in self._hidden)]
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
         made = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
@@ -399,11 +391,11 @@ def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -
 
     `contiguous` has what `x.contiguous()` gave back, the number of ops then, and the frames.
     """
-    has_writes = any(op.writes for op in recorded_ops(tape.ops))
+    has_writes = any(op.writes for op in tape.ops)
     last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes} if has_writes else {}
     if not last_write and not contiguous:
         return {}
-    before_writes = ops_between(tape.ops, 0, max(last_write.values(), default=0))
+    before_writes = tape.ops[: max(last_write.values(), default=0)]
     of_inputs = {v.storage for v in tape.inputs}
     returned = {v.storage for v in leaves(tape.calls[0].outputs, Value)} & of_inputs
     found = [(v, at) for v, i, at in contiguous if v.storage in returned or last_write.get(v.storage, -1) >= i]

@@ -66,24 +66,19 @@ from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.reads import numbers_read
-from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import (
     AttributeWrite,
-    CallList,
-    OpList,
     RecordedTape,
     Value,
     checks_enabled,
-    recorded,
-    recorded_ops,
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
 from scopetrace.record.checkpoints import refuse_recomputed
-from scopetrace.record.data import NoRealValue
+from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
     DynamicShapes,
@@ -127,7 +122,6 @@ def record(
     leaf_modules: Any = (),
     specialize: bool = False,
     progress: Progress | None = None,
-    reuse: bool | None = None,
 ) -> RecordedTape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError.
 
@@ -146,7 +140,7 @@ def record(
         _refuse_lazy(model)
         root = root_scope(model.root) if knows_origins(model.root) else scopes.Scope("", model.type_name)
         recording = Recording(
-            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress, reuse=reuse
+            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
         return recording.run(fn, model.forward, args, kwargs, dynamic_shapes)
 
@@ -213,7 +207,6 @@ class Recording:
         specialize: bool = False,
         progress: Progress | None = None,
         run_graph: RunGraph = _run_nodes,
-        reuse: bool | None = None,
     ) -> None:
         """`run_graph` runs a GraphModule that is the body of a higher-order op."""
         self.model = model
@@ -229,8 +222,6 @@ class Recording:
             exact_autograd=assumptions.exact_autograd or assumptions.differentiates_by_autograd,
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
-            ops=OpList(),
-            calls=CallList(),
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
@@ -238,7 +229,6 @@ class Recording:
         self._specialize = specialize
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
-        self.tape.reuse = None if reuse is False else Reuse(assumptions.why_each_runs)
         self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
@@ -340,8 +330,26 @@ class Recording:
         return left
 
     def _differs(self, examples: list[torch.Tensor], other: RecordedTape) -> bool:
-        """Whether two recordings give other results for the example inputs."""
-        return True
+        """Whether two recordings give other results, for the example inputs and for random ones like them.
+
+        True where it cannot be told, since tensors have no data.
+        """
+        is_state = self.values.is_state
+        try:
+            for seed in range(3):
+                inputs = [t if seed == 0 else _random_like(t, seed) for t in examples]
+                results = []
+                for tape in (self.tape, other):
+                    given = dict(zip(tape.inputs, inputs, strict=True))
+                    run = ExampleRun(tape, self.factory.shape_env, given, lambda *_: None, is_state)
+                    results.append([run.tensor(v) for v in leaves(tape.outputs, Value)])
+                first, second = results
+                with eager():
+                    if len(first) != len(second) or not all(map(torch.equal, first, second)):
+                        return True
+        except NoRealValue:
+            return True
+        return False
 
     def _come_apart(self) -> None:
         """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
@@ -456,7 +464,7 @@ class Recording:
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             expect_copies(tape, tape.sizes.env)
-            for number in leaves([(op.args, op.kwargs) for op in recorded_ops(tape.ops)], torch.SymFloat):
+            for number in leaves([(op.args, op.kwargs) for op in tape.ops], torch.SymFloat):
                 tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
             tape.sizes.name_equal()
@@ -640,7 +648,7 @@ class Recording:
 
     def _place(self, error: Exception) -> dict[str, str | None]:
         """`module` and `source` of an exception that left the forward."""
-        failed = next((c for c in reversed(recorded(self.tape.calls)) if c.raised is error), None)
+        failed = next((c for c in reversed(self.tape.calls) if c.raised is error), None)
         scope = failed.scope if failed is not None else self.builder.state.current_scope
         return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
 
@@ -713,6 +721,15 @@ def _way_out(error: BaseException) -> str:
 
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
+
+
+def _random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
+    """A tensor with other data, where it has numbers of which any may be a value."""
+    if not t.is_floating_point() or t.device.type == "meta":
+        return t
+    with eager():
+        generator = torch.Generator(t.device).manual_seed(seed)
+        return torch.empty_like(t).normal_(generator=generator)
 
 
 def _are_alike(old: Any, new: torch.Tensor) -> bool:

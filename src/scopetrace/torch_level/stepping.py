@@ -86,7 +86,7 @@ def _record(
 
     recording = Recording(Model(gm), root_scope(gm), assumptions, run_graph=run_body)
     stepper = _Stepper(gm, recording, with_trials=with_trials)
-    return recording.run(stepper.run, gm, args, {}), stepper.nodes
+    return recording.run(stepper.run, gm, args, {}).tape, stepper.nodes
 
 
 class _Stepper(torch.fx.Interpreter):

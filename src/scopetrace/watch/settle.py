@@ -34,11 +34,11 @@ from scopetrace.containers.contents import (
     short,
     snapshot,
 )
+from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.ir.reads import NO_CALL, Read
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
 from scopetrace.watch.programs import holds_when_filled, is_same_program
-from scopetrace.watch.stand_ins import is_watched, plain, stand_in
 
 _RUNS = 3
 """After so many runs a forward that still changes what is asked of it never settles."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import MISSING, Mine, hooks_of_all_modules
+from scopetrace._compat.questions import MISSING, Mine
 from scopetrace._compat.sources import SCOPETRACE
 from scopetrace.containers.contents import ATOMS, Change, content_of, is_library, is_users_class, snapshot
 from scopetrace.errors import UnsupportedOpError
@@ -39,6 +39,7 @@ from scopetrace.ir.reads import (
     OfFunctions,
     OfModules,
     OfTensor,
+    ProcessHooks,
     Read,
     Submodules,
     Tied,
@@ -141,7 +142,7 @@ class StateReads:
             value = place.now(NO_CALL)
             if isinstance(value, torch.Tensor):
                 self._members[id(value)] = value
-                if isinstance(place, InTable):
+                if isinstance(place, InTable) and place.table is module.__dict__:
                     held.append((id(value), name, place.table, key))
                 continue
             read = Read(name, snapshot(value, self._names), place, frames, path, names=self._names)
@@ -179,8 +180,7 @@ class StateReads:
         for aspect in OfModules.ASPECTS:
             place = OfModules(named, aspect)
             yield Read(f"{aspect} of the modules", place.now(NO_CALL), place, (), path)
-        for name, table in hooks_of_all_modules().items():
-            yield Read(f"{name} of all modules", snapshot(table), InTable({name: table}, name), (), path)
+        yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
 
     # ---------------------------------------------------------------- tensors
 

@@ -97,3 +97,5 @@ _CLASSES: dict[type, Any] = {
         dict, "", "eq ne len iter getitem contains reversed or get keys values items pop popitem copy setdefault"
     ),
 }
+STAND_INS = frozenset(_CLASSES.values())
+"""The classes of stand-ins."""
