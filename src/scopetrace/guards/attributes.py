@@ -56,7 +56,7 @@ class WatchedDict(dict[str, Any]):
 
     def current(self) -> dict[str, Any]:
         """All attributes, in no order, without being noted."""
-        return {**self.hidden, **dict.copy(self)}
+        return {**self.hidden, **dict(dict.items(self))}  # `dict.copy` asks for `keys()`
 
     def _show(self, name: str) -> None:
         value = self.hidden.pop(name)

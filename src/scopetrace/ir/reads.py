@@ -17,6 +17,7 @@ Tensors and arguments are no reads: they are the inputs of the program. Nor are 
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import itertools
 import keyword
@@ -47,7 +48,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
 from scopetrace.errors import FixedValueWarning, InputMismatchError
-from scopetrace.ir.scopes import Frames, source_of, walk_frames
+from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,6 +402,10 @@ class Read:
     @property
     def source(self) -> str | None:
         """The user's line that read it first: `model.py:12, in forward: if x.is_contiguous():`."""
+        frames = walk_frames(self.frames)
+        if self.place.kind in ("global", "closure") and frames:
+            (code, _), name = frames[-1], self.name.rpartition(".")[2]
+            return user_line([(code, _line_of(code, name))])
         return source_of(self.frames)
 
     def __str__(self) -> str:
@@ -472,6 +477,12 @@ _IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionT
 def is_constant(x: Any) -> bool:
     """Whether an object, a number or text for one, does not change."""
     return type(x) in _IDENTICAL or (type(x) is tuple and _IDENTICAL.issuperset(map(type, x)))
+
+
+def _line_of(code: types.CodeType, name: str) -> int:
+    """The first line in which code names a variable or attribute."""
+    lines = (step.positions.lineno for step in dis.get_instructions(code) if step.argval == name and step.positions)
+    return next(filter(None, lines), code.co_firstlineno)
 
 
 def is_same(read: Read) -> bool:

@@ -43,6 +43,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import GIVEN_META, Call, Phase
 from scopetrace.ops.history import can_require_grad, is_cut, is_view
+from scopetrace.guards.attributes import current_attributes
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.checkpoints import CheckpointedRegion
 from scopetrace.record.data import text_error
@@ -161,7 +162,7 @@ class CallRecorder:
             kwargs={name: template(a) for name, a in kwargs.items()},
             start=len(builder.tape.ops),
             frames=builder.frames() if builder.call is not None else (),
-            attributes=plain_attributes(module.__dict__) if module is not None else {},
+            attributes=plain_attributes(current_attributes(module)) if module is not None else {},
             position=self._next,
             module_type=self.class_of(module) if module is not None else None,
             replaced=self._model.replaced(module) if module is not None else (),

@@ -16,9 +16,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterator, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ Noted = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
 _Held = tuple[int, str, dict[str, Any], str]
 """A place of a tensor in a module: the id of the tensor, the name of the place, a table and a key in it."""
+_RECORDER = tuple([str(Path(__file__).parents[1] / room) + os.sep for room in ("record", "watch", "guards")])
 _SKIPPED = BOOKKEEPING - {ALL_SUBMODULES} | {"forward"}
 
 
@@ -88,9 +91,9 @@ class StateReads:
             yield
 
     def _note(self, module: torch.nn.Module, name: str) -> None:
-        key = id(module), name
-        if key not in self._read and name not in _SKIPPED:
-            self._read[key] = module, name, noted_at(self._builder, sys._getframe(2))
+        key, asker = (id(module), name), sys._getframe(3)
+        if key not in self._read and name not in _SKIPPED and not asker.f_code.co_filename.startswith(_RECORDER):
+            self._read[key] = module, name, noted_at(self._builder, asker)
 
     def was_read(self, change: Change) -> bool:
         """Whether the forward read what it changed before it wrote it, as far as that is known."""
