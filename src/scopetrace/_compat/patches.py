@@ -259,7 +259,7 @@ def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    return "_orig_mod" in module.__dict__.get("_modules", ()) and type(module).__name__ == "OptimizedModule"
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module.__dict__.get("_modules", ())
 
 
 def _owner(cls: type) -> type | None:

@@ -68,6 +68,8 @@ class Form(NamedTuple):
     """How an entry is named: `[]` by key, `.` by attribute; empty for what is named as a whole."""
     is_generator: bool = False
     """Whether it is the state of a random generator."""
+    by_identity: bool = False
+    """Whether it is compared by identity; what it holds is put back all the same."""
 
 
 class Attributes(NamedTuple):
@@ -186,6 +188,10 @@ def is_iterator(x: Any) -> bool:
 _DICT = Form(lambda x: dict(_base_of(x).items(x)), _write_dict, "[]")
 _LIST = Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)
 ATTRIBUTES = Form(attributes_and_slots, _write_attributes, ".")
+"""Of objects whose attributes are what code of users gives them."""
+_INNER = Form(attributes_and_slots, _write_attributes, ".")
+"""Of objects of libraries that hold something in attributes."""
+_OPTIMIZER = Form(attributes_and_slots, _write_attributes, ".", by_identity=True)
 _ITERATOR = Form(_position, _write_nothing)
 _FORMS: dict[type, Form] = {
     list: _LIST,
@@ -195,22 +201,19 @@ _FORMS: dict[type, Form] = {
     set: Form(lambda x: set(set.__iter__(x)), _write_set),
     tuple: Form(lambda x: tuple(tuple.__iter__(x)), _write_nothing),
     bytearray: Form(bytes, _write_slice),
-    array.array: Form(lambda x: x[:], _write_slice),
+    array.array: Form(
+        lambda x: (x.typecode, *x), lambda x, before: _write_slice(x, array.array(before[0], before[1:]))
+    ),
     queue.Queue: Form(lambda x: list(x.queue), lambda x, before: _write_list(x.queue, before)),
     functools.partial: Form(lambda x: (x.func, *x.args, *x.keywords.items()), _write_nothing),
     types.MethodType: Form(lambda x: (x.__func__, x.__self__), _write_nothing),
-    weakref.ref: Form(lambda x: (x(),), _write_nothing),
-    contextvars.ContextVar: Form(lambda x: (value_of(x),), lambda x, c: x.set(c[0]) if c[0] is not MISSING else None),
+    weakref.ref: Form(lambda x: x(), _write_nothing),
+    contextvars.ContextVar: Form(value_of, lambda x, before: x.set(before) if before is not MISSING else None),
     random.Random: Form(random.Random.getstate, lambda x, before: x.setstate(before), is_generator=True),
-    **dict.fromkeys(
-        (
-            *(types.SimpleNamespace, argparse.Namespace, threading.local),
-            *(collections.UserDict, collections.UserList, collections.ChainMap),
-            *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
-            *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
-        ),
-        ATTRIBUTES,
-    ),
+    **dict.fromkeys((types.SimpleNamespace, argparse.Namespace, threading.local), ATTRIBUTES),
+    **dict.fromkeys((collections.UserDict, collections.UserList, collections.ChainMap), _INNER),
+    **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _INNER),
+    **dict.fromkeys((torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler), _OPTIMIZER),
 }
 _WITHOUT = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.BuiltinFunctionType)
 _WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)
@@ -267,7 +270,7 @@ def _snapshot(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around
     if kind in ATOMS or kind is types.FunctionType or (kind is tuple and ATOMS.issuperset(map(type, x))):
         return x
     form = form_of(kind)
-    if form is None:
+    if form is None or form.by_identity:
         return x if kind not in STAND_INS else _snapshot(plain(x), names, skip, around)
     if id(x) in around:
         return f"<container {len(around) - around.index(id(x))} up>"
@@ -275,10 +278,11 @@ def _snapshot(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around
     content = form.read(x)
     if form.entries:
         by_attribute = form.entries == "."
+        narrows = form is ATTRIBUTES and names is not None
         entries = {
             key: _snapshot(item, names, skip, around)
             for key, item in content.items()
-            if (not by_attribute or names is None or key in names) and (id(x), key) not in skip
+            if (not narrows or key in names) and (id(x), key) not in skip
         }
         if by_attribute:
             return Attributes(kind, entries)
@@ -286,8 +290,9 @@ def _snapshot(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around
     if type(content) in (list, tuple):
         items = [_snapshot(item, names, skip, around) for item in content]
         return type(content)((*items, *_more(x, names, skip, around).items()))
-    is_array = type(content).__module__ == "numpy" and hasattr(content, "tobytes")
-    return (str(content.dtype), content.shape, content.tobytes()) if is_array else content
+    if type(content).__module__ == "numpy" and hasattr(content, "tobytes"):
+        return str(content.dtype), content.shape, content.tobytes()
+    return content if form.is_generator or type(content) is set else _snapshot(content, names, skip, around)
 
 
 def _more(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around: tuple[int, ...]) -> dict[str, Any]:

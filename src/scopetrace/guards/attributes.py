@@ -21,8 +21,10 @@ import torch
 
 from scopetrace._compat.questions import MISSING, Mine, Replace
 
-Note = Callable[[torch.nn.Module, str], None]
-"""Told of each attribute that is asked for, also of one that there is not; `_modules` for all submodules at once."""
+Note = Callable[[torch.nn.Module, str], bool]
+"""Told of each attribute that is asked for, also of one that there is not; `_modules` for all submodules at once.
+
+Returns whether the forward asks, rather than the recorder: only then Python finds the attribute from then on."""
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
@@ -42,9 +44,9 @@ class WatchedDict(dict[str, Any]):
     def ask(self, name: str) -> Any:
         """What the module has under a name in any of its tables; MISSING for nothing. It is noted."""
         if name in self.hidden:
-            self._tell(self.module, name)
-            self._show(name)
-            return dict.__getitem__(self, name)
+            value = self.hidden[name]
+            self._show_one(name)
+            return value
         for table in _MODULE_TABLES:
             entries = dict.get(self, table) or self.hidden.get(table) or {}
             if name in entries:
@@ -70,22 +72,21 @@ class WatchedDict(dict[str, Any]):
             self._show(name)
 
     def _show_one(self, name: Any) -> None:
-        if name in self.hidden and not dict.__contains__(self, name):
-            self._tell(self.module, name)
+        if name in self.hidden and not dict.__contains__(self, name) and self._tell(self.module, name):
             self._show(name)
 
     def __getitem__(self, name: str) -> Any:
         self._show_one(name)
-        return dict.__getitem__(self, name)
+        return dict.__getitem__(self, name) if dict.__contains__(self, name) else self.hidden[name]
 
     def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
         """As of a dict."""
         self._show_one(name)
-        return dict.get(self, name, default)
+        return dict.get(self, name, self.hidden.get(name, default))
 
     def __contains__(self, name: object) -> bool:
         self._show_one(name)
-        return dict.__contains__(self, name)
+        return dict.__contains__(self, name) or name in self.hidden
 
     def __setitem__(self, name: str, value: Any) -> None:
         dict.__setitem__(self, name, value)
@@ -97,6 +98,7 @@ class WatchedDict(dict[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         self._show_one(name)
+        self.hidden.pop(name, None)
         dict.__delitem__(self, name)
 
     def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]

@@ -83,6 +83,8 @@ def _read(code: types.CodeType) -> Names:
     return found
 
 
+_NOT_FOLLOWED = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
+"""Methods of objects that a forward seldom runs, and that name all attributes."""
 _ASKING = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "methodcaller"})
 _IS, _LOAD_GLOBAL, _LOAD_CONST = dis.opmap["IS_OP"], dis.opmap["LOAD_GLOBAL"], dis.opmap["LOAD_CONST"]
 _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
@@ -127,7 +129,7 @@ class Reach:
             for accessor in (x.fget, x.fset):
                 self.add(accessor)
         elif isinstance(x, types.FunctionType):
-            self._add_function(x)
+            self._add_function(unwrapped(x))
         elif isinstance(x, type):
             self.add_class(x)
         elif isinstance(x, operator.attrgetter):  # code that names attributes in C
@@ -141,7 +143,7 @@ class Reach:
             self.classes[base] = None
             for name, member in vars(base).items():
                 for function in _functions_of(member):
-                    if name in self.names or name == "forward" or name[:2] == "__":
+                    if name in self.names or ((name == "forward" or name[:2] == "__") and name not in _NOT_FOLLOWED):
                         self._add_function(function)
                     else:
                         self._unnamed.setdefault(name, []).append(function)
@@ -156,7 +158,7 @@ class Reach:
                 self._add_function(function)
 
     def _add_function(self, function: types.FunctionType) -> None:
-        if function.__code__ in self.functions or is_library(function.__module__):
+        if function.__code__ in self.functions or is_library(_home(function)):
             return
         self.functions[function.__code__] = function
         self._pending.append(function)
@@ -201,6 +203,18 @@ class Reach:
             self.add(value)
         elif not isinstance(value, types.ModuleType):
             self._visit(name, value)
+
+
+def unwrapped(function: Any) -> Any:
+    """The function of users behind a wrapper of a library, as of `contextlib.contextmanager` and `functools.cache`."""
+    while hasattr(function, "__wrapped__") and (isinstance(function, MEMO) or is_library(_home(function))):
+        function = function.__wrapped__
+    return function
+
+
+def _home(function: Any) -> str:
+    """The Python module whose code a function runs; `functools.wraps` gives it the name of another."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def _functions_of(member: Any) -> Iterator[types.FunctionType]:

@@ -140,11 +140,21 @@ class Submodules:
     """The submodules of a module, in order, where the forward went through them."""
 
     module: torch.nn.Module
+    name: str
+    """Of the module."""
     kind, stays = "submodules", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
         return dict(self.module.__dict__["_modules"])
+
+    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+        """As `OfModules.words`."""
+        for key in dict.fromkeys((*then, *now)):
+            if then.get(key) is not now.get(key):
+                old, new = (type(x[key]).__name__ if key in x else "missing" for x in (then, now))
+                return f"{self.name}.{key}".lstrip("."), old, f"another {new}" if old == new else new
+        return f"the order of the submodules of {self.name or 'the model'}", ", ".join(then), ", ".join(now)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +165,8 @@ class OfModules:
     """With their names in the model."""
     aspect: str
     """One of ASPECTS."""
+    named: frozenset[str] | None
+    """What code that ran names; None where it may ask for anything."""
     ASPECTS = ("classes", "hooks", "methods")
     stays = False
 
@@ -167,9 +179,31 @@ class OfModules:
         """By name of a module, what there is; empty entries are left out."""
         if self.aspect == "classes":
             return {name: type(module) for name, module in self.modules}
-        get = _hooks_of if self.aspect == "hooks" else _methods_of
+        get = _hooks_of if self.aspect == "hooks" else self._methods_of
         entries = ((name, get(module)) for name, module in self.modules)
         return {name: what for name, what in entries if what}
+
+    def names_in(self, kind: type) -> frozenset[str]:
+        """The methods of a class, and of its other attributes those that code which ran names."""
+        methods, others = _names_of_class(kind)
+        return methods if self.named is None else methods | (others & self.named)
+
+    def _methods_of(self, module: torch.nn.Module) -> dict[str, Any]:
+        """What a module has itself in the place of methods and attributes of its class."""
+        names = self.names_in(type(module)) & module.__dict__.keys()
+        return {name: module.__dict__[name] if name == "forward" else True for name in names}
+
+    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+        """What differs first, and what it was and is."""
+        name = next(name for name in (*then, *now) if not same(then.get(name), now.get(name)))
+        old, new, of = then.get(name), now.get(name), name if name != "self" else "the model"
+        if self.aspect == "classes":
+            return f"class of {of}", getattr(old, "__name__", "missing"), getattr(new, "__name__", "missing")
+        old, new = old or {}, new or {}
+        key = next(key for key in (*old, *new) if not same(old.get(key), new.get(key)))
+        if self.aspect == "hooks":
+            return f"{key} of {of}", str(len(old.get(key, ()))), str(len(new.get(key, ())))
+        return f"{key} of {of}", *["another one" if key in x else "that of its class" for x in (old, new)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +216,11 @@ class ProcessHooks:
         """As `Place.now`."""
         return {name: dict(table) for name, table in hooks_of_all_modules().items() if table}
 
+    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+        """As `OfModules.words`."""
+        key = next(key for key in (*then, *now) if then.get(key) != now.get(key))
+        return f"{key} of all modules", str(len(then.get(key, ()))), str(len(now.get(key, ())))
+
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The tables of a module that have its hooks."""
@@ -192,16 +231,12 @@ def _hooks_of(module: torch.nn.Module) -> dict[str, list[Any]]:
     return {name.strip("_").replace("_", " "): [*tables[name].values()] for name in HOOKS if tables.get(name)}
 
 
-def _methods_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The methods of its class in whose place a module has something itself."""
-    return {name: module.__dict__[name] for name in _methods_of_class(type(module)) & module.__dict__.keys()}
-
-
 @functools.lru_cache(maxsize=4096)
-def _methods_of_class(kind: type) -> frozenset[str]:
-    """`forward`, and the methods that users gave a class of modules."""
-    users = [vars(base) for base in kind.__mro__ if is_users_class(base)]
-    return frozenset(k for own in users for k, x in own.items() if type(x) is types.FunctionType) | {"forward"}
+def _names_of_class(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """What users gave a class of modules: `forward` and methods; other attributes."""
+    members = {k: x for base in kind.__mro__ if is_users_class(base) for k, x in vars(base).items() if k[:2] != "__"}
+    methods = frozenset(k for k, x in members.items() if type(x) is types.FunctionType)
+    return methods | {"forward"}, frozenset(members) - methods
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,7 +543,7 @@ def unchanged(read: Read, known: set[int]) -> list[Condition]:
         return [Condition("not any({})", ([*hooks_of_all_modules().values()],))]
     if isinstance(place, OfModules):
         return list(_of_modules(place, then))
-    if isinstance(place, OfFunctions) and not any(f.__kwdefaults__ for f in place.functions):
+    if isinstance(place, OfFunctions) and not any(map(_has_defaults_with_content, place.functions)):
         parts = itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__"))
         return [is_attribute(f, part, getattr(f, part)) for f, part in parts]
     if isinstance(place, Submodules):
@@ -527,16 +562,22 @@ def unchanged(read: Read, known: set[int]) -> list[Condition]:
     return [Condition("{}({})", (is_same, read))]
 
 
+def _has_defaults_with_content(function: types.FunctionType) -> bool:
+    defaults = function.__defaults__ or ()
+    return bool(function.__kwdefaults__) or any(form_of(type(x)) is not None for x in defaults)
+
+
 def _of_modules(place: OfModules, then: dict[str, Any]) -> Iterator[Condition]:
     modules = [module for _, module in place.modules]
     if place.aspect == "classes":
         yield Condition("all(map({}, map(type, {}), {}))", (operator.is_, modules, list(map(type, modules))))
     elif place.aspect == "methods":
-        methods = [_methods_of_class(type(module)) for module in modules]
-        if not then:
-            yield Condition("all(map({}, {}, {}))", (frozenset.isdisjoint, methods, [m.__dict__ for m in modules]))
-        else:
-            yield Condition("{}({}) == {}", (place.now, NO_CALL, then))
+        for name, entries in then.items():
+            if "forward" in entries:
+                module = dict(place.modules)[name]
+                yield Condition("{}['forward'] == {}", (module.__dict__, entries["forward"]))
+        free = [place.names_in(type(m)).difference(then.get(name, ())) for name, m in place.modules]
+        yield Condition("all(map({}, {}, {}))", (frozenset.isdisjoint, free, [m.__dict__ for m in modules]))
     else:
         tables = [module.__dict__[name] for module in modules for name in HOOKS]
         yield Condition("not any({})", ([table for table in tables if not table],))

@@ -742,9 +742,10 @@ def _in_numbers(value: Any, number: Number) -> Any:
 
 
 def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
-    name, value, now = difference(value, now, read.name)
+    words = getattr(read.place, "words", None)
+    name, value, now = difference(value, now, read.name) if words is None else words(value, now)
     at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
-    text = (isinstance(read.place, Asked) and read.place.text) or _text
+    text = str if words is not None else (isinstance(read.place, Asked) and read.place.text) or _text
     then, present = text(value), text(now)
     problem = f"{name}{at}: {then} when traced and {'not the same' if then == present else present} now"
     if read.place.kind == "input":

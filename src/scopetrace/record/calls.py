@@ -39,11 +39,11 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
+from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import GIVEN_META, Call, Phase
 from scopetrace.ops.history import can_require_grad, is_cut, is_view
-from scopetrace.guards.attributes import current_attributes
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.checkpoints import CheckpointedRegion
 from scopetrace.record.data import text_error

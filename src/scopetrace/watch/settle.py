@@ -263,4 +263,8 @@ def _effect(change: Change, run: Run, *, baked_in: bool) -> SideEffect:
     tape = run.tape
     at = {id(call.module): call for call in reversed(tape.calls) if call.module is not None}
     call = at.get(id(change.holder), tape.calls[0])
+    if _advances(change):
+        return SideEffect(f"next({change.name})", "", "an item", call.scope.path, None, baked_in)
+    if change.is_generator:
+        return SideEffect(change.name, "in one state", "in another", call.scope.path, None, baked_in)
     return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, None, baked_in)

@@ -30,8 +30,9 @@ from scopetrace._compat.questions import MISSING, Mine
 from scopetrace._compat.sources import SCOPETRACE
 from scopetrace.containers.contents import ATOMS, Change, content_of, is_library, is_users_class, snapshot
 from scopetrace.errors import UnsupportedOpError
+from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
-from scopetrace.guards.reach import MEMO, Reach, names_of
+from scopetrace.guards.reach import MEMO, Reach, names_of, unwrapped
 from scopetrace.ir.reads import (
     NO_CALL,
     CallInputs,
@@ -90,10 +91,15 @@ class StateReads:
         with replacing() as replace, watch.watching(replace, mine):
             yield
 
-    def _note(self, module: torch.nn.Module, name: str) -> None:
-        key, asker = (id(module), name), sys._getframe(3)
-        if key not in self._read and name not in _SKIPPED and not asker.f_code.co_filename.startswith(_RECORDER):
+    def _note(self, module: torch.nn.Module, name: str) -> bool:
+        key, asker = (id(module), name), sys._getframe(2)
+        while asker.f_code.co_filename == attributes.__file__ and asker.f_back is not None:
+            asker = asker.f_back
+        if asker.f_code.co_filename.startswith(_RECORDER):
+            return False
+        if key not in self._read and name not in _SKIPPED:
             self._read[key] = module, name, noted_at(self._builder, asker)
+        return True
 
     def was_read(self, change: Change) -> bool:
         """Whether the forward read what it changed before it wrote it, as far as that is known."""
@@ -107,8 +113,8 @@ class StateReads:
         changed = {(id(change.holder), change.attribute) for change in changes if change.attribute}
         skip = {change.entry for change in changes if change.entry is not None}
         tape, held = self._builder.tape, list[_Held]()
+        ran = self._ran = RanFunctions(fn, tape, self._reach)
         attributes = list(self._attributes(changed, held))
-        ran = RanFunctions(fn, tape, self._reach)
         variables = list(ran.guards(skip, tape.root.path))
         while isinstance(fn, functools.partial):
             attributes += [self._variable(name, fn.keywords, name) for name in fn.keywords]
@@ -117,12 +123,12 @@ class StateReads:
         return [*variables, *of_called, *attributes, *self._identities(ran), *self._of_members(changed, held)]
 
     def _variable(self, name: str, table: dict[str, Any], key: str) -> Read:
-        value = snapshot(table[key], self._reach.names)
+        value = snapshot(table[key], self._names)
         return Read(name, value, InTable(table, key), (), self._builder.tape.root.path, names=self._names)
 
-    @functools.cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self._reach.names)
+    @property
+    def _names(self) -> frozenset[str] | None:
+        return self._ran.names
 
     def _attributes(self, changed: Set[tuple[int, str]], held: list[_Held]) -> Iterator[Read]:
         """A Guard for each attribute that was asked for; `held` gets the plain ones that are tensors."""
@@ -132,14 +138,9 @@ class StateReads:
             outer = "" if saved is None else saved.name
             name = f"{outer}.{key}".removeprefix("self.").lstrip(".")
             if key == ALL_SUBMODULES:
-                place: Any = Submodules(module)
-                yield Read(
-                    f"the submodules of {name.rpartition('.')[0] or 'the model'}",
-                    place.now(NO_CALL),
-                    place,
-                    frames,
-                    path,
-                )
+                outer = name.rpartition(".")[0]
+                place: Any = Submodules(module, outer)
+                yield Read(f"the submodules of {outer or 'the model'}", place.now(NO_CALL), place, frames, path)
                 continue
             place = self._place(module, key)
             value = place.now(NO_CALL)
@@ -181,7 +182,7 @@ class StateReads:
         saved = [(self._model.saved(m), m) for m in plain]
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
         for aspect in OfModules.ASPECTS:
-            place = OfModules(named, aspect)
+            place = OfModules(named, aspect, self._names)
             yield Read(f"{aspect} of the modules", place.now(NO_CALL), place, (), path)
         yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
 
@@ -287,14 +288,16 @@ class RanFunctions:
         self._reach, self._tape = reach, tape
         named = {name for code in self.functions for name in names_of(code).all}
         self._inner = self._named_by(named)
+        names = named.union(*(names_of(code).all for code in self._inner))
+        self.names = None if names & {"vars", "__dict__"} else frozenset(names)
+        """Of objects with attributes, those that code which ran names; None where it may take all."""
 
     def _named_by(self, names: Set[str]) -> dict[types.CodeType, types.FunctionType]:
         """Functions that those which ran name: by globals, and methods of classes of users."""
         inner: dict[types.CodeType, types.FunctionType] = {}
         for function in self.functions.values():
             for name in names_of(function.__code__).globals:
-                value = function.__globals__.get(name)
-                value = value.__wrapped__ if isinstance(value, MEMO) else value
+                value = unwrapped(function.__globals__.get(name))
                 if isinstance(value, types.FunctionType) and value.__code__ in self._reach.functions:
                     inner[value.__code__] = value
         for code, function in self._reach.functions.items():
@@ -307,7 +310,7 @@ class RanFunctions:
         functions = list(self.functions.values())
         if functions:
             place = OfFunctions(tuple(functions))
-            yield Read("functions", place.now(NO_CALL), place, (), path)
+            yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
         known = set[tuple[int, str]]()
         for function, deep in [*((f, True) for f in functions), *((f, False) for f in self._inner.values())]:
             frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
@@ -326,8 +329,8 @@ class RanFunctions:
         yield from self._of_classes(skip, path)
 
     def _read(self, name: str, value: Any, place: Any, frames: Frames, path: str, skip: Set[tuple[int, Any]]) -> Read:
-        names = frozenset(self._reach.names)
-        return Read(name, snapshot(value, names, skip), place, frames, path, names=names, skip=frozenset(skip))
+        taken = snapshot(value, self.names, skip)
+        return Read(name, taken, place, frames, path, names=self.names, skip=frozenset(skip))
 
     @staticmethod
     def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -342,7 +345,7 @@ class RanFunctions:
 
     def _of_classes(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
-        names = {name for code in (*self.functions, *self._inner) for name in names_of(code).all}
+        names = {name for code in (*self.functions, *self._inner) for name in names_of(code).all} | {"forward"}
         called = {call.module_type for call in self._tape.calls if call.module_type is not None}
         bases = {
             base: None for kind in (*called, *self._reach.classes) for base in kind.__mro__ if is_users_class(base)
