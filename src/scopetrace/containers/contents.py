@@ -435,7 +435,7 @@ class Contents:
             self.modules.append((name, x))
         elif isinstance(x, torch.Tensor):
             self.tensors.append((name, x))
-        elif isinstance(x, types.FunctionType):
+        elif isinstance(x, (types.FunctionType, type)):
             self.functions.append(x)
 
     def accept(self, table: Any, key: Any) -> None:

@@ -72,7 +72,9 @@ class WatchedDict(dict[str, Any]):
             self._show(name)
 
     def _show_one(self, name: Any) -> None:
-        if name in self.hidden and not dict.__contains__(self, name) and self._tell(self.module, name):
+        if dict.__contains__(self, name) or type(name) is not str:
+            return
+        if self._tell(self.module, name) and name in self.hidden:
             self._show(name)
 
     def __getitem__(self, name: str) -> Any:

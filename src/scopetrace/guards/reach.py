@@ -83,8 +83,6 @@ def _read(code: types.CodeType) -> Names:
     return found
 
 
-_NOT_FOLLOWED = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
-"""Methods of objects that a forward seldom runs, and that name all attributes."""
 _ASKING = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "methodcaller"})
 _IS, _LOAD_GLOBAL, _LOAD_CONST = dis.opmap["IS_OP"], dis.opmap["LOAD_GLOBAL"], dis.opmap["LOAD_CONST"]
 _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
@@ -143,7 +141,7 @@ class Reach:
             self.classes[base] = None
             for name, member in vars(base).items():
                 for function in _functions_of(member):
-                    if name in self.names or ((name == "forward" or name[:2] == "__") and name not in _NOT_FOLLOWED):
+                    if name in self.names or name == "forward" or name[:2] == "__":
                         self._add_function(function)
                     else:
                         self._unnamed.setdefault(name, []).append(function)

@@ -136,6 +136,32 @@ class Tied:
 
 
 @dataclasses.dataclass(frozen=True)
+class OfClass:
+    """What a class has under a name, itself or from those that it inherits from."""
+
+    owner: type
+    key: str
+    kind, stays = "attribute", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`. A method of nn.Module is that class: tracers of torch replace its methods for a time."""
+        member = getattr(self.owner, self.key, MISSING)
+        return torch.nn.Module if member is vars(torch.nn.Module).get(self.key, self) else member
+
+
+@dataclasses.dataclass(frozen=True)
+class OfArgument:
+    """An object among the arguments, which a call gets too."""
+
+    value: Any
+    kind, stays = "attribute", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
 class Submodules:
     """The submodules of a module, in order, where the forward went through them."""
 
@@ -532,34 +558,43 @@ def unchanged(read: Read, known: set[int]) -> list[Condition]:
     `known` has the ids of the containers about which there are conditions already.
     """
     place, then = read.place, read.value
+    whole = [Condition("{}({})", (is_same, read))]
     if isinstance(place, Flag) and (quick := quick_flag(place.function, place.args, then)) is not None:
         ask, args, answer = quick  # whose class is always the same; text is a new object each time
         return [Condition(f"{{}}({', '.join('{}' for _ in args)}) == {{}}", (ask, *args, answer))]
     if read.others or not is_same(read):
-        return [Condition("{}({})", (is_same, read))]
+        return whole
+    if isinstance(place, InTable | InClosure | OfClass | OfArgument):
+        of_content = list(_with_content(read, place.now(NO_CALL), known))
+        return whole if None in of_content else [*_is_there(place), *(c for c in of_content if c is not None)]
+    return list(_of_place(place, then)) or whole
+
+
+def _is_there(place: Any) -> Iterator[Condition]:
+    """That the object that a place has now stays there."""
+    now = place.now(NO_CALL)
+    if isinstance(place, InTable):
+        yield is_entry(place.table, place.key, now)
+    elif isinstance(place, InClosure):
+        yield is_attribute(place.cell, "cell_contents", now)
+    elif isinstance(place, OfClass):
+        yield is_attribute(place.owner, place.key, now)
+
+
+def _of_place(place: Any, then: Any) -> Iterator[Condition]:
+    """Conditions of the places that have some of their own; nothing for others."""
     if isinstance(place, InTables) and then is MISSING:
-        return [Condition("{} not in {}", (place.key, table)) for table in place.tables]
-    if isinstance(place, ProcessHooks) and not then:
-        return [Condition("not any({})", ([*hooks_of_all_modules().values()],))]
-    if isinstance(place, OfModules):
-        return list(_of_modules(place, then))
-    if isinstance(place, OfFunctions) and not any(map(_has_defaults_with_content, place.functions)):
+        yield from [Condition("{} not in {}", (place.key, table)) for table in place.tables]
+    elif isinstance(place, ProcessHooks) and not then:
+        yield Condition("not any({})", ([*hooks_of_all_modules().values()],))
+    elif isinstance(place, OfModules):
+        yield from _of_modules(place, then)
+    elif isinstance(place, OfFunctions) and not any(map(_has_defaults_with_content, place.functions)):
         parts = itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__"))
-        return [is_attribute(f, part, getattr(f, part)) for f, part in parts]
-    if isinstance(place, Submodules):
+        yield from [is_attribute(f, part, getattr(f, part)) for f, part in parts]
+    elif isinstance(place, Submodules):
         table = place.module.__dict__["_modules"]
-        return [Condition("{}({}, {}, {})", (_has_entries, table, list(table), list(table.values())))]
-    if isinstance(place, InTable | InClosure):
-        now = place.now(NO_CALL)
-        is_there = (
-            is_entry(place.table, place.key, now)
-            if isinstance(place, InTable)
-            else is_attribute(place.cell, "cell_contents", now)
-        )
-        of_content = list(_with_content(read, now, known))
-        if None not in of_content:
-            return [is_there, *(c for c in of_content if c is not None)]
-    return [Condition("{}({})", (is_same, read))]
+        yield Condition("{}({}, {}, {})", (_has_entries, table, list(table), list(table.values())))
 
 
 def _has_defaults_with_content(function: types.FunctionType) -> bool:

@@ -269,7 +269,8 @@ class Recording:
         if "backward" in effects.reach.names and self._assumptions.differentiates is None:
             self._expect_backward()
         examples = [self.values.examples[value] for value in tape.inputs]
-        reads = StateReads(self.builder, self.model, effects.reach, self.reads.members, examples)
+        parts = self.builder, self.model, effects.reach, self.reads.members
+        reads = StateReads(*parts, examples, effects.objects)
         hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
         changes: list[Change] = []
         try:

@@ -19,7 +19,7 @@ import torch
 from scopetrace._compat.gradients import hooks_of
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import parameters_of, tags_of
-from scopetrace.containers.contents import Change, content_of, put_entry, same, snapshot
+from scopetrace.containers.contents import ATTRIBUTES, Change, content_of, form_of, put_entry, same, snapshot
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.guards.reach import Reach
 from scopetrace.record.model import Model
@@ -42,9 +42,13 @@ class EffectWatch:
         self._model = model
         self._contents = model.contents
         self.reach = Reach(self._contents.add)
+        self.objects: list[tuple[str, Any]] = []
+        """Objects with attributes among the arguments, with their names."""
         for name, argument in arguments:
             for path, leaf in leaves_with_path(argument, name, object_types):
                 self._contents.add(path, leaf)
+                if form_of(type(leaf)) is ATTRIBUTES:
+                    self.objects.append((path, leaf))
             for kind in object_classes(argument, object_types):
                 self.reach.add_class(kind)
         numpy = getattr(sys.modules.get("numpy"), "random", None)

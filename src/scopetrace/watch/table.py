@@ -35,10 +35,13 @@ from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeW
 from scopetrace.guards.reach import MEMO, Reach, names_of, unwrapped
 from scopetrace.ir.reads import (
     NO_CALL,
+    Asked,
     CallInputs,
     InClosure,
     InTable,
     InTables,
+    OfArgument,
+    OfClass,
     OfFunctions,
     OfModules,
     OfTensor,
@@ -76,8 +79,10 @@ class StateReads:
         reach: Reach,
         members: dict[int, torch.Tensor],
         examples: Sequence[torch.Tensor],
+        objects: Sequence[tuple[str, Any]],
     ) -> None:
-        self._builder, self._model, self._reach = builder, model, reach
+        """`objects` are those with attributes among the arguments, with their names."""
+        self._builder, self._model, self._reach, self._objects = builder, model, reach, objects
         self._members, self._examples = members, examples
         self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Noted]] = {}
         """By id of a module and name, the attributes that were asked for, in order."""
@@ -119,8 +124,17 @@ class StateReads:
         while isinstance(fn, functools.partial):
             attributes += [self._variable(name, fn.keywords, name) for name in fn.keywords]
             fn = fn.func
-        of_called = self._of_called()
-        return [*variables, *of_called, *attributes, *self._identities(ran), *self._of_members(changed, held)]
+        objects = [Read(n, snapshot(x, self._names), OfArgument(x), names=self._names) for n, x in self._objects]
+        others = [*objects, *self._of_called(), *self._identities(ran), *self._of_ties(ran)]
+        return [*variables, *attributes, *others, *self._of_members(changed, held)]
+
+    def _of_ties(self, ran: RanFunctions) -> Iterator[Read]:
+        """Which parameters and buffers are one tensor, where code asks for identity."""
+        if any(names_of(code).compares_objects for code in ran.functions):
+            tables = [(s.fqn, t) for s in self._model.saved_modules for t in s.live[1:3]]
+            places = [(f"{fqn}.{key}".lstrip("."), table, key) for fqn, table in tables for key in table]
+            name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
+            yield Read(name, _shared(places), Asked(_shared, (places,)), (), path)
 
     def _variable(self, name: str, table: dict[str, Any], key: str) -> Read:
         value = snapshot(table[key], self._names)
@@ -288,7 +302,8 @@ class RanFunctions:
         self._reach, self._tape = reach, tape
         named = {name for code in self.functions for name in names_of(code).all}
         self._inner = self._named_by(named)
-        names = named.union(*(names_of(code).all for code in self._inner))
+        inner = (code for code, function in self._inner.items() if function.__name__ not in _OF_ALL_ATTRIBUTES)
+        names = named.union(*(names_of(code).all for code in inner))
         self.names = None if names & {"vars", "__dict__"} else frozenset(names)
         """Of objects with attributes, those that code which ran names; None where it may take all."""
 
@@ -346,17 +361,19 @@ class RanFunctions:
     def _of_classes(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
         names = {name for code in (*self.functions, *self._inner) for name in names_of(code).all} | {"forward"}
-        called = {call.module_type for call in self._tape.calls if call.module_type is not None}
-        bases = {
-            base: None for kind in (*called, *self._reach.classes) for base in kind.__mro__ if is_users_class(base)
-        }
-        for base in bases:
-            for name in sorted(names & vars(base).keys()):
-                member = vars(base)[name]
+        called = {type(call.module): None for call in self._tape.calls if call.module is not None}
+        for kind in filter(is_users_class, dict.fromkeys((*called, *self._reach.classes))):
+            members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
+            for name, (base, member) in members.items():
                 code = getattr(getattr(member, "__func__", member), "__code__", None)
                 is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
-                if (is_value or code in self.functions) and (id(base), name) not in skip:
-                    yield self._read(f"{base.__name__}.{name}", member, InTable(vars(base), name), (), path, skip)
+                if (is_value or code in self.functions) and (id(base), name) not in skip and is_users_class(base):
+                    place = OfClass(kind, name)
+                    yield self._read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path, skip)
+
+
+_OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
+"""Methods that name all attributes of an object, and seldom run on one that was there."""
 
 
 def _is_state(value: Any) -> bool:
@@ -366,6 +383,15 @@ def _is_state(value: Any) -> bool:
     if isinstance(value, (types.FunctionType, type, MEMO)):
         return not is_library(getattr(value, "__module__", None))
     return value is not MISSING
+
+
+def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...]:
+    """The names of entries of tables that hold one tensor: `("emb.weight and head.weight",)`."""
+    names: dict[int, list[str]] = {}
+    for name, table, key in places:
+        if table.get(key) is not None:
+            names.setdefault(id(table[key]), []).append(name)
+    return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
 
 
 def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
