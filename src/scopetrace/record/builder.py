@@ -54,15 +54,10 @@ class Assumptions:
 
     exact_autograd: bool = False
     """Whether torch runs every op, so that results have autograd's own history."""
-    composites_apart: bool = False
-    """Whether composite ops are recorded as their parts, so that the tensors that autograd saves in them are known."""
     differentiates: bool | None = None
-    """Whether the forward is taken to differentiate, with ops as for `composites_apart`, since its code names
-    `backward`: what does so is made from the tape. None while it is not; False where it did not."""
-    by_autograd: bool = False
-    """Whether autograd differentiates, as with `exact_autograd`, where the forward is taken to differentiate."""
-    functions_apart: bool = False
-    """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
+    """Whether the forward differentiates: as with `exact_autograd`, and composite ops are recorded as their parts, so
+    that the tensors that autograd saves in them are known, and torch applies each `torch.autograd.Function`, so that
+    backward runs its own. None where the names in its code decide."""
     object_types: frozenset[type] = frozenset()
     """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
     records_all: bool = False
@@ -72,18 +67,10 @@ class Assumptions:
     why_each_runs: str = ""
     """Why each module call runs, if it does because of one of these."""
 
-    @property
-    def differentiates_by_autograd(self) -> bool:
-        """Whether the forward is taken to differentiate, by autograd."""
-        return bool(self.differentiates) and self.by_autograd
-
     def __or__(self, other: Assumptions) -> Assumptions:
         return Assumptions(
             self.exact_autograd or other.exact_autograd,
-            self.composites_apart or other.composites_apart,
             self.differentiates if other.differentiates is None else other.differentiates,
-            self.by_autograd or other.by_autograd,
-            self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
             self.records_all or other.records_all,
             self.gradients_shared or other.gradients_shared,
@@ -99,7 +86,7 @@ class Retrace(BaseException):
 
     def __init__(self, why: str, needed: Assumptions) -> None:
         super().__init__(why)
-        each_runs = needed.exact_autograd or needed.by_autograd or needed.records_all
+        each_runs = needed.exact_autograd or needed.differentiates or needed.records_all
         self.needed = dataclasses.replace(needed, why_each_runs=why) if each_runs else needed
 
 
@@ -160,14 +147,10 @@ class TapeBuilder:
         """Whether the recorder itself asks objects of the model for attributes, which is no read of the forward."""
         self.gradients_shared = False
         """As in Assumptions."""
-        self.functions_apart = False
+        self.differentiates = False
         """As in Assumptions."""
         self.derives_by_tape = False
-        """Whether the forward is taken to differentiate, and its backward is made from the tape (`TapeAutograd`)."""
         self.originals: dict[Op, Op] = {}
-        """By op that repeats one with inputs of equal metadata, that one."""
-        self.copied_before: dict[Op, Value] = {}
-        """By op in place, the copy that autograd has made of what it wrote to, which backward reads."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
@@ -210,11 +193,15 @@ class TapeBuilder:
         self._last_frames = found
         return found
 
-    def expect_no_tape(self, why: str, *, functions_apart: bool = False) -> None:
-        """Start again with autograd where the backward was to be made from the tape, which does not hold all."""
-        if self.derives_by_tape:
-            needed = Assumptions(differentiates=True, by_autograd=True, functions_apart=functions_apart)
-            raise Retrace(why, needed)
+    def expect_history(self, why: str) -> None:
+        """Start again where results have no history of autograd, and need one."""
+        if not self.tape.exact_autograd:
+            raise Retrace(why, Assumptions(exact_autograd=True))
+
+    def expect_backward(self, why: str) -> None:
+        """Start again where the forward was not recorded as one that differentiates."""
+        if not self.differentiates:
+            raise Retrace(why, Assumptions(differentiates=True))
 
     def is_plain(self) -> bool:
         """Whether ops get no more than scope, call and frames: none of them comes from a node, or has annotations."""
