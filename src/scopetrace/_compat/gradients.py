@@ -237,19 +237,6 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in found}.values())
 
 
-def gradients_of(
-    outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], by: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor | None]:
-    """The gradients of `outputs`, with `given` as theirs, by some tensors, from autograd itself."""
-    found: Sequence[torch.Tensor | None] = _run_engine(
-        tuple(outputs), tuple(given), False, False, tuple(by), allow_unreachable=True
-    )
-    return found
-
-
-_run_engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
-
-
 def nodes_of(outputs: Iterable[torch.Tensor]) -> list[Any]:
     """The nodes of autograd's graph that lead from some tensors to leaves, those of the leaves included."""
     seen: dict[Any, None] = {}

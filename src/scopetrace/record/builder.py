@@ -403,20 +403,6 @@ class ValueTable:
         """The number of values that lie in a storage and are made."""
         return len(self._by_storage.get(storage, ()))
 
-    def mark(self) -> tuple[int, ...]:
-        """A mark of what tensors are known."""
-        return len(self.by_id), len(self._by_storage), len(self._keep), len(self.same), len(self.new_tensors)
-
-    def return_to(self, mark: tuple[int, ...]) -> None:
-        """Forget the tensors that became known since `mark`, and lie in memory of their own."""
-        tables: tuple[dict[int, Any], ...] = self.by_id, self._by_storage
-        for table, length in zip(tables, mark, strict=False):
-            while len(table) > length:
-                table.popitem()
-        lists: tuple[list[Any], ...] = self._keep, self.same, self.new_tensors
-        for found, length in zip(lists, mark[2:], strict=True):
-            del found[length:]
-
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.
 
