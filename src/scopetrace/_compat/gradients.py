@@ -17,7 +17,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -520,6 +520,17 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
             yield from (
                 t for t in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(t, torch.Tensor)
             )
+
+
+@contextlib.contextmanager
+def copying_saved(storages: Set[int]) -> Iterator[None]:
+    """Inside, autograd saves copies of tensors in these storages, which may be written before backward reads them."""
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        return t.clone() if storage_id(t) in storages else t
+
+    with _saved_tensors_hooks(pack, lambda t: t):
+        yield
 
 
 def hooks_of_all_optimizers() -> list[Callable[..., Any]]:
