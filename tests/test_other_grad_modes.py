@@ -1,6 +1,6 @@
 """A trace called where autograd follows other tensors than when it was traced: as in eager, or refused at the call.
 
-Each program is traced with autograd on and off, with an input and with parameters that require grad and that do not, and
+Each program is traced with autograd on and off, with inputs and with parameters that require grad and that do not, and
 each of these traces is called in all these ways. A call gives what eager gives, also for backward through its result,
 or raises an error of scopetrace before anything is changed.
 """
