@@ -17,7 +17,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -235,19 +235,6 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found = [t for t in outputs if t.grad_fn is None and t.requires_grad]
     found += [node.variable for node in nodes_of(outputs) if hasattr(node, "variable")]
     return list({id(t): t for t in found}.values())
-
-
-def gradients_of(
-    outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], by: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor | None]:
-    """The gradients of `outputs`, with `given` as theirs, by some tensors, from autograd itself."""
-    found: Sequence[torch.Tensor | None] = _run_engine(
-        tuple(outputs), tuple(given), False, False, tuple(by), allow_unreachable=True
-    )
-    return found
-
-
-_run_engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
 
 
 def nodes_of(outputs: Iterable[torch.Tensor]) -> list[Any]:
@@ -533,6 +520,17 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
             yield from (
                 t for t in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(t, torch.Tensor)
             )
+
+
+@contextlib.contextmanager
+def copying_saved(storages: Set[int]) -> Iterator[None]:
+    """Inside, autograd saves copies of tensors in these storages, which may be written before backward reads them."""
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        return t.clone() if storage_id(t) in storages else t
+
+    with _saved_tensors_hooks(pack, lambda t: t):
+        yield
 
 
 def hooks_of_all_optimizers() -> list[Callable[..., Any]]:

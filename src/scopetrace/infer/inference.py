@@ -291,14 +291,6 @@ class Inference:
         """Where the results of a call are to be kept."""
         return _of_torch if is_same_in_every_trace(key, inputs) else self._own
 
-    def outputs_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
-        """What the results of an op are, where the cache or a rule has them; also of one that has written."""
-        key = self.key_of_call(func, args, kwargs)
-        if key is None or not may_infer(func):
-            return self._outputs_for(key)
-        found = self.infer(key, func, args, kwargs, values_in((args, kwargs)))
-        return None if found is None else found[0]
-
     def learn(self, key: Any, inputs: list[Value], out: Any) -> None:
         """Keep what torch gave, where its metadata follows from that of the inputs alone."""
         outputs = _outputs_of(self, inputs, out)

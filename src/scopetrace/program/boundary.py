@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.ops import in_transform
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import (
@@ -328,6 +329,24 @@ class CallBoundary:
         self._apart = [n for n, v in tape.attribute_reads() if self._writes_inputs or v.storage in written]
         """The tensors of the model whose memory no input may share, since one of them is written."""
         self._sharing = _StateSharing(tape, written)
+        outside = [*tape.inputs, *(v for _, v in tape.attribute_reads())]
+        self._writes = [v.storage in written for v in outside] if tape.write_back is not None else []
+        """Whether the write-back may write to each tensor from outside, where the graph does not."""
+        self._followed = [tape.grad and v.requires_grad for v in outside]
+        """Whether autograd followed each of them in the trace."""
+
+    def written_unseen(self, inputs: Sequence[Any]) -> set[int]:
+        """The storages that the write-back writes, where autograd follows a tensor that it did not in the trace.
+
+        Backward may read there, and the graph makes copies only of what it read in the trace.
+        """
+        if not any(self._writes) or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
+            return set()  # torch has no such copies in a transform
+        names = [name for name, _ in self.tape.attribute_reads()]
+        now = [*inputs[: len(self.tape.inputs)], *map(self.state.held, names)]
+        if not any(t.requires_grad and not followed for t, followed in zip(now, self._followed, strict=True)):
+            return set()
+        return {storage_id(t) for t, writes in zip(now, self._writes, strict=True) if writes}
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""

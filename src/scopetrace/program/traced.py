@@ -11,6 +11,7 @@ values is the idea of RFC-0015 in pytorch/rfcs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -23,6 +24,7 @@ import torch
 import torch.fx
 
 from scopetrace import files
+from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
     dumps,
@@ -494,8 +496,9 @@ class TracedProgram:
         inputs = self.boundary.enter(args, kwargs)
         grad = torch.is_grad_enabled()
         runnable = graph if grad == self.tape.grad else self.in_other_grad_mode(graph)
+        written = self.boundary.written_unseen(inputs)
         try:
-            with without_autocast():
+            with without_autocast(), copying_saved(written) if written else contextlib.nullcontext():
                 values = runnable(*inputs)
         except Exception as error:
             explained = _explained(error, self.boundary, inputs)

@@ -50,32 +50,19 @@ class Assumptions:
 
     exact_autograd: bool = False
     """Whether torch runs every op, so that results have autograd's own history."""
-    composites_apart: bool = False
-    """Whether composite ops are recorded as their parts, so that the tensors that autograd saves in them are known."""
     differentiates: bool | None = None
-    """Whether the forward is taken to differentiate, with ops as for `composites_apart`, since its code names
-    `backward`: what does so is made from the tape. None while it is not; False where it did not."""
-    by_autograd: bool = False
-    """Whether autograd differentiates, as with `exact_autograd`, where the forward is taken to differentiate."""
-    functions_apart: bool = False
-    """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
+    """Whether the forward differentiates: as with `exact_autograd`, and composite ops are recorded as their parts, so
+    that the tensors that autograd saves in them are known, and torch applies each `torch.autograd.Function`, so that
+    backward runs its own. None where the names in its code decide."""
     object_types: frozenset[type] = frozenset()
     """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
     gradients_shared: bool = False
     """Whether the forward takes the memory of a `grad` by another tensor, so that it is added to where eager does."""
 
-    @property
-    def differentiates_by_autograd(self) -> bool:
-        """Whether the forward is taken to differentiate, by autograd."""
-        return bool(self.differentiates) and self.by_autograd
-
     def __or__(self, other: Assumptions) -> Assumptions:
         return Assumptions(
             self.exact_autograd or other.exact_autograd,
-            self.composites_apart or other.composites_apart,
             self.differentiates if other.differentiates is None else other.differentiates,
-            self.by_autograd or other.by_autograd,
-            self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
             self.gradients_shared or other.gradients_shared,
         )
@@ -145,14 +132,9 @@ class TapeBuilder:
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
         self.gradients_shared = False
         """As in Assumptions."""
-        self.functions_apart = False
+        self.differentiates = False
         """As in Assumptions."""
-        self.derives_by_tape = False
-        """Whether the forward is taken to differentiate, and its backward is made from the tape (`TapeAutograd`)."""
         self.originals: dict[Op, Op] = {}
-        """By op that repeats one with inputs of equal metadata, that one."""
-        self.copied_before: dict[Op, Value] = {}
-        """By op in place, the copy that autograd has made of what it wrote to, which backward reads."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
@@ -195,11 +177,15 @@ class TapeBuilder:
         self._last_frames = found
         return found
 
-    def expect_no_tape(self, why: str, *, functions_apart: bool = False) -> None:
-        """Start again with autograd where the backward was to be made from the tape, which does not hold all."""
-        if self.derives_by_tape:
-            needed = Assumptions(differentiates=True, by_autograd=True, functions_apart=functions_apart)
-            raise Retrace(why, needed)
+    def expect_history(self, why: str) -> None:
+        """Start again where results have no history of autograd, and need one."""
+        if not self.tape.exact_autograd:
+            raise Retrace(why, Assumptions(exact_autograd=True))
+
+    def expect_backward(self, why: str) -> None:
+        """Start again where the forward was not recorded as one that differentiates."""
+        if not self.differentiates:
+            raise Retrace(why, Assumptions(differentiates=True))
 
     def is_plain(self) -> bool:
         """Whether ops get no more than scope, call and frames: none of them comes from a node, or has annotations."""
@@ -352,20 +338,6 @@ class ValueTable:
                 value.autograd_placeholder = meta.requires_grad
             made.append(value)
         return made
-
-    def mark(self) -> tuple[int, ...]:
-        """A mark of what tensors are known."""
-        return len(self.by_id), len(self._by_storage), len(self._keep), len(self.same), len(self.new_tensors)
-
-    def return_to(self, mark: tuple[int, ...]) -> None:
-        """Forget the tensors that became known since `mark`, and lie in memory of their own."""
-        tables: tuple[dict[int, Any], ...] = self.by_id, self._by_storage
-        for table, length in zip(tables, mark, strict=False):
-            while len(table) > length:
-                table.popitem()
-        lists: tuple[list[Any], ...] = self._keep, self.same, self.new_tensors
-        for found, length in zip(lists, mark[2:], strict=True):
-            del found[length:]
 
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.

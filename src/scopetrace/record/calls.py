@@ -44,7 +44,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import GIVEN_META, Call, Phase
 from scopetrace.ops.history import can_require_grad, is_cut, is_view
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
+from scopetrace.record.builder import TapeBuilder, Templates, ValueTable
 from scopetrace.record.checkpoints import CheckpointedRegion
 from scopetrace.record.data import text_error
 from scopetrace.record.flags import FlagRecorder
@@ -240,7 +240,7 @@ class CallRecorder:
     @functools.cached_property
     def gradients(self) -> GradientRecorder:
         """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags, self._ops)
+        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags)
 
     @functools.cached_property
     def flags(self) -> FlagRecorder:
@@ -257,7 +257,6 @@ class CallRecorder:
     @property
     def differentiates(self) -> bool:
         """As `HookListener.differentiates`."""
-        self._builder.expect_no_tape("the forward checkpoints a region")
         return self._builder.tape.exact_autograd
 
     def on_forward_ad(self) -> None:
@@ -280,10 +279,10 @@ class CallRecorder:
         if not any(map(requires_grad_of, tensors)):
             return NotImplemented
         if not torch.is_grad_enabled():
-            if not self._builder.tape.exact_autograd:  # torch detaches a result that autograd takes for no view
-                raise Retrace("a torch.autograd.Function runs under no_grad", Assumptions(exact_autograd=True))
+            # torch detaches a result that autograd takes for no view
+            self._builder.expect_history("a torch.autograd.Function runs under no_grad")
             return NotImplemented
-        if self._builder.functions_apart:
+        if self._builder.differentiates:
             refuse_dirty_view(cls, tensors, self._builder)
             phase = Phase("backward", 0 if call is None else call.position, self._builder.state.current_scope)
             self._builder.made_nodes.append((next_sequence_number(), phase))
@@ -298,7 +297,7 @@ class CallRecorder:
 
     def on_applied(self, t: torch.Tensor) -> torch.Tensor:
         """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
-        return self.gradients.differentiated(t) if self._builder.functions_apart else t
+        return self.gradients.differentiated(t) if self._builder.differentiates else t
 
     def on_dispatch_mode(self, name: str) -> None:
         """The forward enters a mode of its own. An error here would leave what entered it half entered."""
@@ -338,8 +337,8 @@ class CallRecorder:
 
     def on_graph(self, t: torch.Tensor) -> None:
         """The forward asks for the history of a tensor, which results that were made from metadata do not have."""
-        if not self._builder.tape.exact_autograd and not self._values.is_outside(t):
-            raise Retrace("the forward reads autograd's history of a tensor", Assumptions(exact_autograd=True))
+        if not self._values.is_outside(t):
+            self._builder.expect_history("the forward reads autograd's history of a tensor")
 
     def on_grad_fn(self, t: torch.Tensor, *, to_hook: bool) -> None:
         """The forward gets a node of autograd's graph, from where it may go on to others; torch hangs a hook there."""
@@ -354,8 +353,7 @@ class CallRecorder:
         error = self._hook_error(what, op)
         if number is None:
             raise error
-        if not (self._builder.tape.exact_autograd and self._builder.functions_apart):
-            raise Retrace("the forward makes a hook", Assumptions(exact_autograd=True, functions_apart=True))
+        self._builder.expect_backward("the forward makes a hook")
         self._builder.hooked[number] = error
 
     def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
@@ -369,8 +367,6 @@ class CallRecorder:
             if not required and next((v.requires_grad for v in self._builder.tape.inputs if v.fake is t), True):
                 self._refuse_flag("sets requires_grad of an input to False", "requires_grad")
             self._reads.on_requires_grad(t)  # in another call it may change something
-        elif self._values.is_outside(t):
-            self._builder.expect_no_tape("the forward sets requires_grad of an input")
         if not required:
             if requires_grad_of(t) and any(v.autograd_placeholder for v in self._values.names_of(t)):
                 self._refuse_flag("sets requires_grad of a tensor that it computed to False", "requires_grad")

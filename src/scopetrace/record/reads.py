@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -195,13 +196,23 @@ class ReadRecorder:
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
         made = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
         leaves = dict.fromkeys([*made, *map(self._values.value_of, self._values.made_leaves())], 1)
+        frozen = [v for v in state if isinstance(v.real, torch.nn.Parameter) and v not in leaves]
+        leaves |= {v: 2 << i for i, v in enumerate(frozen)}  # which may learn in a call
         sources = {v.op for v in leaves}
         used = [op for op in ops if not self._grad or op in sources or _is_source_or_alias(op)]
         history = History(used, leaves, assumed=True)
-        inside = (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop])
-        op = next((op for op in inside if op.kind == "call_module" or any(map(history.of, op.inputs()))), None)
-        if op is not None:
-            self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()), op.frames)
+        first: dict[int, Op] = {}
+        for op in (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop]):
+            bits = functools.reduce(operator.or_, map(history.of, op.inputs()), int(op.kind == "call_module"))
+            if bits & 1:
+                self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()), op.frames)
+                return
+            first |= {i: op for i in range(len(frozen)) if bits & 2 << i and i not in first} if bits else {}
+        for i, op in first.items():
+            real = frozen[i].real
+            owner = None if real is None else self._model.owner(real)
+            if owner is not None:
+                self._of_model(*owner, (op.frames, op.scope.path))
 
     def on_autocast(self, entered: bool) -> None:
         """As `Listener.on_autocast`."""

@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, TypeVar
 
 import torch
@@ -219,14 +219,13 @@ class Recording:
             shape_env=self.factory.shape_env,
             fake_mode=self.factory.mode,
             inference=inference,
-            exact_autograd=assumptions.exact_autograd or assumptions.differentiates_by_autograd,
+            exact_autograd=assumptions.exact_autograd or bool(assumptions.differentiates),
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
         self.builder = TapeBuilder(self.tape)
-        self.builder.functions_apart = assumptions.functions_apart
+        self.builder.differentiates = bool(assumptions.differentiates)
         self.builder.gradients_shared = assumptions.gradients_shared
-        self._specialize = specialize
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.builder, self.values, model)
@@ -238,7 +237,6 @@ class Recording:
             inference,
             run_graph,
             specialize=specialize,
-            composites_apart=assumptions.composites_apart or bool(assumptions.differentiates),
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
@@ -266,15 +264,16 @@ class Recording:
         given = [*zip(names, args, strict=True), *kwargs.items()]
         inputs = [(path, v.fake) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
         effects = EffectWatch(fn, self.model, given, self.object_types, inputs)
-        if "backward" in effects.reach.names and self._assumptions.differentiates is None:
-            self._expect_backward()
+        guessed = self._assumptions.differentiates is None and _names_backward(effects.reach.names)
+        if guessed:
+            self.builder.differentiates = self.tape.exact_autograd = self.ops.exact = True
         examples = [self.values.examples[value] for value in tape.inputs]
         parts = self.builder, self.model, effects.reach, self.reads.members
         reads = StateReads(*parts, examples, effects.objects)
         hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
         changes: list[Change] = []
         try:
-            with self._expecting_backward():
+            with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
         finally:
             bound = {id(t): v for t, v in self._bound_tensors()}
@@ -357,25 +356,17 @@ class Recording:
         self.builder.phase = None
         self.ops.come_apart()
 
-    def _expect_backward(self) -> None:
-        """Before the forward runs: take it for one that differentiates."""
-        self._assumptions = dataclasses.replace(self._assumptions, differentiates=True)
-        self.ops.composites_apart = True
-        self.builder.derives_by_tape = not self.tape.exact_autograd
-        if self.tape.sizes is not None or self._specialize:
-            self.builder.expect_no_tape("sizes or data are symbols")
-
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:
-        """Start again where the forward was taken to differentiate, and has not when it ends or fails."""
+        """Start again where the forward was taken to differentiate for the names in it, and has not when it ends."""
         wrong = Retrace("the forward does not differentiate", Assumptions(differentiates=False))
         try:
             yield
         except Exception:
-            if self._assumptions.differentiates and not self.tape.backwards:
+            if not self.tape.backwards:
                 raise wrong from None
             raise
-        if self._assumptions.differentiates and not self.tape.backwards:
+        if not self.tape.backwards:
             raise wrong
 
     def _run_forward(
@@ -454,7 +445,7 @@ class Recording:
             raise self.builder.loses_device
         refuse_tags(tape, results)
         refuse_lost_hooks(tape, results, self.builder.hooked, self.builder.differentiated)
-        differentiated = self.builder.differentiated if self.builder.functions_apart else None
+        differentiated = self.builder.differentiated if self.builder.differentiates else None
         refuse_lost_gradients(tape, results, self.values.examples, differentiated, self.builder.former_leaves)
         if self.builder.regions:
             passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}
@@ -738,6 +729,11 @@ def _are_alike(old: Any, new: torch.Tensor) -> bool:
     if not isinstance(old, torch.Tensor) or is_symbolic(new):
         return False
     return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
+
+
+def _names_backward(names: Set[str]) -> bool:
+    """Whether code with these names is likely to differentiate. A wrong answer costs a second run, and no more."""
+    return "backward" in names or {"autograd", "grad"} <= names
 
 
 def _may_vary(leaf: Any) -> bool:
