@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-all test-exhaustive lint format zoo dynamic steps orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
+.PHONY: help env demo test test-slow test-all test-exhaustive lint budgets format zoo dynamic steps orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,10 +51,14 @@ test-all: $(STAMP) ## Run the slow tests too
 test-exhaustive: $(STAMP) ## Run all of what the slow tests run samples of
 	$(PYTEST) -m exhaustive $(ARGS)
 
-lint: $(STAMP) ## Check style, format and types
+lint: $(STAMP) ## Check style, format, types and budgets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/budgets.py
+
+budgets: $(STAMP) ## Print what each room of the source holds beside its budget (ARGS=--lower to lower these to it)
+	$(BIN)/python .ci/budgets.py $(ARGS)
 
 format: $(STAMP) ## Rewrite the code in the project's format
 	$(BIN)/ruff check --fix-only .

@@ -8,12 +8,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 
 import scopetrace
-from scopetrace.cli import main
+from scopetrace.cli import COMMANDS, main
 
 MODELS = """
 import torch
@@ -699,7 +700,19 @@ def test_python_values_and_dicts_are_inputs():
 # The command line as a whole -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [None, *main.commands])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_sentence_of_a_command_is_that_of_its_help(name):
+    command = main.get_command(click.Context(main), name)
+    assert " ".join(command.help.split()).startswith(COMMANDS[name])
+    assert command.name == name
+
+
+def test_the_files_of_commands_are_all_in_the_table():
+    files = Path(scopetrace.cli.__file__).parent.glob("*.py")
+    assert {path.stem for path in files if "@click.command()" in path.read_text()} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
 def test_help_has_examples(name):
     text = run(*filter(None, [name]), "--help").stdout
     assert f"    scopetrace {name or 'show'} " in text or f"    scopetrace {name}\n" in text

@@ -46,7 +46,7 @@ NOT_TORCH = {
     "_is_protocol",
 }
 # Set on, or read from, an object that need not have it.
-OPTIONAL = {"_dispatch_key", "_initialize_hook", "_is_param", "_orig_mod"}
+OPTIONAL = {"_dispatch_key", "_dynamo_marked_constant", "_initialize_hook", "_is_param", "_orig_mod"}
 
 
 def test_the_installed_torch_has_every_name():

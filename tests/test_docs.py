@@ -255,6 +255,7 @@ import json, pathlib, sys, torch, scopetrace as st
 
 source = f"{pathlib.Path(st.__file__).parent}/"
 x = torch.randn(3)
+trace = st.trace  # imports what tracing needs
 
 
 def functions_entered(forward):
@@ -267,7 +268,7 @@ def functions_entered(forward):
 
     model = type("Net", (torch.nn.Module,), {"forward": forward})()
     sys.setprofile(profile)
-    tr = st.trace(model, (x,))
+    tr = trace(model, (x,))
     str(tr)
     tr(x)
     sys.setprofile(None)

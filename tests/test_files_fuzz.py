@@ -1,9 +1,12 @@
-"""Damaged files: a load gives a trace or a TraceFileError, and runs nothing.
+"""Damaged files: a load gives a trace or a TraceFileError; neither it nor what one does with the trace runs code.
 
-seed -> a file of one of `MODELS`, damaged in one of `DAMAGES` ways -> st.load, and the text of what it gives
+seed -> a file of one of `MODELS`, damaged in one of `DAMAGES` ways -> st.load, LOOKS at what it gives, a call
+each text in a file -> replaced by each of CODES, which would run if it got into Python code -> the same
 """
 
+import contextlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -52,10 +55,16 @@ def sizes(x, n):
     return torch.cond(found.sum() > 1, lambda t: t * 2, lambda t: t - 1, (found,)), x.reshape(-1)[: x.shape[0] // 2 + n]
 
 
+ARGUMENTS = {
+    "net": lambda: (torch.ones(2, 4), Cache(torch.ones(2, 4))),
+    "sizes": lambda: (torch.randn(6, 2), 1),
+    "linear": lambda: (torch.ones(2, 4),),
+}
+
 MODELS = {
-    "net": lambda: st.trace(Net(), (torch.ones(2, 4), Cache(torch.ones(2, 4)))),
-    "sizes": lambda: st.trace(sizes, (torch.randn(6, 2), 1), dynamic_shapes=({0: Dim("n")}, Dim.DYNAMIC)),
-    "linear": lambda: st.trace(nn.Linear(4, 4), (torch.ones(2, 4),)),
+    "net": lambda: st.trace(Net(), ARGUMENTS["net"]()),
+    "sizes": lambda: st.trace(sizes, ARGUMENTS["sizes"](), dynamic_shapes=({0: Dim("n")}, Dim.DYNAMIC)),
+    "linear": lambda: st.trace(nn.Linear(4, 4), ARGUMENTS["linear"]()),
 }
 
 
@@ -199,40 +208,203 @@ DAMAGES = [
 ]
 
 
+LOOKS = {
+    "text": str,
+    "code": lambda tr: tr.graph_module.code,
+    "graph": lambda tr: (str(tr.graph_module), tr.graph_module.print_readable(print_output=False)),
+    "write-back": lambda tr: str(tr.write_back),
+    "calls": lambda tr: [(repr(call), str(call.arguments), str(call.outputs)) for call in tr.calls],
+    "summary": lambda tr: str(tr.summary()),
+    "order": lambda tr: str(tr.order),
+    "facts": lambda tr: [str(x) for x in (tr.specializations, tr.mutations, tr.aliases, tr.side_effects, tr.digest)],
+    "lint": lambda tr: tr.lint(),
+}
+"""What people do with a trace that they do not know."""
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "trace"
-    found = []
-    for make in MODELS.values():
+    contents = {}
+    for name, make in MODELS.items():
         torch.manual_seed(0)
         make().save(path)
-        found.append(path.read_bytes())
-    return found
+        contents[name] = path.read_bytes()
+    return contents
 
 
-def load_damaged(files, seed, path):
-    """Whether a damaged file is one still. Raises what is neither a trace nor a TraceFileError."""
-    rng = random.Random(seed)
-    path.write_bytes(rng.choice(DAMAGES)(rng.choice(files), rng))
+def is_trace(name, data, path, what):
+    """Whether a damaged file is a trace still, which is looked at and called. Raises where something else happens."""
+    path.write_bytes(data)
     try:
         loaded = st.load(path)
+        assert isinstance(loaded, st.Trace)
+        for look in LOOKS.values():
+            with contextlib.suppress(st.ScopetraceError):
+                look(loaded)
+        call(loaded, name)
     except TraceFileError:
         return False
+    except Exception as error:
+        error.add_note(f"in {name}: {what}")
+        raise
     finally:
-        assert not RAN.exists()
-    assert isinstance(loaded, st.Trace)
+        ran = RAN.exists()
+        if ran:
+            RAN.rmdir()
+        assert not ran, f"code of a file ran, in {name}: {what}"
     return True
 
 
+def call(loaded, name):
+    """Call a trace. A wrong program may raise what torch's ops raise; what is no Python is refused before."""
+    try:
+        with torch.no_grad():
+            loaded(*ARGUMENTS[name]())
+    except (SyntaxError, NameError, ImportError):
+        raise
+    except Exception:
+        pass
+
+
+# Damages at random ----------------------------------------------------------------------------------------------------
+
+
 def run(files, seeds, path):
-    return sum(load_damaged(files, seed, path) for seed in seeds)
+    count = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        name = rng.choice(list(files))
+        count += is_trace(name, rng.choice(DAMAGES)(files[name], rng), path, f"seed {seed}")
+    return count
 
 
 def test_damaged_files(files, tmp_path):
     assert run(files, range(400), tmp_path / "damaged") < 100
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(400, 10_000, 800))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("start", range(400, 10_400, 1000))
 def test_many_damaged_files(files, start, tmp_path):
-    assert run(files, range(start, start + 800), tmp_path / "damaged") < 250
+    assert run(files, range(start, start + 1000), tmp_path / "damaged") < 300
+
+
+# Code in each text of a file ------------------------------------------------------------------------------------------
+
+CODE = f"__import__('os').mkdir({str(RAN)!r})"
+CODES = {
+    "alone": lambda text: CODE,
+    "default of an argument": lambda text: f"{text}={CODE}",
+    "after a quote": lambda text: f'{text}"), {CODE}, ("',
+    "after another quote": lambda text: f"{text}'), {CODE}, ('",
+    "line": lambda text: f"{text}\n    {CODE}\n",
+    "body": lambda text: f"{text}): {CODE}; return (",
+    "guard": lambda text: f"{text}'] or {CODE}) or (L['x",
+    "keyword": lambda text: "class",
+    "quote": lambda text: text + '"',
+    "backslash": lambda text: text + "\\",
+    "nothing": lambda text: "",
+    "half of a character": lambda text: "\ud800",
+    "function": lambda text: "os.system",
+}
+"""By what they try, the texts in place of a text."""
+
+
+def texts(x, path=()):
+    """(holder, key, path) of each text: values, and the names of symbols and fields that are keys."""
+    for key, item in x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ():
+        if isinstance(key, str):
+            yield x, key, (*path, key), True
+        if isinstance(item, str):
+            yield x, key, (*path, key), False
+        yield from texts(item, (*path, key))
+
+
+def with_code(data, number, make):
+    """A file with another text in the place of the one with this number."""
+    entries = entries_of(data)
+    program = json.loads(entries["scopetrace/program.json"])
+    holder, key, _, is_key = next(itertools.islice(texts(program), number, None))
+    if is_key:
+        items = [(make(key) if k == key else k, item) for k, item in holder.items()]
+        holder.clear()
+        holder.update(items)
+    else:
+        holder[key] = make(holder[key])
+    entries["scopetrace/program.json"] = json.dumps(program).encode()
+    return archive_of(entries)
+
+
+def places(data):
+    """The texts of a file by their number: those at like places (fields of ops, of calls, ...) under one key."""
+    program = json.loads(entries_of(data)["scopetrace/program.json"])
+    like = {}
+    for number, (_, _, path, is_key) in enumerate(texts(program)):
+        key = tuple("*" if isinstance(part, int) else part for part in path), is_key
+        like.setdefault(key, []).append(number)
+    return like
+
+
+def test_code_in_the_texts_of_a_file(files, tmp_path):
+    """One text of each kind, and two of CODES for it, which are others for the next one."""
+    codes = itertools.cycle(CODES.items())
+    seen = set()
+    for name, data in files.items():
+        for key, numbers in places(data).items():
+            for what, make in itertools.islice(codes, 2) if key not in seen and not key[1] else ():
+                is_trace(name, with_code(data, numbers[0], make), tmp_path / "damaged", (what, key))
+            seen.add(key)
+    assert len(seen) > 100
+
+
+AIMED = {
+    "placeholder": lambda tables: op_of(tables, "placeholder").update(target=f"input={CODE}"),
+    "attribute": lambda tables: op_of(tables, "get_attr").update(target=f'weight"), {CODE}, ("'),
+    "keyword": lambda tables: op_of(tables, "call_function").update(kwargs={"dict": [[f"a={CODE}, b", 1]]}),
+    "constant": lambda tables: add_argument(tables, {"object": [0, None, CODE]}),
+    "function that is imported": lambda tables: add_argument(tables, {"named": ["os", "system", CODE]}),
+    "wrap": lambda tables: op_of(tables, "call_function").update(
+        target={"higher_order": "wrap"}, args={"tuple": [{"named": ["os", "mkdir", "x"]}, str(RAN)]}
+    ),
+    "name of a body": lambda tables: tables["tapes"][0][1].update(name=f'x"), {CODE}, ("'),
+    "result": lambda tables: tables["tapes"][-1][1].update(returned=[{"object": [0, None, CODE]}]),
+    "module": lambda tables: op_of(tables, "call_function").update(kind="call_module", target=f'x"), {CODE}, ("'),
+    "fqn": lambda tables: tables["calls"][-1].update(fqn=f'x"), {CODE}, ("'),
+    "size": lambda tables: op_of(tables, "call_function").update(
+        unbacked={"dict": [[{"expression": {"u9": {}}}, {"tuple": [{"record": ["CallMethodKey", {"name": CODE}]}]}]]}
+    ),
+}
+"""Code in each place that torch.fx writes as it is."""
+
+
+def op_of(tables, kind):
+    return next(op for op in tables["ops"] if op["kind"] == kind)
+
+
+def add_argument(tables, x):
+    op_of(tables, "call_function")["args"]["tuple"].append(x)
+
+
+@pytest.mark.parametrize("what", AIMED)
+def test_code_that_is_aimed_at_the_graph(files, what, tmp_path):
+    refused = 0
+    for name, data in files.items():
+        entries = entries_of(data)
+        program = json.loads(entries["scopetrace/program.json"])
+        try:
+            AIMED[what](program["tables"])
+        except StopIteration:  # the model has no such op
+            continue
+        entries["scopetrace/program.json"] = json.dumps(program).encode()
+        refused += not is_trace(name, archive_of(entries), tmp_path / "damaged", what)
+    assert refused
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("what", CODES)
+def test_code_in_all_texts_of_a_file(files, name, what, tmp_path):
+    for key, numbers in places(files[name]).items():
+        for number in numbers:
+            data = with_code(files[name], number, CODES[what])
+            is_trace(name, data, tmp_path / "damaged", (what, key, number))

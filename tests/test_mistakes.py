@@ -150,3 +150,37 @@ def test_an_input_of_another_dtype_than_the_model():
         st.trace(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4, dtype=torch.float64),))
     assert "while tracing Sequential/Linear[0], at " in error.value.__notes__[0]
     assert "return F.linear(input, self.weight, self.bias)" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("name", ["class", 'a"b', "a\nb", "a\\b"])
+def test_names_that_no_graph_can_write(name):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleDict({name: nn.Linear(2, 2)})
+
+        def forward(self, x):
+            return self.heads[name](x)
+
+    tr = st.trace(Model(), torch.ones(1, 2))
+    with pytest.raises(st.TraceError, match="it is a Python keyword, or has quotes, backslashes or line breaks"):
+        tr.graph_module  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["class", 'a"b', "a b", ""])
+def test_keywords_that_no_graph_can_write(name):
+    class Leaf(nn.Module):
+        def forward(self, x, **more):
+            return x + sum(more.values())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = Leaf()
+
+        def forward(self, x):
+            return self.leaf(x, **{name: x})
+
+    tr = st.trace(Model(), torch.ones(1, 2), leaf_modules=Leaf)
+    with pytest.raises(st.TraceError, match="cannot pass the keyword argument"):
+        tr.graph_module  # noqa: B018

@@ -6,20 +6,26 @@ tr = st.trace(model, args, kwargs)
 print(tr)
 """
 
-from scopetrace import distributed, errors
-from scopetrace.api.functional import Functionalized, functional_backend, functionalize
-from scopetrace.api.trace import OutlinedProgram, Trace, diff, load, save, trace, write_onnx_weights
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from scopetrace import errors
 from scopetrace.errors import ArgumentError, ScopetraceError, TraceError, VerificationError
-from scopetrace.functionalization.report import Alias as Alias
-from scopetrace.functionalization.report import Mutation as Mutation
-from scopetrace.ir.conditions import Specialization as Specialization
-from scopetrace.ir.scopes import Scope, scope, tracing_state
-from scopetrace.ir.scopes import TracingState as TracingState
-from scopetrace.ir.write_back import WriteBack as WriteBack
-from scopetrace.order.execution import ExecutionOrder
-from scopetrace.order.symbolic import ExecOrderTracer, TracingConfig
-from scopetrace.program.outlined import Function as Function
-from scopetrace.program.traced import ModuleCall
+
+if TYPE_CHECKING:
+    from scopetrace import distributed
+    from scopetrace.api.functional import Functionalized, functional_backend, functionalize
+    from scopetrace.api.trace import OutlinedProgram, Trace, diff, load, save, trace, write_onnx_weights
+    from scopetrace.functionalization.report import Alias as Alias
+    from scopetrace.functionalization.report import Mutation as Mutation
+    from scopetrace.ir.conditions import Specialization as Specialization
+    from scopetrace.ir.scopes import Scope, scope, tracing_state
+    from scopetrace.ir.scopes import TracingState as TracingState
+    from scopetrace.ir.write_back import WriteBack as WriteBack
+    from scopetrace.order.execution import ExecutionOrder
+    from scopetrace.order.symbolic import ExecOrderTracer, TracingConfig
+    from scopetrace.program.outlined import Function as Function
+    from scopetrace.program.traced import ModuleCall
 
 __version__ = "0.1.0"
 
@@ -50,15 +56,44 @@ __all__ = [
 ]
 """What `dir` shows. Classes of objects that people get from others, and earlier names, can be imported as well."""
 
-Outlined = OutlinedProgram  # its earlier name
+_HOMES = {
+    "api.functional": "Functionalized functional_backend functionalize",
+    "api.trace": "OutlinedProgram Trace diff load save trace write_onnx_weights",
+    "functionalization.report": "Alias Mutation",
+    "ir.conditions": "Specialization",
+    "ir.scopes": "Scope TracingState scope tracing_state",
+    "ir.write_back": "WriteBack",
+    "order.execution": "ExecutionOrder",
+    "order.symbolic": "ExecOrderTracer TracingConfig",
+    "program.outlined": "Function",
+    "program.traced": "ModuleCall",
+}
+"""Public names by the module that is imported when one of them is first asked for: all of them take twice as long to
+import as torch. Type checkers read the same from above."""
 
 
-def __getattr__(name: str) -> type[ScopetraceError]:
-    """The other classes of `errors`, which stood here earlier."""
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, ScopetraceError):
-        return found
-    is_method = not name.startswith("_") and hasattr(Trace, name)
+def __getattr__(name: str) -> Any:
+    """A public name at its first use, and the other classes of `errors`, which stood here earlier."""
+    if name == "distributed":
+        return importlib.import_module("scopetrace.distributed")
+    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
+    if home is not None:
+        value = getattr(importlib.import_module(f"scopetrace.{home}"), name)
+    elif name == "Outlined":
+        value = __getattr__("OutlinedProgram")
+    else:
+        value = _other(name)
+    globals()[name] = value
+    return value
+
+
+def _other(name: str) -> type[ScopetraceError]:
+    error = getattr(errors, name, None)
+    if isinstance(error, type) and issubclass(error, ScopetraceError):
+        return error
+    # `from scopetrace import files` asks here too, while `api.trace` is being imported.
+    asks = not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is None
+    is_method = asks and hasattr(__getattr__("Trace"), name)
     write = f": write st.trace(model, args).{name}" if is_method else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{write}")
 

@@ -1,4 +1,4 @@
-"""torch.compile's backends, called for one graph."""
+"""torch.compile's backends, called for one graph, and what Dynamo is told of a function."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def backend_for(backend: str | Callable[..., Any], mode: str | None, options: di
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, None)
     return torch._TorchCompileWrapper(backend, mode, options, None)
+
+
+def constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function as `torch.compiler.assume_constant_result` does, which would import `torch._dynamo`."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def default_partition() -> Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:

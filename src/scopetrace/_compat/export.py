@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.fx
-from torch._export.non_strict_utils import _enable_graph_inputs_of_type_nn_module
 from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 from torch._export.verifier import TrainingIRVerifier, Verifier
 from torch._library.opaque_object import get_opaque_type_name, is_opaque_value_type
-from torch.export._unlift import GuardsFn
 from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
@@ -68,8 +67,14 @@ def can_be_saved(spec: pytree.TreeSpec) -> bool:
     return all(map(can_be_saved, spec.children()))
 
 
-modules_as_containers = _enable_graph_inputs_of_type_nn_module
-"""A context in which pytree flattens the modules among (args, kwargs) into parameters and buffers, as torch.export."""
+def modules_as_containers(args: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which pytree flattens the modules among (args, kwargs) into parameters and buffers, as torch.export.
+
+    Its import loads `torch._dynamo`, which takes as long as that of torch.
+    """
+    from torch._export.non_strict_utils import _enable_graph_inputs_of_type_nn_module
+
+    return _enable_graph_inputs_of_type_nn_module(args)
 
 
 def symbol_ranges(shape_env: Any) -> dict[Any, Any]:
@@ -131,7 +136,8 @@ def opaque_name(x: Any) -> str | None:
 
 def is_guard(module: Any) -> bool:
     """Whether it is the module by which the module of an ExportedProgram checks its inputs."""
-    return isinstance(module, GuardsFn)
+    unlift = sys.modules.get("torch.export._unlift")  # which loads torch._dynamo; the module of a program has loaded it
+    return unlift is not None and isinstance(module, unlift.GuardsFn)
 
 
 def additional_inputs(dynamic_shapes: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

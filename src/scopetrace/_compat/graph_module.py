@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import keyword
 import operator
 import pickle
 import types
@@ -23,6 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
+from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
@@ -76,7 +78,7 @@ class TracedGraphModule(LazyGraphModule):
         return _unpickle, (held, dumps(_records(self.graph)), self._get_name(), self.training, is_body)
 
 
-@torch.compiler.assume_constant_result
+@constant_to_dynamo
 def _make_code(graph_module: TracedGraphModule) -> None:
     """Generate the Python code of a graph, while torch.compile compiles.
 
@@ -281,6 +283,17 @@ def _module_at(path: str, modules: dict[str, torch.nn.Module]) -> torch.nn.Modul
 def is_taken(name: str) -> bool:
     """Whether a GraphModule has an attribute of its own in the place of a dotted path, such as `code` or `graph`."""
     return name.partition(".")[0] in _own_attributes()
+
+
+def is_writable(path: str, *, keywords: bool = False) -> bool:
+    """Whether torch.fx can write a dotted path as Python code; `keywords`: also where a part is a keyword.
+
+    It writes what is no identifier between quotes, as it is.
+    """
+    return all(
+        (keywords or not keyword.iskeyword(part)) and part.isprintable() and not {'"', "\\"} & set(part)
+        for part in path.split(".")
+    )
 
 
 @functools.cache

@@ -46,7 +46,6 @@ NAMES = {
     "torch._C._functorch": "TransformType get_interpreter_stack get_unwrapped is_functorch_wrapped_tensor "
     "peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
-    "torch._export.non_strict_utils": "_enable_graph_inputs_of_type_nn_module",
     "torch._export.passes.replace_autocast_with_hop_pass": "replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
     "torch._export.utils": "_collect_all_valid_cia_ops _is_cia_op _is_preservable_cia_op",
@@ -81,7 +80,6 @@ NAMES = {
     "torch.compiler": "_is_compiling_flag _is_exporting_flag",
     "torch.fx._symbolic_trace": "is_fx_tracing",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "apply_activation_checkpointing",
-    "torch.export._unlift": "GuardsFn",
     "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType _IntWrapper",
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",
     "torch.fx": "_symbolic_trace",
@@ -158,7 +156,9 @@ EXPORTED_PROGRAM = "_guards_code"
 LATER = {
     "torch._dynamo._trace_wrapped_higher_order_op": "TransformGetItemToIndex",
     "torch._dynamo.config": "fake_tensor_cache_enabled",
+    "torch._export.non_strict_utils": "_enable_graph_inputs_of_type_nn_module",
     "torch._higher_order_ops.invoke_subgraph": "invoke_subgraph_placeholder",
+    "torch.export._unlift": "GuardsFn",
 }
 """Of modules that are not imported with the package, as that takes seconds."""
 

@@ -15,7 +15,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, DivideByKey
+from torch.fx.experimental.symbolic_shapes import CallMethodKey as CallMethodKey
+from torch.fx.experimental.symbolic_shapes import ConvertIntKey, DivideByKey
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_leaves
 from torch.utils._sympy.functions import FloorDiv, Max
@@ -27,6 +28,8 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 
 _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+METHODS = ("size", "stride", "storage_offset")
+"""The methods that a CallMethodKey may name: those by which torch finds symbols in a tensor."""
 BINDING_KEYS = (SequenceKey, MappingKey, GetAttrKey, CallMethodKey, ConvertIntKey, DivideByKey)
 """The classes of the keys that say where an unbacked symbol stands in the result of an op."""
 

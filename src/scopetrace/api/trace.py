@@ -20,7 +20,6 @@ import torch.export
 import torch.fx
 
 from scopetrace.api.checkpoints import CheckpointPlan, checkpoint_plan
-from scopetrace.api.compiled import CompiledTrace, compile_program
 from scopetrace.api.module import to_module
 from scopetrace.api.runnable import Shown, program_of
 from scopetrace.errors import (
@@ -53,6 +52,8 @@ from scopetrace.view.text import render
 
 if TYPE_CHECKING:
     import onnx_ir
+
+    from scopetrace.api.compiled import CompiledTrace
 
 
 class Trace(Shown):
@@ -157,6 +158,8 @@ class Trace(Shown):
             ArgumentError: torch.compile does not know the backend, the mode or an option.
         """
         targets = functions if isinstance(functions, (list, tuple)) else (functions,)
+        from scopetrace.api.compiled import compile_program  # imports torch._dynamo
+
         return compile_program(self._program, targets, backend, mode, options, progress)
 
     def split_backward(self, partition_fn: Partition | None = None) -> SplitProgram:

@@ -1,4 +1,4 @@
-"""The command line. Each command is a file, added to `main` below.
+"""The command line. Each command is a file, in the table below, and is imported when it is asked for.
 
 Exit codes: 0, 1 when a model cannot be traced or raises, 2 for a wrong argument (one line on standard error), 3 when
 `diff` finds differences.
@@ -10,22 +10,27 @@ import sys
 
 import click
 
-from scopetrace.cli.completion import completion
-from scopetrace.cli.demo import demo
-from scopetrace.cli.diff import diff
-from scopetrace.cli.group import OneLineGroup
-from scopetrace.cli.memory import memory
-from scopetrace.cli.onnx import onnx
-from scopetrace.cli.order import order
-from scopetrace.cli.plan import plan
-from scopetrace.cli.show import show
-from scopetrace.cli.summary import summary
-from scopetrace.cli.view import view
+from scopetrace.cli.group import LazyGroup
+
+COMMANDS = {
+    "completion": "Print the script that lets SHELL complete the commands and options of scopetrace.",
+    "demo": "A tour: what scopetrace tells of a small decoder with a cache, which comes with the package.",
+    "diff": "Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.",
+    "memory": "Show which memory TARGET needs when, by module; with --step of a training step, else of an inference.",
+    "onnx": "Write the model TARGET as an ONNX file, with modules as ONNX functions.",
+    "order": "Show in which order the modules of TARGET run and use their parameters.",
+    "plan": "Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost",
+    "show": "Trace the model TARGET, and show every op in the module that called it.",
+    "summary": "Show what each module of TARGET takes, gives and costs.",
+    "view": "Draw TARGET: modules are boxes in boxes, with the shapes of what goes in and out.",
+}
+"""By name, the first sentence of the help of a command, which is the function of that name in the file of that name."""
 
 
 @click.group(
     "scopetrace",
-    cls=OneLineGroup,
+    cls=LazyGroup,
+    commands=COMMANDS,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -41,7 +46,3 @@ def main(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-for command in (demo, show, summary, memory, view, diff, onnx, order, plan, completion):
-    main.add_command(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -10,7 +11,6 @@ from typing import Any
 
 import click
 
-from scopetrace.cli.terminal import print_text
 from scopetrace.errors import ArgumentError, ScopetraceError
 
 _OURS = Path(__file__).parents[1]
@@ -38,6 +38,30 @@ class OneLineGroup(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+class LazyGroup(OneLineGroup):
+    """A group whose commands are imported when they run: the names and first sentences of all cost nothing.
+
+    Its `commands` are those sentences by name.
+    """
+
+    commands: dict[str, str]  # type: ignore[assignment]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, of the file of that name."""
+        if cmd_name not in self.commands:
+            return None
+        command = getattr(importlib.import_module(f"scopetrace.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of the commands, as the base class does of commands that it has imported."""
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        stubs = [click.Command(name, help=text) for name, text in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl([(stub.name or "", stub.get_short_help_str(limit)) for stub in stubs])
+
+
 def _click_message(error: click.ClickException) -> str:
     ctx = getattr(error, "ctx", None)
     command = ctx.command_path if ctx is not None else "scopetrace"
@@ -55,7 +79,12 @@ def print_result(text: str) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        print_text(text)
+        if sys.stdout.isatty():
+            from scopetrace.cli.terminal import print_text  # with colours: imports rich
+
+            print_text(text)
+        else:
+            click.echo(text)
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes standard output once more at exit, and would complain then.

@@ -5,13 +5,16 @@ tensors   parameters, buffers and constants, over shared storages
 records   the classes that a file may have
 encoder   tapes -> tables of rows
 decoder   tables of rows -> tapes
+types     the types of fields
+names     what of a tape would be code
 
     scopetrace/header.json     {"format": "scopetrace trace", "version": 2, "scopetrace": "0.1.0", "torch": "2.13.0"}
     scopetrace/program.json    {"tables": {...}, "environment": ..., "recorded": row, "program": row}
     scopetrace/storages/0      raw bytes, in the byte order of the machine
     scopetrace/tensors/0.pt    torch.save of a tensor that is not strided
 
-Reading runs no code of the file: it imports nothing and calls nothing that the file names.
+Reading runs no code of the file: it imports nothing and calls nothing that the file names. What torch.fx would write
+into the code of the graph is checked (`names`).
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ import torch
 from scopetrace._compat.expressions import encode_environment
 from scopetrace._compat.ops import building
 from scopetrace.containers.structure import leaves_with_path
-from scopetrace.errors import InvalidTapeError, TraceFileError
+from scopetrace.errors import ScopetraceError, TraceFileError
 from scopetrace.files.archive import ArchiveReader, ArchiveWriter
 from scopetrace.files.decoder import Decoder
 from scopetrace.files.encoder import Encoder, NoForm
+from scopetrace.files.names import refuse_code
 from scopetrace.files.tensors import TensorReader, TensorWriter
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.verify import verify
@@ -99,12 +103,18 @@ def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, Pro
 
     Raises TraceFileError for anything else.
     """
+    with as_damage(), building():
+        return _read(file, list(foreign))
+
+
+@contextlib.contextmanager
+def as_damage() -> Iterator[None]:
+    """Inside, what is wrong with a tape that was read is a TraceFileError."""
     try:
-        with building():
-            return _read(file, list(foreign))
+        yield
     except TraceFileError:
         raise
-    except InvalidTapeError as error:
+    except ScopetraceError as error:
         raise TraceFileError(f"the file is damaged: {error}") from error
     except Exception as error:  # a damaged file may be wrong in any way
         raise TraceFileError(f"the file is no trace, or damaged: {type(error).__name__}: {error}") from error
@@ -123,6 +133,7 @@ def _read(file: IO[bytes], foreign: list[Any]) -> tuple[ProgramTape, ProgramTape
     for found in (recorded, tape):
         if not isinstance(found, ProgramTape):
             raise TypeError("a tape is no program")
+        refuse_code(found, is_file=not foreign)
         verify(found, "the file")
         _bind_gradients(found)
         _bind_attributes(found, holders)

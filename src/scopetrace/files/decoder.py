@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import enum
 import inspect
-import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +29,10 @@ from scopetrace.containers.structure import Removed, rebuilt
 from scopetrace.errors import TraceFileError
 from scopetrace.files.records import LEFT_OUT, RECORDS
 from scopetrace.files.tensors import TensorReader, dtype_of
+from scopetrace.files.types import checked_fields
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
-from scopetrace.ir.tape import GIVEN_META, Autocast, BackwardNode, Call, Op, Signed, Tape, Value, flat
+from scopetrace.ir.tape import GIVEN_META, Call, Op, Signed, Tape, Value, flat
 
 _NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
 _PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}
@@ -85,7 +85,7 @@ class Decoder:
         left_out = LEFT_OUT.get(kind, ())
         if any(name in left_out for name in found):
             raise ValueError(f"a {kind.__name__} has {', '.join(found)}")
-        return {**dict.fromkeys(left_out), **found}
+        return {**dict.fromkeys(left_out), **checked_fields(kind, found)}
 
     def _scope(self, row: Any) -> Scope:
         parent, name, type_name = row
@@ -128,14 +128,8 @@ class Decoder:
             _expect(OPS, op.target)
         elif op.kind not in ("placeholder", "get_attr", "call_module") or not op.name:
             raise ValueError(f"an op of kind {op.kind!r}")
-        _expect(tuple, op.args, op.writes, op.tracked)
-        _expect(dict, op.kwargs)
         if op.kind == "call_function" and any(isinstance(x, NamedObject) for x in flat((op.args, op.kwargs))):
             raise TypeError(f"an argument of {op.target} is an object")
-        _expect(Scope, op.scope)
-        _expect((Call, type(None)), op.call)
-        _expect((Autocast, type(None)), op.autocast)
-        _expect((dict, type(None)), op.meta)
         _expect(dict, *(op.meta or {}).values())
         if op.meta and not op.meta.keys() <= set(GIVEN_META):
             raise ValueError(f"an op with {', '.join(op.meta)}")
@@ -143,16 +137,14 @@ class Decoder:
 
     def _call(self, row: Any) -> Call:
         row = dict(row)
-        kind, signature = row.pop("module_type", None), row.pop("signature", None)
-        call = Call(**self.fields(Call, row), module_type=None if kind is None else self.row("classes", kind))
+        kind, signature, raised = row.pop("module_type", None), row.pop("signature", None), row.pop("raised", None)
+        call = Call(
+            **self.fields(Call, row),
+            module_type=None if kind is None else self.row("classes", kind),
+            raised=None if raised is None else RuntimeError(str(raised)),
+        )
         call.signature = None if signature is None else self._signature(signature)
-        _expect(int, call.start, call.stop, call.position, call.index)
-        _expect((str, type(None)), call.fqn, call.raised)
-        _expect((Call, type(None)), call.parent)
-        _expect(Scope, call.scope)
-        _expect(tuple, call.args)
-        _expect(dict, call.kwargs, call.attributes)
-        return call if call.raised is None else call.replace(raised=RuntimeError(call.raised))
+        return call
 
     def _tape(self, row: Any) -> Tape:
         name, fields = row
@@ -160,18 +152,7 @@ class Decoder:
         if "foreign" not in fields.get("context_fn", {"foreign": 0}):
             raise ValueError("the policy of a region is code in a file")
         tape: Any = kind(**self.fields(kind, fields))
-        _expect(Scope, tape.root)
-        _expect(Op, *tape.ops)
-        _expect(Call, *tape.calls)
-        for node in itertools.chain.from_iterable(getattr(tape, "backwards", ())):
-            _expect(BackwardNode, node)
-            _expect(Op, node.op)
-            _expect(int, node.stop)
-            _expect(bool, node.has_saved, node.freed)
         tape.shape_env, tape.fake_mode = self._factory.shape_env, self._factory.mode
-        for sets in ("uses_absolute_offset", "written"):
-            if hasattr(tape, sets):
-                setattr(tape, sets, type(getattr(type(tape)(tape.root), sets))(getattr(tape, sets)))
         return tape
 
     def _record(self, data: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import keyword
 import math
 import operator
 from collections.abc import Container, Iterable, Iterator
@@ -25,6 +26,7 @@ import torch.fx
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
     is_taken,
+    is_writable,
     make_graph_module,
     set_arguments,
     set_grad_enabled,
@@ -75,8 +77,15 @@ class NodeStates:
         return self._columns == NodeStates(graph)._columns
 
 
-def refuse_taken_names(names: Iterable[str], module: str) -> None:
-    """Raise where a GraphModule has something of its own under the name of a tensor or module of the model."""
+def refuse_names(names: Iterable[str], module: str) -> None:
+    """Raise for a name of a tensor or module that a GraphModule has of its own, or cannot write in its code."""
+    unwritable = next((name for name in names if not is_writable(name)), None)
+    if unwritable is not None:
+        raise UnsupportedOpError(
+            f"a graph cannot name {unwritable!r}: it is a Python keyword, or has quotes, backslashes or line breaks",
+            module=module,
+            hint="give the attribute, or the key in the nn.ModuleDict, another name",
+        )
     name = next(filter(is_taken, names), None)
     if name is not None:
         first = name.partition(".")[0]
@@ -210,7 +219,7 @@ class FxLowering:
         modules = tape.modules if isinstance(tape, ProgramTape) else {}
         everything = {**tape.attributes, **modules, **self._opaque, **bodies}
         held = {name: everything[name] for name in used}
-        refuse_taken_names(held, tape.root.path)
+        refuse_names(held, tape.root.path)
         if isinstance(tape, BodyTape):
             return make_graph_module(held, self.graph, name, is_body=True, context_fn=tape.context_fn)
         return make_graph_module(held, self.graph, name)
@@ -273,6 +282,7 @@ class FxLowering:
                     self._describe(body, op)
         elif op.kind == "call_module":
             args, kwargs = self._as_arguments((op.args, op.kwargs))
+            _refuse_keywords(kwargs, op)
             node = self.graph.create_node("call_module", op.target, args, kwargs)
         else:
             node = self.graph.create_node(op.kind, op.name, name=_plain_name(op.name))
@@ -486,6 +496,16 @@ def _checks_sizes(op: Op) -> bool:
     if op.target not in _RESHAPES or not is_symbolic(op.result.fake):
         return False
     return not surely_equal(math.prod(op.result.fake.size()), math.prod(op.tensor(0).fake.size()))
+
+
+def _refuse_keywords(kwargs: Iterable[str], op: Op) -> None:
+    name = next((name for name in kwargs if not name.isidentifier() or keyword.iskeyword(name)), None)
+    if name is not None:
+        raise UnsupportedOpError(
+            f"a graph cannot pass the keyword argument {name!r}, which is no Python name",
+            module=op.scope.path,
+            hint="trace without leaf_modules= for this module, or give the argument another name",
+        )
 
 
 def _op_name(target: Any) -> str:

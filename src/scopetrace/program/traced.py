@@ -24,6 +24,7 @@ import torch
 import torch.fx
 
 from scopetrace import files
+from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
@@ -592,10 +593,13 @@ class TracedProgram:
         recorded, tape = files.read(file, foreign)
         if not isinstance(recorded, RecordedTape):
             raise TraceFileError("the file is damaged: it has no recording")
-        return cls(recorded, tape, None)
+        program = cls(recorded, tape, None)
+        with files.as_damage():
+            _ = program.graph_module  # what a tape of a file lacks is said here, not when the graph is looked at
+        return program
 
 
-@torch.compiler.assume_constant_result
+@constant_to_dynamo
 def _prepare(program: TracedProgram) -> str | None:
     """Make what Dynamo cannot trace, and compare the state with that of the trace, while torch.compile compiles.
 

@@ -134,7 +134,6 @@ class TapeBuilder:
         """As in Assumptions."""
         self.differentiates = False
         """As in Assumptions."""
-        self.originals: dict[Op, Op] = {}
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None

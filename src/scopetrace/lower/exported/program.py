@@ -9,6 +9,7 @@ Data flow:
 
 from __future__ import annotations
 
+import ast
 import collections
 import fnmatch
 import operator
@@ -39,7 +40,7 @@ from scopetrace.program.graph import (
     FxLowering,
     leave_custom_to_users,
     node_value,
-    refuse_taken_names,
+    refuse_names,
     set_node_value,
     set_unbacked_bindings,
 )
@@ -84,7 +85,7 @@ def _build(
     names = argument_names(forward, len(tape.args[0]))
     given, in_spec = flat_arguments(marked, names)
     tensors = states(tape, frames, program.graph, given)
-    refuse_taken_names([n for n, s in tensors.items() if s.kind is not InputKind.USER_INPUT], tape.root.path)
+    refuse_names([n for n, s in tensors.items() if s.kind is not InputKind.USER_INPUT], tape.root.path)
     lifted = Lifted(program, marked, tensors, given)
     outputs = Outputs(program, marked, lifted)
     _share_regions(program)
@@ -118,9 +119,21 @@ def _build(
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
         verifiers=[compat.verifier_of(decomposed=tape.decomposed)],
     )
-    said = [*lifted.guards, *_one_tensor_guards(tape), *(size_guards(tape.sizes) if tape.sizes else [])]
+    said = [*map(_plain, [*lifted.guards, *_one_tensor_guards(tape), *(size_guards(tape.sizes) if tape.sizes else [])])]
     compat.set_guards(exported, said if deferred else [*compat.guards_of(exported), *said])
     return exported
+
+
+def _plain(guard: str) -> str:
+    """A guard that calls nothing but `size()`: torch runs guards as code, and a path may be one that a file has."""
+    try:
+        nodes = [*ast.walk(ast.parse(guard, mode="eval"))]
+    except SyntaxError:
+        nodes = []
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    if not nodes or any(not isinstance(call, ast.Attribute) or call.attr != "size" for call in calls):
+        raise ExportError(f"an input has a path that no guard can name: {guard}")
+    return guard
 
 
 def _one_tensor_guards(tape: FunctionalTape) -> list[str]:
