@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.graph_module import LazyGraphModule
-from scopetrace._compat.questions import hooks_of_all_modules, is_of_python
-from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
+from scopetrace._compat.questions import hooks_of_all_modules
+from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, is_of_python
 from scopetrace.ir.reads import MISSING, NO_CALL, InClosure, InSlot, InTable, OfFunctions, Read, content_of, snapshot
 from scopetrace.ir.tape import Tape, recorded
 

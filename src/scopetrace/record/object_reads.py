@@ -18,13 +18,13 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import Mine, report_protocols, report_static
+from scopetrace._compat.questions import Mine
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     MISSING,
@@ -123,8 +123,6 @@ class ObjectReads:
             owners = dict.fromkeys(owner for cls in self._watched for owner in _getattr_owners(cls))
             for owner, ask in [(owner, class_attribute(owner, "__getattr__")[1]) for owner in owners]:
                 replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
-            report_static(replace, _behind, _note_static)
-            report_protocols(replace, self._as_it_is)
             copies = not self._reach.names.isdisjoint(("copy", "deepcopy"))
             for cls in self._watched:
                 is_module, of_users = issubclass(cls, torch.nn.Module), is_users_class(cls)
@@ -146,31 +144,6 @@ class ObjectReads:
         finally:
             for watched in found:
                 watched.put_back()
-
-    @contextlib.contextmanager
-    def _as_it_is(self, owner: Any, names: Collection[str], asker: types.FrameType) -> Iterator[None]:
-        """Inside, the class of an object has its own attributes, for what looks at those of classes.
-
-        The object is asked for attributes of some names.
-        """
-        kind, found = type(owner), list[Watched]()
-        for cls in kind.__mro__:
-            found += [w for w in self._watched.get(cls, {}).values() if vars(cls).get(w.key) is w]
-        if kind in self._watched and not self._builder.looks_at_objects:
-            for name in names:
-                watched = self._watched[kind].get(name)
-                if watched is not None:
-                    watched.note_read(owner, asker)
-                of_class = class_attribute(kind, name)[1] if watched is None else watched.value
-                if of_class is MISSING and not any(name in table for table in attribute_tables(owner)):
-                    self.note_unfound(owner, name, noted_at(self._builder, asker))
-        for each in found:
-            each.put_back()
-        try:
-            yield
-        finally:
-            for each in found:
-                setattr(each.cls, each.key, each)
 
     def _reporting(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
         """The `__getattr__` of a class, which tells of names that are missing, or in a module stand for None."""
@@ -584,20 +557,6 @@ class ObjectReads:
             for inner in list(_outside_of(calls, module)):
                 calls[id(inner)], found[id(inner)] = noted, type(module)
         return found
-
-
-def _behind(found: Any, asker: types.FrameType) -> Any:
-    """What a class has, in the place of what stands for it while the forward runs; MISSING for nothing."""
-    if not isinstance(found, Watched):
-        return found
-    found.note_read(found.base, asker)
-    return found.value
-
-
-def _note_static(owner: Any, name: str, asker: types.FrameType) -> None:
-    watched = class_attribute(type(owner), name)[1]
-    if isinstance(watched, Watched):
-        watched.note_read(owner, asker)
 
 
 def _asker(owner: Any, asker: types.FrameType) -> types.FrameType | None:
