@@ -24,7 +24,6 @@ from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, _enable_get_lr_call
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import (
@@ -37,6 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scopetrace._compat.function_mode import FunctionMode, On, without_mode
 from scopetrace._compat.gradients import HookListener, checkpointed, hooks_of_all_optimizers, report_hooks
 from scopetrace._compat.ops import (
     device_at_once,
@@ -47,9 +47,17 @@ from scopetrace._compat.ops import (
     short_way,
     without_transforms,
 )
-from scopetrace._compat.questions import MISSING, Mine, Replace, ValueListener, report_values
-from scopetrace._compat.sources import NOT_THE_MODEL
-from scopetrace._compat.symbols import behave_as_numbers, compare_symbols, index_with_symbols
+from scopetrace._compat.questions import (
+    MISSING,
+    Listener,
+    Mine,
+    Replace,
+    ValueListener,
+    report_questions,
+    report_values,
+)
+from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
+from scopetrace._compat.symbols import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
 
 
@@ -113,11 +121,12 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 
 @contextlib.contextmanager
-def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
+def observing(observer: Observer, listener: Listener, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
     """Tell `observer` what this thread does inside, and tell models that they are being exported. Gives `mine`.
 
     Args:
         observer: is told, unless it is paused.
+        listener: is told of questions.
         modules: those whose direct calls of `forward` are reported.
     """
     thread = threading.get_ident()
@@ -127,6 +136,9 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
 
     def mine() -> bool:
         return threading.get_ident() == thread and not observer.paused
+
+    def recording() -> bool:
+        return is_recording() and mine()
 
     with contextlib.ExitStack() as stack:
         for cache in _CACHES_OF_FUNCTIONS:
@@ -138,26 +150,26 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
             if isinstance(module, _LazyGraphModule):  # its first forward replaces the class's forward, and calls it
                 stack.callback(setattr, type(module), "forward", type(module).forward)
                 module.real_recompile()
-        replace = stack.enter_context(replacing())
-        _replace_batch_norm(replace, mine)  # before what reports calls of its forward
-        _report_module_calls(replace, observer, mine, modules)
-        _report_backward(replace, observer, mine)
+        replace, mode = stack.enter_context(replacing()), FunctionMode()
+        _report_module_calls(stack, replace, observer, mine, modules)
+        _report_backward(replace, mode, observer, mine)
         _report_custom_functions(replace, observer, mine)
         _report_modes(replace, observer, mine)
-        report_hooks(replace, observer, mine)
-        _report_seeding(replace, observer, lambda: is_recording() and mine())
+        report_hooks(replace, mode.on, observer, mine)
+        _report_seeding(replace, observer, recording)
         _report_object_collectives(replace, observer, mine)
-        _report_storages(replace, observer, here, mine)
-        report_values(replace, observer, mine)
-        index_with_symbols(replace, mine)
-        compare_symbols(replace, mine)
+        _report_storages(replace, mode.on, observer, here, mine)
+        report_values(replace, mode.on, observer, mine)
+        index_with_symbols(mode.on, mine)
         behave_as_numbers(replace, mine)
         _report_transforms(replace, observer, mine)
-        _report_steps(stack, replace, observer, lambda: is_recording() and mine())
-        _report_scalers(replace, observer, lambda: is_recording() and mine())
-        _report_schedulers(replace, observer, lambda: is_recording() and mine())
-        _put_scalers_back(stack, replace, observer, lambda: is_recording() and mine())
-        for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way(), device_at_once()):
+        _report_steps(stack, replace, observer, recording)
+        _report_scalers(replace, observer, recording)
+        _report_schedulers(replace, observer, recording)
+        _put_scalers_back(stack, replace, observer, recording)
+        report_questions(replace, mode.on, listener, mine)
+        entry_points = hop_entry_points(mine, observer.on_nested_region)
+        for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
             replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -168,6 +180,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         for module in modules:
             if getattr(module, "_compiled_call_impl", None) is not None:
                 module._compiled_call_impl = None  # put back with the other attributes of the module
+        stack.enter_context(mode.active())
         yield mine
 
 
@@ -196,15 +209,20 @@ def replacing() -> Iterator[Replace]:
 # Module calls --------------------------------------------------------------------------------------------------------
 
 
-def _report_module_calls(replace: Replace, observer: Observer, mine: Mine, modules: Iterable[torch.nn.Module]) -> None:
-    """Replace `nn.Module._call_impl`, and the `forward` of each class of `modules`.
+def _report_module_calls(
+    stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine, modules: Iterable[torch.nn.Module]
+) -> None:
+    """Replace `nn.Module._call_impl`, and give each of `modules` a `forward` that reports until the stack ends.
 
     `_call_impl` rather than `__call__`, of which torch.fx keeps the original at import. Hooks are no way: they turn off
-    the fast path of `nn.TransformerEncoderLayer`.
+    the fast path of `nn.TransformerEncoderLayer`. Classes keep their `forward`.
     """
     replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
-    for cls in {owner for kind in set(map(type, modules)) if (owner := _owner(kind)) is not None}:
-        replace(cls, "forward", _forward(cls, observer, mine))
+    for module in modules:
+        attributes, owner = vars(module), _owner(type(module))
+        if owner is not None and "forward" not in attributes:
+            attributes["forward"] = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
+            stack.callback(attributes.pop, "forward", None)
 
 
 def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
@@ -224,33 +242,17 @@ def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
     return call_impl
 
 
-class _Reported:
-    """A replaced `forward`. A class that is asked for it gives the original, with which code may compare its own."""
+def _forward(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Callable[..., Any]:
+    """The `forward` of a module, reported when it is called without the module being called."""
+    run = _batch_norm if outer is _BatchNorm.forward else outer
 
-    def __init__(self, run: Callable[..., Any], original: Callable[..., Any]) -> None:
-        self._run, self._scopetrace_original = run, original
-
-    def __get__(self, module: torch.nn.Module | None, cls: type) -> Any:
-        return self._scopetrace_original if module is None else types.MethodType(self._run, module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-
-def _forward(cls: type, observer: Observer, mine: Mine) -> _Reported:
-    """The `forward` of a class, reported when it is called without the module being called."""
-    outer = cls.__dict__["forward"]
-    original = _original(outer)
-
-    @functools.wraps(original)
+    @functools.wraps(outer)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not mine():
             return outer(self, *args, **kwargs)
-        if type(self) is not cls and _owner(type(self)) is not cls:  # super().forward(): part of the same call
-            return original(self, *args, **kwargs)
-        return observer.on_call(self, "forward", original, args, kwargs)
+        return observer.on_call(self, "forward", run, args, kwargs)
 
-    return _Reported(forward, original)
+    return forward
 
 
 def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,7 +301,9 @@ def _forget_compiled(module: Any) -> None:
 # Autograd, seeds, storages -------------------------------------------------------------------------------------------
 
 
-def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_backward(replace: Replace, mode: FunctionMode, observer: Observer, mine: Mine) -> None:
+    """`mode` is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
+
     def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
         def run(
             outputs: Any, given: Any, keep: bool, create_graph: bool, inputs: Any = (), *args: Any, **kw: Any
@@ -309,7 +313,10 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
             accumulates = kw.pop("accumulate_grad", False)
 
             def differentiate(by: Sequence[torch.Tensor]) -> Any:
-                return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw) if by else ()
+                if not by:
+                    return ()
+                with mode.active():
+                    return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw)
 
             outputs, given = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, given))
             how = {"accumulates": accumulates, "create_graph": create_graph, "keeps_graph": keep}
@@ -403,7 +410,7 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
 
 
 def _report_schedulers(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Schedulers of learning rates, by their `step`, and by what it calls, since it may be bound before the trace."""
+    """Schedulers of learning rates, by what their `step` calls, since that may be bound before the trace."""
 
     def reported(run: Callable[..., Any], scheduler_of: Callable[..., LRScheduler]) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -420,9 +427,6 @@ def _report_schedulers(replace: Replace, observer: Observer, mine: Mine) -> None
     def second(_: Any, scheduler: LRScheduler) -> LRScheduler:
         return scheduler
 
-    for cls in [x for x in vars(lr_scheduler).values() if isinstance(x, type) and issubclass(x, LRScheduler)]:
-        if "step" in vars(cls):
-            replace(cls, "step", reported(vars(cls)["step"], first))
     replace(ReduceLROnPlateau, "_is_better", reported(ReduceLROnPlateau._is_better, first))
     replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, second))
 
@@ -549,20 +553,24 @@ def _reentrant(observer: Observer, function: Callable[..., Any], keeps_rng: bool
 
 
 def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward sets it."""
+    """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward sets it.
 
+    `torch.manual_seed`, `torch.seed` and the functions of `torch.cuda` tell all GPUs, which `_lazy_call` does.
+    """
     report = functools.partial(_on_seed, observer)
-    for module in (torch, torch.random, torch.cuda):
-        for name in ("manual_seed", "seed", "manual_seed_all", "seed_all", "set_rng_state", "set_rng_state_all"):
-            if hasattr(module, name):
-                replace(module, name, _reported(getattr(module, name), report, mine))
 
     def asked() -> bool:
-        return mine() and not sys._getframe(2).f_code.co_filename.startswith(NOT_THE_MODEL)
+        return mine() and asked_by_model(_SEEDING)
 
-    for module in (torch, torch.random, torch.cuda):
-        for name in ("get_rng_state", "initial_seed"):
+    for module, names in (
+        (torch.cuda.random, ("_lazy_call", "_lazy_init")),
+        *((module, ("get_rng_state", "set_rng_state", "initial_seed")) for module in (torch, torch.random)),
+    ):
+        for name in names:
             replace(module, name, _reported(getattr(module, name), report, asked))
+
+
+_SEEDING = prefixes(TORCH_DIRECTORY, "random.py", "cuda/random.py", "utils/_contextlib.py")
 
 
 def _on_seed(observer: Observer, *_: Any, **__: Any) -> None:
@@ -570,18 +578,19 @@ def _on_seed(observer: Observer, *_: Any, **__: Any) -> None:
 
 
 def _report_object_collectives(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """`dist.broadcast_object_list` and its kind send pickled objects as tensors."""
+    """`dist.broadcast_object_list` and its kind send pickled objects as tensors. All ask for the device of these."""
     if not torch.distributed.is_available():
         return
-    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-    for name in (*names, "send_object_list", "recv_object_list"):
-        report = functools.partial(_on_object_collective, observer, name)
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            replace(module, name, _reported(getattr(module, name), report, mine))
+    c10d = torch.distributed.distributed_c10d
+    ask = c10d._get_object_coll_device
 
+    def device(group: Any = None) -> str:
+        frame = asking_frame()
+        if mine() and frame is not None:
+            observer.on_object_collective(f"torch.distributed.{frame.f_code.co_name}")
+        return ask(group)
 
-def _on_object_collective(observer: Observer, name: str, *_: Any, **__: Any) -> None:
-    observer.on_object_collective(f"torch.distributed.{name}")
+    replace(c10d, "_get_object_coll_device", device)
 
 
 def _reported(fn: Callable[..., Any], report: Callable[..., None], mine: Mine) -> Callable[..., Any]:
@@ -596,7 +605,7 @@ def _reported(fn: Callable[..., Any], report: Callable[..., None], mine: Mine) -
     return call
 
 
-def _report_storages(replace: Replace, observer: Observer, here: Mine, mine: Mine) -> None:
+def _report_storages(replace: Replace, on: On, observer: Observer, here: Mine, mine: Mine) -> None:
     """`x.untyped_storage().resize_(0)`, `x.data` and `x.data = y` are no ops that a mode sees."""
     resize: Any = torch.UntypedStorage.resize_
     data: Any = torch._C.TensorBase.data
@@ -606,34 +615,30 @@ def _report_storages(replace: Replace, observer: Observer, here: Mine, mine: Min
             return self
         return resize(self, size)
 
-    def get_data(self: torch.Tensor) -> Any:
-        return observer.on_data(self, data.__get__) if mine() else data.__get__(self)
+    def get_data(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
+        return observer.on_data(t, data.__get__) if mine() else ask(t, *args)
 
-    def set_data(self: torch.Tensor, new: Any) -> None:
-        if not (here() and observer.on_set_data(self, new)):
-            data.__set__(self, new)
+    def set_data(ask: Callable[..., Any], t: torch.Tensor, new: Any) -> None:
+        if not (here() and observer.on_set_data(t, new)):
+            ask(t, new)
 
     replace(torch.UntypedStorage, "resize_", resize_)
-    replace(torch.Tensor, "data", property(get_data, set_data))
+    on(data.__get__, get_data)
+    on(data.__set__, set_data)
 
 
 # Batch norm ----------------------------------------------------------------------------------------------------------
 
 
-def _replace_batch_norm(replace: Replace, mine: Mine) -> None:
+def _batch_norm(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     """BatchNorm with `momentum=None` in training reads its number of batches as a Python float.
 
-    In a trace that float would be a constant. The replacement computes the same running statistics with tensors.
+    In a trace that float would be a constant. This computes the same running statistics with tensors.
     """
-    original = _BatchNorm.forward
-
-    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-        averages = self.training and self.momentum is None and self.track_running_stats
-        if mine() and averages and self.num_batches_tracked is not None:
-            return _cumulative_average(self, input)
-        return original(self, input)
-
-    replace(_BatchNorm, "forward", forward)
+    averages = norm.training and norm.momentum is None and norm.track_running_stats
+    if averages and norm.num_batches_tracked is not None:
+        return _cumulative_average(norm, input)
+    return _BatchNorm.forward(norm, input)
 
 
 def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
@@ -654,6 +659,12 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 
 class _InThisThread(int):
     """A flag of the process that is True in the thread that makes it alone, until `ended`."""
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
 
     def __new__(cls) -> _InThisThread:
         """One that begins now."""

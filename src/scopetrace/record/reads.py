@@ -16,7 +16,7 @@ import itertools
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,17 +24,15 @@ import torch
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import NoData, is_users
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE
-from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of
+from scopetrace._compat.questions import NoData
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
+from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import TraceError, UnsupportedOpError
-from scopetrace.guards.reach import Reach
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
     Flag,
-    OfEnvironment,
     OfInput,
     OfTensor,
     Place,
@@ -85,14 +83,15 @@ class ReadRecorder:
         self._awaits_default_dtype = True
 
     @contextlib.contextmanager
-    def watching(self, mine: questions.Mine, reach: Reach, tags: Set[str]) -> Iterator[None]:
-        """Inside, all that this thread reads is noted. `tags` are attributes that users have set on tensors."""
-        with contextlib.ExitStack() as stack:
-            questions.report_questions(stack.enter_context(replacing()), self, mine, frozenset(tags & reach.names))
-            yield
-            self._note_hidden_blocks()
-            for i, frames in sorted(inputs_of_layouts(self._builder.tape, self.contiguous).items()):
-                self._layout(i, frames)
+    def watching(self) -> Iterator[None]:
+        """Around the forward. Attributes that users have set on an input are noted, asked for or not."""
+        for i, value in enumerate(self._builder.tape.inputs):
+            for name, x in tags_of(value.fake).items():
+                self._fact(i, f".{name}", (), snapshot(x))
+        yield
+        self._note_hidden_blocks()
+        for i, frames in sorted(inputs_of_layouts(self._builder.tape, self.contiguous).items()):
+            self._layout(i, frames)
 
     def note_once(
         self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None
@@ -149,10 +148,6 @@ class ReadRecorder:
     def drop_inner_flags(self) -> None:
         """After the forward: a flag that was another one then had been set by the forward itself."""
         self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.now(NO_CALL) == r.value]
-
-    def on_environment(self, key: str | None, answer: Any) -> None:
-        """As `Listener.on_environment`."""
-        self.note_once("os.environ" if key is None else f"os.environ[{key!r}]", answer, OfEnvironment(key))
 
     def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
         """As `Listener.on_question`."""

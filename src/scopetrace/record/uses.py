@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.questions import is_users
+from scopetrace._compat.sources import is_users
 from scopetrace.guards.reach import names_of
 
 # Methods that change a container and return None, so that a call of them tells nothing.
