@@ -971,11 +971,16 @@ def test_an_input_that_retains_its_gradient_and_is_written():
         x.mul_(2)
         return x.sin()
 
-    x = torch.ones(2, 3, requires_grad=True) * 1
-    x.retain_grad()
-    trace = st.trace(forward, (x,))
-    with pytest.raises(st.errors.InputMismatchError, match="x retains its gradient"):
-        trace(x)
+    def gradient(run):
+        x = torch.ones(2, 3, requires_grad=True) * 1
+        x.retain_grad()
+        run(x).sum().backward()
+        return x.grad
+
+    trace = st.trace(forward, (torch.ones(2, 3, requires_grad=True) * 1,))
+    assert torch.equal(gradient(trace), gradient(forward))
+    with pytest.raises(st.errors.InputMismatchError, match="gradients with respect to what it is after the call"):
+        gradient(lambda x: trace.run(lambda *inputs: trace.graph_module(*inputs), x))
 
 
 def test_a_function_that_returns_a_view_beside_a_derivative():

@@ -158,12 +158,6 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def extent_of(t: torch.Tensor) -> int:
-    """In elements, from the first one of a strided tensor to the end of the last one in its memory."""
-    steps = zip(t.size(), t.stride(), strict=True)
-    return int(sum((n - 1) * s for n, s in steps) + 1 if t.numel() else 0)
-
-
 def unsaved_buffers_of(module: torch.nn.Module) -> set[str]:
     """The names of the module's own buffers that are not in its state dict, as the set that the module reads."""
     return module._non_persistent_buffers_set

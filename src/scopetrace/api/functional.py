@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -210,20 +209,19 @@ def _requires_grad(node: NodeState) -> bool:
 def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:
     """A key that is equal for inputs that the same program can take.
 
-    The storage offset of a tensor is part of it where another input shares the storage, or where a program
-    `uses_absolute_offset`.
+    Where a tensor lies in its storage is part of it: beside the first input there, or from the start of the storage
+    where a program `uses_absolute_offset`.
     """
-    strided = [a for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided]
-    count = collections.Counter(storage_id(a) for a in strided)
-    memory: dict[int, int] = {}
-    return (torch.is_grad_enabled(), *(_kind(a, memory, count if not uses_absolute_offset else None) for a in args))
+    memory: dict[int, tuple[int, int]] = {}
+    return (torch.is_grad_enabled(), *(_kind(a, memory, uses_absolute_offset) for a in args))
 
 
-def _kind(a: Any, memory: dict[int, int], count: collections.Counter[int] | None) -> Any:
+def _kind(a: Any, memory: dict[int, tuple[int, int]], uses_absolute_offset: bool) -> Any:
     if not isinstance(a, torch.Tensor):
         return type(a), int(a) if isinstance(a, torch.SymInt) else a
     if a.layout is not torch.strided:
         return type(a), tuple(a.shape), a.dtype, a.device, a.layout, a.requires_grad
-    place = memory.setdefault(storage_id(a), len(memory))
-    offset = a.storage_offset() if count is None or count[storage_id(a)] > 1 else None
+    start = int(a.storage_offset()) * a.itemsize
+    place, first = memory.setdefault(storage_id(a), (len(memory), start))
+    offset = start if uses_absolute_offset else start - first
     return tuple(a.shape), a.stride(), offset, a.dtype, a.device, a.requires_grad, a.is_leaf, place

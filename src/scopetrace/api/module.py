@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from scopetrace.errors import ModeError
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.program.boundary import held_now
 from scopetrace.program.traced import TracedProgram
+
+Program = TypeVar("Program", bound=ProgramTape)
 
 
 class Stored(NamedTuple):
@@ -151,21 +153,21 @@ def _stored_in(root: torch.nn.Module) -> Iterator[Stored]:
 
 def _bound_to(module: TracedModule, program: TracedProgram, tensors: dict[str, torch.Tensor]) -> TracedProgram:
     """The program with the tensors of a TracedModule."""
-    tape = program.tape
-    owners: dict[str, tuple[torch.nn.Module | None, str]] = {name: module._holder(name) for name in tensors}
-    writes = [
-        w if w.of is not None else dataclasses.replace(w, module=module._holder(w.path)[0])
-        for w in tape.attribute_writes
-    ]
-    read = {name: tensors.get(name, t) for name, t in tape.attributes.items()}
-    return program.with_tape(
-        dataclasses.replace(
+
+    def bound(tape: Program) -> Program:
+        owners: dict[str, tuple[torch.nn.Module | None, str]] = {name: module._holder(name) for name in tensors}
+        writes = [
+            w if w.of is not None else dataclasses.replace(w, module=module._holder(w.path)[0])
+            for w in tape.attribute_writes
+        ]
+        return dataclasses.replace(
             tape,
-            attributes=read,
-            owners={name: owner for name, owner in owners.items() if name in read},
+            attributes={name: tensors.get(name, t) for name, t in tape.attributes.items()},
+            owners={name: owner for name, owner in owners.items() if name in tape.attributes},
             attribute_writes=writes,
         )
-    )
+
+    return TracedProgram(bound(program.recorded), bound(program.tape), program.model)
 
 
 def _from_pickle(program: TracedProgram, entries: list[tuple[str, torch.Tensor | str, bool]]) -> TracedModule:

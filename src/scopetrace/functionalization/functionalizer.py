@@ -485,23 +485,26 @@ class Functionalizer(TapeCopier):
         before, source = op.tensor(0), op.tensor(1)
         after = op.result
         left, aliases = self.sets[before.storage], self.sets.get(after.storage)
-        loses_gradient = after.fake.requires_grad and not source.fake.requires_grad
-        shared = any(v.storage == after.storage and v.fake is not after.fake for v in self._results())
+        is_itself = aliases is left and left.same(source) is left.same(before)
+        differ = not is_itself and (after.fake.requires_grad or source.fake.requires_grad)  # in what autograd knows
+        keeps_gradient = differ and after.fake.requires_grad and (self.grad or not source.fake.requires_grad)
+        objects = {id(after.fake), *(id(v.fake) for v in self.originals)}
+        shared = any(v.storage == after.storage and id(v.fake) not in objects for v in self._results())
         other_size = to_expr(before.fake.size()) != to_expr(after.fake.size())
-        if loses_gradient and (shared or (self.grad and (aliases is not None or other_size))):
+        if keeps_gradient and (shared or (self.grad and (aliases is not None or other_size))):
             raise refusal(
                 "a tensor that requires grad gets memory that is written, that a result shares, or of another size", op
             )
         real = left.same(before).real
         is_leaf = real is not None and real.is_leaf
         written = (v.storage for o in self.old.ops if o.target is not op.target for v in o.writes)
-        if loses_gradient and self.grad and not is_leaf and before.storage in written:
+        if keeps_gradient and self.grad and not is_leaf and before.storage in written:
             raise refusal("a tensor that requires grad gets other memory, and the first one is written", op)
         now = self.read(before, op)
         left.reshaped[left.same(before)] = (after, op)
         if aliases is not None:
-            aliases.link(after, ViewMeta(source))
-        elif loses_gradient and self.grad:
+            aliases.link(after, ViewMeta(source, _aten.detach.default) if differ and self.grad else ViewMeta(source))
+        elif differ and self.grad:
             self.bind(after, left.overwritten(now, self.read(source, op), op))
         else:
             self.bind(after, self.read(source, op))

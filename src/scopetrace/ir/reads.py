@@ -193,6 +193,8 @@ class OfModules:
     """One of ASPECTS."""
     named: frozenset[str] | None
     """What code that ran names; None where it may ask for anything."""
+    free: frozenset[str]
+    """Attributes that the forward itself changes."""
     ASPECTS = ("classes", "hooks", "methods")
     stays = False
 
@@ -212,7 +214,7 @@ class OfModules:
     def names_in(self, kind: type) -> frozenset[str]:
         """The methods of a class, and of its other attributes those that code which ran names."""
         methods, others = _names_of_class(kind)
-        return methods if self.named is None else methods | (others & self.named)
+        return (methods | (others if self.named is None else others & self.named)) - self.free
 
     def _methods_of(self, module: torch.nn.Module) -> dict[str, Any]:
         """What a module has itself in the place of methods and attributes of its class."""

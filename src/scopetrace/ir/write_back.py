@@ -243,12 +243,28 @@ class WriteBack(Printed):
             resolver.results.append(result)
         return resolver.results
 
-    def inputs_left_behind(self) -> set[str]:
-        """The inputs that get new values of which autograd knows, but not that results come from these."""
-        if not any(isinstance(s, FromGraph) for s in self._bases()):
-            return set()
-        written = (u.target for u in self.updates if isinstance(u, CopyInto) and u.grad is not False)
-        return {target.name for target in written if isinstance(target, GraphInput)}
+    def inputs_left_behind(self) -> set[int]:
+        """The inputs that get new values or shapes of which autograd knows, but not that results come from these."""
+        return {target.index for target, _ in self.seen_updates()} if self.given_results() else set()
+
+    def seen_updates(self) -> list[tuple[GraphInput, FromGraph | None]]:
+        """The inputs that autograd sees change, and what is copied into them; None where only their shape changes."""
+        seen: list[tuple[GraphInput, FromGraph | None]] = []
+        for update in self.updates:
+            if isinstance(update.target, GraphInput):
+                if isinstance(update, CopyInto) and update.grad is not False:
+                    seen.append((update.target, update.value))
+                elif isinstance(update, ChangeShape) and update.step.grad is not False:
+                    seen.append((update.target, None))
+        return seen
+
+    def given_results(self) -> list[FromGraph]:
+        """What results and attributes are made of that the graph gives."""
+        return [s for s in self._bases() if isinstance(s, FromGraph)]
+
+    def returned_inputs(self) -> set[int]:
+        """The inputs that results and attributes are, or are views of."""
+        return {s.index for s in self._bases() if isinstance(s, GraphInput)}
 
     def _bases(self) -> list[Source | None]:
         return [_base_of(s) for s in (*self.results, *self.bound)]

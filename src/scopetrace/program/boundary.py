@@ -13,8 +13,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import (
     buffers_of,
-    extent_of,
-    is_symbolic,
     parameters_of,
     passes_its_class,
     storage_id,
@@ -62,7 +61,9 @@ from scopetrace.ir.reads import (
     unchanged,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
-from scopetrace.ir.write_back import GraphInput, SetTo, StateRef
+from scopetrace.ir.write_back import GraphInput, StateRef
+from scopetrace.ops.history import History
+from scopetrace.program.sharing import InputSharing, StateSharing
 from scopetrace.record import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
 
@@ -176,118 +177,12 @@ def _layout_for(tensor: torch.Tensor, layout: Sequence[Any], number: Number) -> 
     return tuple([0 if n == 1 else stride for n, stride in sizes])
 
 
-def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
-    """Inputs that shared memory when traced must share it now; inputs that are written must share no other."""
-    written = tape.written_storages()
-    old = [v.storage for v in tape.inputs]
-    if len(set(old)) == len(old) and written.isdisjoint(old):
-        return
-    new = [storage_id(t) for t in tensors]
-    first_old, first_new = [old.index(s) for s in old], [new.index(s) for s in new]
-    for i, (a, b) in enumerate(zip(first_old, first_new, strict=True)):
-        if a != b and (a != i or old[i] in written or old[b] in written):
-            this, other = tape.input_paths[i], tape.input_paths[a if a != i else b]
-            was = "shared memory" if a != i else "did not share memory"
-            or_else = f", or with {this}.clone() for calls of both kinds" if old[i] not in written else ""
-            raise InputMismatchError(
-                f"{this} and {other} {was} when traced, and it is otherwise now; trace again with inputs like these"
-                + or_else
-            )
-    for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
-        if value.storage in written and _may_overlap(tensor) and not _may_overlap(value.fake):
-            raise InputMismatchError(
-                f"{path}, which the model writes, has elements that share memory, as after expand(), and had none when "
-                "traced; pass x.clone()"
-            )
-
-
-def _replaced(tape: ProgramTape) -> set[str]:
-    """The tensors of the model that get other memory in a call."""
-    updates = [] if tape.write_back is None else tape.write_back.updates
-    found = {u.target.name for u in updates if isinstance(u, SetTo) and isinstance(u.target, StateRef)}
-    given = (op.args[0] for op in tape.ops if op.target is torch.ops.aten.set_.source_Tensor)
-    return found | {v.op.target for v in given if isinstance(v, Value) and isinstance(v.op.target, str)}
-
-
-def _bytes_of(t: torch.Tensor) -> tuple[int, int, int]:
-    """Where a tensor lies: its storage, the first byte of it, and the one after its last."""
-    start = int(t.storage_offset())
-    return storage_id(t), start * t.itemsize, (start + extent_of(t)) * t.itemsize
-
-
-def _first_sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Of each tensor the position of the first with which it shares bytes, directly or by others between them."""
-    places = [_bytes_of(t) if t.layout is torch.strided else (storage_id(t), 0, 1) for t in tensors]
-    found, end = list(range(len(tensors))), (0, 0)
-    groups: list[list[int]] = []
-    for i in sorted(found, key=places.__getitem__):
-        storage, start, stop = places[i]
-        if groups and storage == end[0] and start < end[1]:
-            groups[-1].append(i)
-            stop = max(stop, end[1])
-        else:
-            groups.append([i])
-        end = storage, stop
-    for group in groups:
-        first = min(group)
-        for i in group:
-            found[i] = first
-    return found
-
-
-class _StateSharing:
-    """Which tensors of the model share memory, where one of them is written or learns: the same as in the trace."""
-
-    def __init__(self, tape: ProgramTape, written: Set[int]) -> None:
-        reads = tape.attribute_reads()
-        learns = any(op.phase is not None for op in tape.ops)
-        self._written = {name for name, v in reads if v.storage in written or (learns and v.requires_grad)}
-        names = dict.fromkeys(name for name, _ in reads) if self._written else ()
-        replaced = _replaced(tape) if names else set()  # a call itself changes what these share
-        self._names = [name for name in names if name not in replaced]
-        tensors = [tape.attributes[name] for name in self._names]
-        self._storages, self._then = list(map(storage_id, tensors)), _first_sharing(tensors)
-
-    def check(self, state: LiveState) -> None:
-        """Raise StateMismatchError where it is otherwise."""
-        bound = state.bound
-        tensors = [bound[name] if name in bound else state.held(name) for name in self._names]
-        storages = list(map(storage_id, tensors))
-        if storages == self._storages:
-            return
-        then, now = self._then, _first_sharing(tensors)
-        if then == now:
-            return
-        of_written = {
-            i for firsts in (then, now) for i, n in zip(firsts, self._names, strict=True) if n in self._written
-        }
-        for i, (a, b) in enumerate(zip(then, now, strict=True)):
-            if a != b and not of_written.isdisjoint((a, b)):
-                was = "shared memory" if a != i else "did not share memory"
-                raise StateMismatchError(
-                    f"{self._names[i]} and {self._names[a if a != i else b]} of the model {was} when traced, and it is "
-                    "otherwise now, and one of them is written or has a gradient; trace again, or put it back"
-                )
-
-
 def _with_given(outputs: Any, given: list[GivenPart]) -> Any:
     """The template of what a call gives, with a Given for each object among its arguments."""
     if not isinstance(outputs, Returned):
         return with_given(outputs, given, (ATensor, ANumber))
     effects = [Effect(e.path, with_given(e.content, e.given, (ATensor, ANumber))) for e in outputs.effects]
     return Returned(with_given(outputs.result, given, (ATensor, ANumber)), effects)
-
-
-def _may_overlap(t: torch.Tensor) -> bool:
-    """Whether several of its elements may be one in memory: most ops refuse to write it, or write it in some order."""
-    if t.layout is not torch.strided or is_symbolic(t) or not t.numel():
-        return False
-    span = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(t.size(), t.stride(), strict=True) if size > 1):
-        if stride < span:
-            return True
-        span += stride * (size - 1)
-    return False
 
 
 _DICTS = frozenset({dict, collections.OrderedDict})
@@ -326,9 +221,7 @@ class CallBoundary:
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
-        self._apart = [n for n, v in tape.attribute_reads() if self._writes_inputs or v.storage in written]
-        """The tensors of the model whose memory no input may share, since one of them is written."""
-        self._sharing = _StateSharing(tape, written)
+        self._input_sharing, self._state_sharing = InputSharing(tape), StateSharing(tape)
         outside = [*tape.inputs, *(v for _, v in tape.attribute_reads())]
         self._writes = [v.storage in written for v in outside] if tape.write_back is not None else []
         """Whether the write-back may write to each tensor from outside, where the graph does not."""
@@ -371,18 +264,8 @@ class CallBoundary:
             objects = effect_targets(self._given, self.tape.args, (args, kwargs))
             inputs.given = dict(zip([part.path for part in self._given], objects, strict=True))
         self.state.refresh()
-        if self._apart:
-            self._check_apart(inputs)
-        self._sharing.check(self.state)
+        self._state_sharing.check(self.state.current, inputs)
         return inputs
-
-    def _check_apart(self, inputs: Sequence[Any]) -> None:
-        storages = {storage_id(self.state.held(name)): name for name in self._apart}
-        for path, tensor in zip(self.tape.input_paths, inputs, strict=False):
-            name = storages.get(storage_id(tensor))
-            if name is not None and tensor.numel():
-                both = f"{path} shares memory with {name} of the model"
-                raise InputMismatchError(f"{both}, which writes one of them; pass {path}.clone()")
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit.
@@ -432,7 +315,7 @@ class CallBoundary:
                 )
         if tape.sizes is not None:
             tape.sizes.check(tensors, numbers)
-        _check_sharing(tape, tensors)
+        self._input_sharing.check(tensors)
         if tape.argument_numbers:
             check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
         return [*tensors, *numbers]
@@ -447,11 +330,47 @@ class CallBoundary:
                     f"{path} requires grad now, and when traced {then}: the model writes to its inputs, and the "
                     "gradient would be lost; trace again with inputs like these, or call under torch.no_grad()"
                 )
-            if tensor.retains_grad and value.op.name in self._left_behind:
+
+    def leaves_behind(self, inputs: Sequence[Any]) -> bool:
+        """Whether autograd would see an input of the call change, and not that results come from what it becomes.
+
+        It is so where the input was computed by other ops: `x.mul_(2)`, and a result `x + 1`.
+        """
+        if not self._left_behind or not torch.is_grad_enabled():
+            return False
+        computed = [i for i in self._left_behind if inputs[i].requires_grad and not inputs[i].is_leaf]
+        return bool(computed) and not self._comes_from_before.issuperset(computed)
+
+    def refuse_left_behind(self, inputs: Sequence[Any]) -> None:
+        """Raise InputMismatchError where a gradient of such an input is asked for in the call itself.
+
+        So it is where it retains its gradient, or where it or a view of it is a result beside what comes from it.
+        """
+        write_back = self.tape.write_back
+        returned = set() if write_back is None else write_back.returned_inputs()
+        for i in sorted(self._left_behind - self._comes_from_before):
+            path, tensor = self.tape.input_paths[i], inputs[i]
+            if tensor.requires_grad and not tensor.is_leaf and (tensor.retains_grad or i in returned):
                 raise InputMismatchError(
-                    f"{path} retains its gradient, and the model writes to it: eager would keep the gradient of what "
-                    "was written; clone it before retain_grad(), or ask for that gradient with torch.autograd.grad"
+                    f"{path} was computed by other ops, and the model changes it: gradients with respect to what it is "
+                    "after the call would lack a part, since what runs here writes to nothing; call a trace made with "
+                    "functional=False, or write out of place"
                 )
+
+    @functools.cached_property
+    def _comes_from_before(self) -> set[int]:
+        """Those of `_left_behind` from whose new values no result of the graph comes."""
+        tape = self.tape
+        assert tape.write_back is not None
+        graph_values: list[Any] = tape.graph_outputs()
+        results = [graph_values[s.index] for s in tape.write_back.given_results()]
+        behind: set[int] = set()
+        for target, value in tape.write_back.seen_updates():
+            new = tape.inputs[target.index] if value is None else graph_values[value.index]
+            history = History(tape.ops, {new: 1})
+            if any(history.of(v) for v in results if isinstance(v, Value)):
+                behind.add(target.index)
+        return self._left_behind - behind
 
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""
@@ -576,6 +495,11 @@ class LiveState:
     def bound(self) -> dict[str, torch.Tensor]:
         """By name, the tensor that was last bound to the GraphModule."""
         return {bound.name: bound.last for bound in self._held}
+
+    def current(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """The present tensors behind `get_attr` targets, as they were last bound to the GraphModule."""
+        bound = self.bound
+        return [bound[name] if name in bound else self.held(name) for name in names]
 
     def held(self, name: str) -> torch.Tensor:
         """The present tensor behind a `get_attr` target: that of the GraphModule, or of the model if none reads it."""

@@ -495,6 +495,10 @@ class TracedProgram:
     def run_uncounted(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `run`, for a comparison with the model: it does not count as a call."""
         inputs = self.boundary.enter(args, kwargs)
+        if self.boundary.leaves_behind(inputs):
+            if graph is self.graph_module and self._is_as_recorded():
+                return self._with_writes.run_uncounted(self._with_writes.graph_module, *args, **kwargs)
+            self.boundary.refuse_left_behind(inputs)
         grad = torch.is_grad_enabled()
         runnable = graph if grad == self.tape.grad else self.in_other_grad_mode(graph)
         written = self.boundary.written_unseen(inputs)
@@ -514,6 +518,17 @@ class TracedProgram:
             values = (values,) if isinstance(values, torch.Tensor) else values
             values = self._graph_values.restored(inputs, values, self.boundary.state.held, self.boundary.number(inputs))
         return self.boundary.leave(inputs, values)
+
+    def _is_as_recorded(self) -> bool:
+        """Whether the recorded ops do what a call of this program does, on the same tensors of the model."""
+        tape, recorded = self.tape, self.recorded
+        is_other = tape.edited or (isinstance(tape, FunctionalTape) and tape.decomposed) or bool(recorded.backwards)
+        return not is_other and tape.owners == recorded.owners and not self._is_edited()
+
+    @functools.cached_property
+    def _with_writes(self) -> TracedProgram:
+        """The program with the ops as they ran, which write: for calls where autograd has to see that."""
+        return self.with_tape(self.recorded)
 
     def in_other_grad_mode(self, graph: Callable[..., Any]) -> Callable[..., Any]:
         """What runs `graph` where autograd is on and was off when traced, or the other way round.

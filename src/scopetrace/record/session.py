@@ -275,6 +275,7 @@ class Recording:
         try:
             with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
+            self.values.foreign.refuse_changes()
         finally:
             bound = {id(t): v for t, v in self._bound_tensors()}
             changes += effects.restore()
@@ -440,6 +441,8 @@ class Recording:
         tape = self.tape
         if self.builder.deferred:
             raise self.builder.deferred[0]
+        self.values.foreign.refuse_changes()
+        self.values.foreign.refuse_writes(tape)
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device

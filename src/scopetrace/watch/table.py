@@ -125,7 +125,7 @@ class StateReads:
             attributes += [self._variable(name, fn.keywords, name) for name in fn.keywords]
             fn = fn.func
         objects = [Read(n, snapshot(x, self._names), OfArgument(x), names=self._names) for n, x in self._objects]
-        others = [*objects, *self._of_called(), *self._identities(ran), *self._of_ties(ran)]
+        others = [*objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
         return [*variables, *attributes, *others, *self._of_members(changed, held)]
 
     def _of_ties(self, ran: RanFunctions) -> Iterator[Read]:
@@ -185,7 +185,7 @@ class StateReads:
         tables = [own, *[t for t in map(own.get, ("_parameters", "_buffers", "_modules")) if isinstance(t, dict)]]
         return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
 
-    def _of_called(self) -> Iterator[Read]:
+    def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """Classes, hooks and methods of the modules that were called; hooks of all modules of the process."""
         tape, path = self._builder.tape, self._builder.tape.root.path
         called = {id(c.module): c.module for c in tape.calls if c.module is not None and not c.leaf}
@@ -196,7 +196,7 @@ class StateReads:
         saved = [(self._model.saved(m), m) for m in plain]
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
         for aspect in OfModules.ASPECTS:
-            place = OfModules(named, aspect, self._names)
+            place = OfModules(named, aspect, self._names, frozenset(name for _, name in changed))
             yield Read(f"{aspect} of the modules", place.now(NO_CALL), place, (), path)
         yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
 
