@@ -34,7 +34,7 @@ import torch
 from scopetrace._compat.questions import MISSING, Missing
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
-from scopetrace.containers.stand_ins import STAND_INS, plain
+from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
 
 ATOMS = frozenset(
     {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
@@ -245,7 +245,11 @@ def form_of(kind: Any) -> Form | None:
 def extra_attributes(x: Any) -> dict[str, Any]:
     """The attributes of a container of a subclass, beside its items."""
     kind = type(x)
-    if not kind.__dictoffset__ or not issubclass(kind, _WITH_MORE) or kind is collections.OrderedDict:
+    if (
+        not kind.__dictoffset__
+        or not issubclass(kind, _WITH_MORE)
+        or issubclass(kind, (collections.OrderedDict, StandIn))
+    ):
         return {}
     own = own_dict(x)
     return {} if own is x else own  # a dict that is its own `__dict__`

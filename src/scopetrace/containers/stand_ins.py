@@ -16,10 +16,12 @@ from typing import Any
 Asked = Callable[[], None]
 
 
-class _StandIn:
+class StandIn:
     """What all stand-ins have."""
 
     asked: Asked
+    fresh: set[Any]
+    """Of a container, the keys of entries that were written since."""
 
 
 def stand_in(x: Any, asked: Asked) -> Any:
@@ -33,7 +35,7 @@ def stand_in(x: Any, asked: Asked) -> Any:
     elif type(x) is dict:
         inner = {key: stand_in(item, asked) for key, item in x.items()}
     made = kind(inner)
-    made.asked = asked
+    made.asked, made.fresh = asked, set()
     return made
 
 
@@ -46,12 +48,12 @@ def plain(x: Any) -> Any:
         return {key: plain(item) for key, item in dict.items(x)}
     if base is tuple:
         return tuple([plain(item) for item in x])
-    return base.__pos__(x) if isinstance(x, _StandIn) else x  # by the method of int, which notes nothing
+    return base.__pos__(x) if isinstance(x, StandIn) else x  # by the method of int, which notes nothing
 
 
 def is_watched(x: Any) -> bool:
     """Whether a value has a stand-in; of others it counts as asked where they are read."""
-    return type(x) in _CLASSES or isinstance(x, _StandIn)
+    return type(x) in _CLASSES or isinstance(x, StandIn)
 
 
 def _changing(kind: type, name: str) -> Callable[..., Any]:
@@ -83,7 +85,51 @@ def _made(kind: type, changing: str, asking: str) -> type:
     if "__eq__" in members:
         members.setdefault("__hash__", kind.__hash__ and _asking(kind, "__hash__"))
     members["__reduce_ex__"] = lambda self, protocol: (plain, (plain(self),))
-    return type(f"{kind.__name__}", (_StandIn, kind), members)
+    return type(f"{kind.__name__}", (StandIn, kind), members)
+
+
+def _with_fresh(kind: Any) -> type:
+    """A container in which entries that were written since are fresh: to ask for these alone tells nothing old."""
+    ask, put, clear = kind.__getitem__, kind.__setitem__, kind.clear
+    base = kind.__mro__[2]
+
+    def __getitem__(self: Any, key: Any) -> Any:
+        return base.__getitem__(self, key) if _is_fresh(self, key) else ask(self, key)
+
+    def __setitem__(self: Any, key: Any, value: Any) -> None:
+        put(self, key, value)
+        if base is dict or isinstance(key, int):
+            self.fresh.add(key if base is dict or key >= 0 else key + list.__len__(self))
+
+    def __iter__(self: Any) -> Any:
+        if len(self.fresh) < base.__len__(self):
+            self.asked()
+        return base.__iter__(self)
+
+    def emptied(self: Any) -> None:
+        self.fresh = _Everything()
+        clear(self)
+
+    return type(
+        kind.__name__, (kind,), {f.__name__: f for f in (__getitem__, __setitem__, __iter__)} | {"clear": emptied}
+    )
+
+
+def _is_fresh(x: Any, key: Any) -> bool:
+    return (
+        isinstance(key, (int, str, tuple))
+        and (key + list.__len__(x) if type(key) is int and key < 0 else key) in x.fresh
+    )
+
+
+class _Everything(set[Any]):
+    """Nothing old is left."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return 1 << 60
 
 
 _ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv neg pos"
@@ -92,9 +138,9 @@ _OF_NUMBERS = f"{_COMPARED} bool mod rmod floordiv rfloordiv divmod rdivmod pow 
 _CLASSES: dict[type, Any] = {
     int: _made(int, _ARITHMETIC, f"{_OF_NUMBERS} index and rand or ror xor rxor lshift rshift invert"),
     float: _made(float, _ARITHMETIC, f"{_OF_NUMBERS} is_integer"),
-    list: _made(list, "", f"{_COMPARED} len iter getitem contains reversed add mul index count pop copy"),
-    dict: _made(
-        dict, "", "eq ne len iter getitem contains reversed or get keys values items pop popitem copy setdefault"
+    list: _with_fresh(_made(list, "", f"{_COMPARED} len iter getitem contains reversed add mul index count pop copy")),
+    dict: _with_fresh(
+        _made(dict, "", "eq ne len iter getitem contains reversed or get keys values items pop popitem copy setdefault")
     ),
 }
 STAND_INS = frozenset({_CLASSES[int], _CLASSES[float]})

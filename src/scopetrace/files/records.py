@@ -50,7 +50,7 @@ LEFT_OUT: dict[type, tuple[str, ...]] = {
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
     reads.GradientOfInput: ("gradient",),
-    **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "example_inputs")),
+    **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "example_inputs", "settled")),
     tape.BodyTape: _OF_A_TAPE,
 }
 """The fields that a file does not have: the model's modules and inputs, and what is made anew for all its tapes."""

@@ -582,6 +582,9 @@ class ProgramTape(Tape):
     numbers: list[torch.SymInt] = dataclasses.field(default_factory=list)
     """The symbolic numbers that stand for whole numbers among the arguments: placeholders after those of `inputs`."""
     attribute_writes: list[AttributeWrite] = dataclasses.field(default_factory=list)
+    settled: dict[str, tuple[torch.dtype, torch.Size]] = dataclasses.field(default_factory=dict)
+    """Of attributes that the forward binds to tensors of other metadata when it first runs: what they are from then on.
+    """
     cleared: list[GraphInput | StateRef] = dataclasses.field(default_factory=list)
     """The tensors whose gradient is None after a call, whatever it was before."""
     modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)

@@ -433,7 +433,7 @@ class LiveState:
         self._writes = [
             (w, w.module or _submodule(graph_module, w.fqn if w.of is None else "")) for w in tape.attribute_writes
         ]
-        self._cleared = tape.cleared
+        self._cleared, self._settled = tape.cleared, tape.settled
         self._owners = _owners(tape)
         self._attributes = tape.attributes
         self._held: list[_Bound] = []
@@ -471,7 +471,7 @@ class LiveState:
                 raise _not_as_traced(bound.name, (bound.dtype, bound.shape), now)
         for name, place, then in self._unread:
             found = _look_up(*place)
-            if found is None or (found.dtype, found.shape) != then:
+            if found is None or (found.dtype, found.shape) not in (then, self._settled.get(name)):
                 raise _not_as_traced(name, then, found)
 
     def _follow(self, bound: _Bound) -> torch.Tensor:

@@ -38,7 +38,7 @@ from scopetrace._compat.tensors import (
     tags_of,
     with_version,
 )
-from scopetrace.containers.contents import Change
+from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
     Watch,
@@ -319,6 +319,8 @@ class Recording:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
         left = []
         for change in changes:
+            if same(snapshot(change.old), snapshot(self._as_given(change.new))):
+                continue
             names, value = self.model.names_of(change.holder), None
             if names and change.attribute and isinstance(change.new, torch.Tensor):
                 value = self.values.bound_value(change.new)
@@ -329,6 +331,15 @@ class Recording:
                     continue
             left.append(change)
         return left
+
+    def _as_given(self, x: Any) -> Any:
+        """`x`, with tensors of the model in the place of what stands for them in the trace."""
+        if isinstance(x, FakeTensor):
+            value = self.values.by_id.get(id(x))
+            return x if value is None or value.op.kind != "get_attr" or value.real is None else value.real
+        if type(x) in (list, tuple):
+            return type(x)([self._as_given(item) for item in x])
+        return {key: self._as_given(item) for key, item in x.items()} if type(x) is dict else x
 
     def _differs(self, examples: list[torch.Tensor], other: RecordedTape) -> bool:
         """Whether two recordings give other results, for the example inputs and for random ones like them.

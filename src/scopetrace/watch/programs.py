@@ -35,8 +35,8 @@ def holds_when_filled(cold: ProgramTape, filled: ProgramTape, stored: Mapping[in
 class _Match:
     def __init__(self, first: ProgramTape, second: ProgramTape, stored: Mapping[int, Value]) -> None:
         self._first, self._second, self._stored = first, second, stored
-        self._now: dict[Value, Value] = {}
-        """By value of the second program, that of the first."""
+        self._now: dict[int, int] = {}
+        """By id of a fake tensor of the second program, that of the first. Ops such as `to` may return what they take."""
         self._attributes = [op for op in first.ops if op.kind == "get_attr"]
         self._ops = [op for op in first.ops if op.kind not in ("get_attr", "placeholder")]
 
@@ -44,7 +44,8 @@ class _Match:
         first, second = self._first, self._second
         if len(first.inputs) != len(second.inputs):
             return False
-        self._now.update(zip(second.inputs, first.inputs, strict=True))
+        for old, new in zip(first.inputs, second.inputs, strict=True):
+            self._now.setdefault(id(new.fake), id(old.fake))
         at = 0
         for op in second.ops:
             if op.kind == "placeholder":
@@ -72,12 +73,12 @@ class _Match:
         (value,) = op.values()
         real = value.real
         if id(real) in self._stored:
-            self._now[value] = self._stored[id(real)]
+            self._now[id(value.fake)] = id(self._stored[id(real)].fake)
             return True
         for known in self._attributes:
             (of_first,) = known.values()
             if of_first.real is real or (known.name == op.name and _are_equal_tensors(of_first.real, real)):
-                self._now[value] = of_first
+                self._now[id(value.fake)] = id(of_first.fake)
                 return True
         return False
 
@@ -89,11 +90,12 @@ class _Match:
         )
 
     def _pair(self, first: Op, second: Op) -> None:
-        self._now.update(zip(second.values(), first.values(), strict=True))
+        for old, new in zip(first.values(), second.values(), strict=True):
+            self._now.setdefault(id(new.fake), id(old.fake))
 
     def _same(self, first: Any, second: Any) -> bool:
         if isinstance(second, Value):
-            return isinstance(first, Value) and self._now.get(second) is first
+            return isinstance(first, Value) and self._now.get(id(second.fake)) == id(first.fake)
         if isinstance(second, Tape):
             return isinstance(first, Tape) and _are_same_bodies(first, second)
         if isinstance(second, Symbolic):

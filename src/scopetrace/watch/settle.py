@@ -25,8 +25,10 @@ from scopetrace._compat.questions import MISSING
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.contents import (
+    ATTRIBUTES,
     Change,
     TensorLike,
+    attributes_and_slots,
     form_of,
     is_iterator,
     own_dict,
@@ -110,7 +112,8 @@ def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
         if id(x) not in tensors:
             with eager():
                 sizes = [int(n) if not isinstance(n, Symbolic) else int(n.node.hint or 1) for n in x.shape]
-                tensors[id(x)] = torch.zeros(sizes, dtype=x.dtype, device="meta" if x.is_meta else x.device)
+                t = torch.zeros(sizes, dtype=x.dtype, device="meta" if x.is_meta else x.device)
+                tensors[id(x)] = t.normal_() if t.is_floating_point() else t
         return tensors[id(x)]
     if isinstance(x, Symbolic):
         return x.node.pytype(x.node.hint) if x.node.hint is not None else x
@@ -118,6 +121,12 @@ def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
         return type(x)([_real(item, tensors) for item in x])
     if type(x) is dict:
         return {key: _real(item, tensors) for key, item in x.items()}
+    if form_of(type(x)) is ATTRIBUTES and id(x) not in tensors and not isinstance(x, type):
+        tensors[id(x)] = x  # an object that the forward has made: each once
+        for name, item in attributes_and_slots(x).items():
+            real = _real(item, tensors)
+            if real is not item:
+                object.__setattr__(x, name, real)
     return x
 
 
@@ -188,18 +197,17 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> Rec
     stored = {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
     if not is_same:
         is_cache = len(runs) == 2 and not _depends_on_data(first.tape, stored.values())
-        holds = is_cache and (
-            holds_when_filled(first.tape, last.tape, stored) or (not stored and not first.values_differ(last.tape))
-        )
-        if not holds:
+        holds = is_cache and holds_when_filled(first.tape, last.tape, stored)
+        if not holds and (len(runs) > 2 or first.values_differ(last.tape)):
             return _for_one_call(first)
     tape = first.tape
     with _plain_state(lefts):
         for i, read in enumerate(tape.reads):
             if read.place.kind in ("attribute", "global", "closure") and not same(read.value, read.now()):
                 tape.reads[i] = dataclasses.replace(read, others=(_without_tensors(read.now(), stored),))
-    kept, writes = {id(change.holder) for change in first.changes}, tape.attribute_writes
-    tape.attribute_writes = [dataclasses.replace(w, is_cache=not is_same and id(w.module) in kept) for w in writes]
+    again = {write.path for write in last.tape.attribute_writes}
+    tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
+    tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
     tape.side_effects += [_effect(c, first, baked_in=False) for c in first.changes if id(c.new) not in first.bound]
     return tape
 
