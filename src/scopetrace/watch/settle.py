@@ -76,12 +76,12 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         runs.append(run)
         is_same = is_same_program(runs[0].tape, run.tape)
         if not changes:
-            return _settled(runs, lefts, is_same=is_same)
+            return _settled(runs, lefts, lines, is_same=is_same)
         reads = [c for c in changes if not is_watched(plain(c.old)) and run.was_read(c)]
         if is_same and not asked and not reads:
-            return _does_not_matter(first)
+            return _does_not_matter(first, lines)
         lefts.append(_left_by(run))
-    return _for_one_call(first)
+    return _for_one_call(first, lines)
 
 
 def _advances(change: Change) -> bool:
@@ -183,15 +183,15 @@ def _plain_state(lefts: list[list[_Left]]) -> Iterator[None]:
 # What it means -------------------------------------------------------------------------------------------------------
 
 
-def _does_not_matter(run: Run) -> RecordedTape:
+def _does_not_matter(run: Run, lines: dict[str, str]) -> RecordedTape:
     """No result depends on the changes: what a call finds there does not count."""
     tape = run.tape
     _leave_out(tape, run.changes)
-    tape.side_effects += [_effect(change, run, baked_in=False) for change in run.changes]
+    tape.side_effects += [_effect(change, run, lines, baked_in=False) for change in run.changes]
     return tape
 
 
-def _settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> RecordedTape:
+def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str], *, is_same: bool) -> RecordedTape:
     """The last run changed nothing: a call may find what the first did, or what that left."""
     first, last = runs[0], runs[-1]
     stored = {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
@@ -199,7 +199,7 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> Rec
         is_cache = len(runs) == 2 and not _depends_on_data(first.tape, stored.values())
         holds = is_cache and holds_when_filled(first.tape, last.tape, stored)
         if not holds and (len(runs) > 2 or first.values_differ(last.tape)):
-            return _for_one_call(first)
+            return _for_one_call(first, lines)
     tape = first.tape
     with _plain_state(lefts):
         for i, read in enumerate(tape.reads):
@@ -208,7 +208,9 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> Rec
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
-    tape.side_effects += [_effect(c, first, baked_in=False) for c in first.changes if id(c.new) not in first.bound]
+    tape.side_effects += [
+        _effect(c, first, lines, baked_in=False) for c in first.changes if id(c.new) not in first.bound
+    ]
     return tape
 
 
@@ -234,8 +236,8 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
     return any(v.storage in differs for v in values)
 
 
-def _for_one_call(run: Run) -> RecordedTape:
-    run.tape.side_effects += [_effect(change, run, baked_in=True) for change in run.changes]
+def _for_one_call(run: Run, lines: dict[str, str]) -> RecordedTape:
+    run.tape.side_effects += [_effect(change, run, lines, baked_in=True) for change in run.changes]
     _leave_out(run.tape, run.changes)
     return run.tape
 
@@ -267,12 +269,12 @@ def _is_absent_one_of(read: Read, names: set[tuple[int, str]]) -> bool:
     return tables is not None and any(key == name for _, name in names) and read.value is MISSING
 
 
-def _effect(change: Change, run: Run, *, baked_in: bool) -> SideEffect:
-    tape = run.tape
+def _effect(change: Change, run: Run, lines: dict[str, str], *, baked_in: bool) -> SideEffect:
+    tape, line = run.tape, lines.get(change.name) or None
     at = {id(call.module): call for call in reversed(tape.calls) if call.module is not None}
     call = at.get(id(change.holder), tape.calls[0])
     if _advances(change):
-        return SideEffect(f"next({change.name})", "", "an item", call.scope.path, None, baked_in)
+        return SideEffect(f"next({change.name})", "", "an item", call.scope.path, line, baked_in)
     if change.is_generator:
-        return SideEffect(change.name, "in one state", "in another", call.scope.path, None, baked_in)
-    return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, None, baked_in)
+        return SideEffect(change.name, "in one state", "in another", call.scope.path, line, baked_in)
+    return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, line, baked_in)
