@@ -64,14 +64,14 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
     """The tape of `first`, with what its changes mean for calls; `again` records the forward another time."""
     if not first.changes:
         return first.tape
-    if any(change.is_generator or is_iterator(change.old) for change in first.changes) or any(
-        map(_advances, first.changes)
-    ):
-        return _for_one_call(first)
-    runs, lefts = [first], [_left_by(first)]
+    never = any(change.is_generator or _advances(change) for change in first.changes)
+    runs, lefts, lines = [first], [_left_by(first)], dict[str, str]()
     for _ in range(_RUNS - 1):
-        with _state(lefts) as asked:
+        with _state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
             run = again()
+        lines |= noted
+        if never:
+            break
         changes = [c for c in run.changes if not same(snapshot(plain(c.old)), snapshot(plain(c.new)))]
         runs.append(run)
         is_same = is_same_program(runs[0].tape, run.tape)
