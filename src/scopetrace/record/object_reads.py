@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.patches import replacing
 from scopetrace._compat.questions import Mine
+from scopetrace._compat.replaced import replacing
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     MISSING,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import function_modes
+from scopetrace._compat.function_mode import depth as function_modes
 from scopetrace.ir.reads import MISSING, content_of, own_dict
 from scopetrace.record.code import ATOMS, MEMO, Reach, is_installed
 from scopetrace.record.effects import EffectWatch

@@ -58,6 +58,7 @@ from scopetrace.errors import (
     ScopetraceError,
     TraceError,
     UnsupportedOpError,
+    noting_errors,
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
@@ -101,7 +102,7 @@ from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder, RunGraph
-from scopetrace.record.reads import ReadRecorder, Watched, caught, noting_errors
+from scopetrace.record.reads import ReadRecorder, Watched, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.reuse import SMALLEST, CallRecorderWithReuse, ReadRecorderWithReuse
 
