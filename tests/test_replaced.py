@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import math
+import pkgutil
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
+from scopetrace._compat.replaced import REPLACED
 
 LIMIT = 75
 """How many names of torch and the standard library may differ."""
@@ -60,7 +62,7 @@ def changed(before: Table, after: Table) -> dict[str, Place]:
         old = before[path][1]
         for key in {*old, *now}:
             pair = old.get(key, _MISSING), now.get(key, _MISSING)
-            if pair[0] is not pair[1] and not _is_kept(key, *pair):
+            if pair[0] is not pair[1] and not _is_kept(key, *pair) and not _is_watched(owner, key, pair[1]):
                 found[f"{path}.{key}"] = owner, key
     return found
 
@@ -70,49 +72,66 @@ def _is_kept(key: str, old: Any, now: Any) -> bool:
     return key in ("__warningregistry__", "__annotations__") or (type(old) is int and type(now) is int)
 
 
+def _is_watched(owner: Any, key: str, now: Any) -> bool:
+    """Whether it is what `record.object_reads` puts on the classes of modules, to see which attributes are read."""
+    by_name = key in ("__getattr__", "__getattribute__") and isinstance(owner, type) and issubclass(owner, nn.Module)
+    return by_name or type(now).__name__ == "Watched"
+
+
 class Looks(nn.Module):
-    """Calls `look` in its forward."""
+    """Calls what is in STORE in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.scale = 2
-        self.look: Any = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for look in self.look:
-            look()
+        sys.modules[STORE].look()
         return self.linear(x) * self.scale
 
 
-def inside(look: Any, **options: Any) -> None:
-    """Trace a module that calls `look` inside."""
-    model = Looks()
-    st.trace(model, (torch.randn(3, 2),))  # what torch imports and caches at the first trace
-    model.look = [look]
-    st.trace(model, (torch.randn(3, 2),), **options)
+STORE = "scopetrace_test_store"
+"""A module outside of what a trace follows, so that a forward may keep large tables there."""
 
 
-def replaced() -> dict[str, Place]:
-    """What differs inside of a forward."""
-    before: Table = {}
-    now: Table = {}
-    inside(lambda: None)
-    before = everything()
-    inside(lambda: now.update(everything()))
-    return changed(before, now)
+def inside(look: Any) -> None:
+    """Trace a module that calls `look` inside, for the second time: torch imports and keeps much in the first."""
+    store = sys.modules[STORE] = types.ModuleType(STORE)
+    try:
+        for each in (lambda: None, look):
+            store.look = each
+            st.trace(Looks(), (torch.randn(3, 2),))
+    finally:
+        del sys.modules[STORE]
 
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Place]:
     """What differs inside of a forward, by name."""
-    found = replaced()
+    now: Table = {}
+    inside(lambda: None)
+    before = everything()
+    inside(lambda: now.update(everything()))
+    found = changed(before, now)
     print(len(found), "replaced:", *sorted(found), sep="\n  ")
     return found
 
 
 def test_few_names_are_replaced(names: dict[str, Place]) -> None:
     assert len(names) <= LIMIT, sorted(names)
+
+
+def test_each_is_in_the_table(names: dict[str, Place]) -> None:
+    paths = [path.rpartition(".") for text in REPLACED.values() for path in text.split()]
+    assert len(paths) == len(set(paths)) <= LIMIT
+    known = [(pkgutil.resolve_name(owner), name) for owner, _, name in paths if not owner.startswith(_LATER)]
+    known += [(sys.modules[owner], name) for owner, _, name in paths if owner in sys.modules]
+    assert [path for path, place in names.items() if place not in known] == []
+
+
+_LATER = ("torch._dynamo.", "torch.distributed._composable.")
+"""Modules that are not imported with torch."""
 
 
 def test_nothing_is_replaced_that_everybody_uses(names: dict[str, Place]) -> None:
@@ -130,7 +149,7 @@ def _module_of(owner: Any) -> str:
 
 def test_another_thread_gets_what_it_got_before() -> None:
     """What stays replaced hands on: answers, tensors, gradients, seeds, contexts and module calls are as before."""
-    model, x = Looks(), torch.randn(3, 2)
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.randn(3, 2)
     expected = _used(model, x)
     got: list[Any] = []
 
@@ -139,11 +158,7 @@ def test_another_thread_gets_what_it_got_before() -> None:
         thread.start()
         thread.join()
 
-    tr_model = Looks()
-    tr_model.look = [look]
-    before = torch.get_rng_state()
-    st.trace(tr_model, (torch.randn(3, 2),))
-    torch.set_rng_state(before)
+    inside(look)
     assert len(got) == 1
     _same(got[0], expected)
 

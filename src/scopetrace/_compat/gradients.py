@@ -336,11 +336,13 @@ def _report_flags(on: On, listener: HookListener, mine: Mine) -> None:
 def _report_gradients(replace: Replace, on: On, listener: HookListener, mine: Mine) -> None:
     """The `grad` of tensors."""
     grad: Any = torch.Tensor.grad
-    module, optimizer = torch.nn.Module, torch.optim.Optimizer
+    outer: Any = torch.optim.Optimizer.zero_grad
 
     def get_grad(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
         frame = asking_frame()
         code = frame and frame.f_code
+        if frame is not None and code is _ZERO_GRAD and frame.f_locals["set_to_none"] and mine():
+            return t  # whatever it is: it is set to None next
         takes = code is not None and (code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS))
         asked = mine() and (takes or not asker().startswith(NOT_THE_MODEL))
         known = listener.gradients.get(t) if asked else NotImplemented
@@ -350,24 +352,20 @@ def _report_gradients(replace: Replace, on: On, listener: HookListener, mine: Mi
         if not (mine() and listener.gradients.set(t, new)):
             grad.__set__(t, new)
 
-    def zero_grad(outer: Callable[..., Any], given: Callable[[Any], Iterable[torch.Tensor]]) -> Callable[..., Any]:
-        def run(self: Any, set_to_none: bool = True) -> Any:
-            if not (mine() and set_to_none):
-                return outer(self, set_to_none)
-            for t in given(self):
-                t.grad = None  # without a look at what it was
-
-        return run
-
-    def of_groups(self: Any) -> list[torch.Tensor]:
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if not (mine() and set_to_none):
+            return outer(self, set_to_none)
         listener.gradients.on_zero_grad(self)
-        return [p for group in self.param_groups for p in group["params"]]
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            p.grad = None  # without a look at what it was
 
     on(grad.__get__, get_grad)
     for func in (grad.__set__, grad.__delete__):
         on(func, set_grad)
-    replace(module, "zero_grad", zero_grad(module.zero_grad, module.parameters))
-    replace(optimizer, "zero_grad", zero_grad(optimizer.zero_grad, of_groups))
+    replace(torch.optim.Optimizer, "zero_grad", zero_grad)
+
+
+_ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 
 
 def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:

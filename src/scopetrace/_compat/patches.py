@@ -9,6 +9,7 @@ replaced.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -48,7 +49,6 @@ from scopetrace._compat.ops import (
     without_transforms,
 )
 from scopetrace._compat.questions import (
-    MISSING,
     Listener,
     Mine,
     Replace,
@@ -56,6 +56,7 @@ from scopetrace._compat.questions import (
     report_questions,
     report_values,
 )
+from scopetrace._compat.replaced import replacing as replacing
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbols import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
@@ -141,15 +142,7 @@ def observing(observer: Observer, listener: Listener, modules: Iterable[torch.nn
         return is_recording() and mine()
 
     with contextlib.ExitStack() as stack:
-        for cache in _CACHES_OF_FUNCTIONS:
-            if not cache.cache_info().currsize:
-                stack.callback(cache.cache_clear)
-        stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
-        sys.setrecursionlimit(_FRAMES_PER_CALL * sys.getrecursionlimit())  # as many nested modules as in eager
-        for module in modules:
-            if isinstance(module, _LazyGraphModule):  # its first forward replaces the class's forward, and calls it
-                stack.callback(setattr, type(module), "forward", type(module).forward)
-                module.real_recompile()
+        _prepare(stack, modules)
         replace, mode = stack.enter_context(replacing()), FunctionMode()
         _report_module_calls(stack, replace, observer, mine, modules)
         _report_backward(replace, mode, observer, mine)
@@ -171,39 +164,30 @@ def observing(observer: Observer, listener: Listener, modules: Iterable[torch.nn
         entry_points = hop_entry_points(mine, observer.on_nested_region)
         for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
             replace(owner, name, value)
-        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)  # it would keep casts of parameters, which are fake here
-        stack.enter_context(exporting())
-        stack.enter_context(_not_compiling())
-        for module in modules:
-            if getattr(module, "_compiled_call_impl", None) is not None:
-                module._compiled_call_impl = None  # put back with the other attributes of the module
+        _not_compiling(replace)
         stack.enter_context(mode.active())
         yield mine
 
 
-@contextlib.contextmanager
-def replacing() -> Iterator[Replace]:
-    """Gives what sets attributes of classes and Python modules, or the `__class__` of an object.
-
-    After it they have again what they had, or inherit.
-    """
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, type(owner) if name == "__class__" else vars(owner).get(name, MISSING)))
-        setattr(owner, name, value)
-
-    try:
-        yield replace
-    finally:
-        for owner, name, own in reversed(replaced):
-            if own is MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
+def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) -> None:
+    """Set what torch and the modules are to be while they are traced, until the stack ends."""
+    for cache in _CACHES_OF_FUNCTIONS:
+        if not cache.cache_info().currsize:
+            stack.callback(cache.cache_clear)
+    stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
+    sys.setrecursionlimit(_FRAMES_PER_CALL * sys.getrecursionlimit())  # as many nested modules as in eager
+    for module in modules:
+        if isinstance(module, _LazyGraphModule):  # its first forward replaces the class's forward, and calls it
+            stack.callback(setattr, type(module), "forward", type(module).forward)
+            module.real_recompile()
+    stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+    torch.set_autocast_cache_enabled(False)  # it would keep casts of parameters, which are fake here
+    stack.enter_context(exporting())
+    for module in modules:
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            module._compiled_call_impl = None  # put back with the other attributes of the module
 
 
 # Module calls --------------------------------------------------------------------------------------------------------
@@ -327,13 +311,12 @@ def _report_backward(replace: Replace, mode: FunctionMode, observer: Observer, m
     for module in (torch.autograd, torch.autograd.graph):  # each has imported it under its name
         replace(module, "_engine_run_backward", reported(module._engine_run_backward))
 
-    def make_dual(*args: Any, **kwargs: Any) -> Any:
+    def make_dual(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if mine() and not in_transform():
             observer.on_forward_ad()
-        return dual(*args, **kwargs)
+        return ask(*args, **kwargs)
 
-    dual = torch.autograd.forward_ad.make_dual
-    replace(torch.autograd.forward_ad, "make_dual", make_dual)
+    mode.on(torch._VF._make_dual, make_dual)
 
 
 def _report_transforms(replace: Replace, observer: Observer, mine: Mine) -> None:
@@ -562,15 +545,11 @@ def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
     def asked() -> bool:
         return mine() and asked_by_model(_SEEDING)
 
-    for module, names in (
-        (torch.cuda.random, ("_lazy_call", "_lazy_init")),
-        *((module, ("get_rng_state", "set_rng_state", "initial_seed")) for module in (torch, torch.random)),
-    ):
-        for name in names:
-            replace(module, name, _reported(getattr(module, name), report, asked))
+    for module, name in ((torch.cuda.random, "_lazy_call"), (torch, "set_rng_state"), (torch.random, "set_rng_state")):
+        replace(module, name, _reported(getattr(module, name), report, asked))
 
 
-_SEEDING = prefixes(TORCH_DIRECTORY, "random.py", "cuda/random.py", "utils/_contextlib.py")
+_SEEDING = prefixes(TORCH_DIRECTORY, "random.py", "cuda/random.py", "_compile.py", "_dynamo/", "utils/_contextlib.py")
 
 
 def _on_seed(observer: Observer, *_: Any, **__: Any) -> None:
@@ -684,33 +663,37 @@ class _InThisThread(int):
 
 @contextlib.contextmanager
 def exporting(flag: bool = True) -> Iterator[None]:
-    """`is_exporting()` and `is_compiling()` of torch.compiler, and torch.fx's `is_fx_tracing()`, return `flag` inside.
+    """`is_exporting()` and `is_compiling()` of torch.compiler return `flag` inside.
 
     As under torch.export: models ask them to choose a path that can be traced. In other threads they are False.
     """
     answer: Any = _InThisThread() if flag else False
-    flags: tuple[tuple[Any, str, Any], ...] = (
-        (torch.compiler, "_is_compiling_flag", answer),
-        (torch.compiler, "_is_exporting_flag", answer),
-        (torch.fx._symbolic_trace, "is_fx_tracing", lambda: bool(answer)),
-    )
-    old = [getattr(module, name) for module, name, _ in flags]
-    for module, name, now in flags:
-        setattr(module, name, now)
+    names = "_is_compiling_flag", "_is_exporting_flag"
+    old = [getattr(torch.compiler, name) for name in names]
+    for name in names:
+        setattr(torch.compiler, name, answer)
     try:
         yield
     finally:
         if flag:
             answer.ended = True  # another thread, which compiles, may have it, to put it back
-        for (module, name, _), before in zip(flags, old, strict=True):
-            setattr(module, name, before)
+        for name, before in zip(names, old, strict=True):
+            setattr(torch.compiler, name, before)
 
 
-@contextlib.contextmanager
-def _not_compiling() -> Iterator[None]:
+class _ForcedEager:
+    """The stance of torch.compile: in this thread compiled functions run their Python, in others all is as it was."""
+
+    def __init__(self, before: Any) -> None:
+        self._thread, self._before = threading.get_ident(), before
+        self._inside = dataclasses.replace(before, stance="force_eager", backend=None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside if threading.get_ident() == self._thread else self._before, name)
+
+
+def _not_compiling(replace: Replace) -> None:
     """Compiled functions inside the model run their Python. Nothing to do where dynamo was never imported."""
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        replace(dynamo, "_stance", _ForcedEager(dynamo._stance))

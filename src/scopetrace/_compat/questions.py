@@ -36,7 +36,6 @@ from scopetrace._compat.sources import (
     is_of_python,
     prefixes,
 )
-from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
 
 
@@ -73,8 +72,7 @@ _TORCH = prefixes(TORCH_DIRECTORY)
 
 FLAGS = (
     *("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype", "get_default_device"),
-    *("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cpu_enabled", "get_autocast_cpu_dtype"),
-    *("get_autocast_gpu_dtype", "are_deterministic_algorithms_enabled", "get_float32_matmul_precision"),
+    *("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cpu_enabled", "get_autocast_gpu_dtype"),
 )
 """Functions of torch that answer questions about the state of the process, and that models ask."""
 
@@ -119,7 +117,8 @@ def flag(name: str, args: tuple[Any, ...]) -> Any:
         return _of_process_group(_PROCESS_GROUP[name])
     if name == "torch.get_default_device" and not function_modes():
         return _CPU  # another one is a mode on that stack; torch's own function takes 9 µs
-    return _flags[name](*args) if name in _flags else operator.attrgetter(name.removeprefix("torch."))(torch)
+    ask = _flags.get(name) or _settings.get(name)
+    return ask(*args) if ask is not None else operator.attrgetter(name.removeprefix("torch."))(torch)
 
 
 def quick_flag(name: str, args: tuple[Any, ...], answer: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any] | None:
@@ -136,7 +135,7 @@ def quick_flag(name: str, args: tuple[Any, ...], answer: Any) -> tuple[Callable[
 
 _PROCESS_GROUP: dict[str, Callable[..., Any]] = {
     f"torch.distributed.{name}": getattr(torch.distributed, name)
-    for name in ("is_initialized", "get_rank", "get_world_size", "get_backend")
+    for name in ("is_initialized", "get_rank", "get_world_size")
     if hasattr(torch.distributed, name)
 }
 """Functions that answer questions about the default process group."""
@@ -159,16 +158,16 @@ _BACKENDS = [
 
 _OTHERS = {
     "torch": """
-        is_autocast_cache_enabled is_deterministic_algorithms_warn_only_enabled get_deterministic_debug_mode
-        get_num_threads get_num_interop_threads is_anomaly_enabled is_anomaly_check_nan_enabled
-        is_warn_always_enabled""",
+        are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled
+        get_deterministic_debug_mode get_float32_matmul_precision is_autocast_cache_enabled get_num_threads
+        get_num_interop_threads is_anomaly_enabled is_anomaly_check_nan_enabled is_warn_always_enabled""",
     "torch.__future__": "get_overwrite_module_params_on_conversion get_swap_module_params_on_conversion",
     "torch.sparse.check_sparse_tensor_invariants": "is_enabled",
     "torch.backends.cuda": "flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled",
     "torch.backends.mha": "get_fastpath_enabled",
     "torch.backends.quantized": "engine",
 }
-"""Further settings. Who asks for one of these is not seen."""
+"""Further settings. Code that asks for one of these is not seen."""
 
 
 def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -184,6 +183,7 @@ _SETTINGS = [
     *_others(),
 ]
 """Those that take no arguments, and run no op to answer."""
+_settings = dict(_SETTINGS)
 
 
 def settings() -> dict[str, Any]:
@@ -364,7 +364,6 @@ def _report_parameters(replace: Replace, listener: Listener, mine: Mine) -> None
 def _report_backends(replace: Replace, listener: Listener, mine: Mine) -> None:
     """`torch.backends.cudnn.enabled` and its kind, where code outside of torch asks."""
     ask: Any = torch.backends.ContextProp.__get__
-    matmul: Any = torch.backends.cuda.cuBLASModule.__getattr__
 
     def told(name: str, answer: Any) -> Any:
         if mine() and asked_by_model(()):
@@ -376,11 +375,6 @@ def _report_backends(replace: Replace, listener: Listener, mine: Mine) -> None:
         return told(f"{module.__name__}.{name}", ask(self, module, cls))
 
     replace(torch.backends.ContextProp, "__get__", __get__)
-    replace(
-        torch.backends.cuda.cuBLASModule,
-        "__getattr__",
-        lambda module, name: told(f"torch.backends.cuda.matmul.{name}", matmul(module, name)),
-    )
 
 
 def _report_members(replace: Replace, listener: Listener, mine: Mine) -> None:
@@ -528,18 +522,19 @@ def report_values(replace: Replace, on: On, listener: ValueListener, mine: Mine)
         on(copy, _of_plain(listener, mine))
     on(tensor.__deepcopy__, _deepcopy(mine))
     for run in (tensor.apply_, tensor.map_, tensor.map2_):
-        on(run, _of_elements(mine))
-    for cls in Symbolic:
-        for name in ("__hash__", "__repr__", "__format__"):
-            replace(cls, name, _of_number(getattr(cls, name), listener, mine))
+        on(run, _of_elements(listener, mine))
+    on(tensor.nbytes.__get__, lambda _, t: t.numel() * t.element_size())  # torch's takes no symbolic sizes
+    texts = [(cls, name) for cls in (torch.SymInt, torch.SymFloat) for name in ("__repr__", "__format__")]
+    for cls, name in ((torch.SymInt, "__hash__"), (torch.SymBool, "__repr__"), *texts):
+        replace(cls, name, _of_number(getattr(cls, name), listener, mine))
     on(tensor._is_view, _asked("_is_view", listener, mine))
     on(tensor._base.__get__, _asked("_base", listener, mine))
     for ask in (tensor.data_ptr, tensor.share_memory_, tensor.__dlpack__):
         on(ask, functools.partial(_may_fail, listener))
     storage = torch.UntypedStorage
     replace(storage, "nbytes", _nbytes(storage.nbytes, listener, mine))
-    for name in ("data_ptr", "__getitem__", "tolist"):
-        replace(storage, name, functools.partialmethod(functools.partial(_may_fail, listener, getattr(storage, name))))
+    address = storage.data_ptr
+    replace(storage, "data_ptr", lambda self: _may_fail(listener, address, self))
 
 
 def _may_fail(listener: ValueListener, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -695,12 +690,14 @@ def _deepcopy(mine: Mine) -> Handler:
     return copied
 
 
-def _of_elements(mine: Mine) -> Handler:
+def _of_elements(listener: ValueListener, mine: Mine) -> Handler:
     """A method that calls a function of Python for each element, at the address of the data."""
 
     def called(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
         if mine() and isinstance(t, FakeTensor):
-            raise NoData("a tensor in a trace doesn't have data for a function of its elements")
+            error = NoData("a tensor in a trace doesn't have data for a function of its elements")
+            listener.on_failed(error)
+            raise error
         return ask(t, *args)
 
     return called

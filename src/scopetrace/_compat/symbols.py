@@ -453,6 +453,34 @@ def behave_as_numbers(replace: Callable[[Any, str, Any], None], mine: Callable[[
 
     for cls in _PYTHON_TYPES:
         replace(cls, "__getattribute__", get)
+    _behave_as_bool(replace, mine)
+    round_: Any = torch.SymInt.__round__
+
+    def rounded(self: torch.SymInt, ndigits: int | None = None) -> Any:
+        """Torch's gives the number itself for negative `ndigits` too."""
+        is_same = not mine() or ndigits is None or ndigits >= 0
+        return round_(self, ndigits) if is_same else round(int(self), ndigits)
+
+    replace(torch.SymInt, "__round__", rounded)
+
+
+def _behave_as_bool(replace: Callable[[Any, str, Any], None], mine: Callable[[], bool]) -> None:
+    """SymBool equals numbers as bool does, and is an index."""
+    same, differs = torch.SymBool.__eq__, torch.SymBool.__ne__
+
+    def equal(self: Any, other: Any) -> Any:
+        if not mine() or isinstance(other, torch.SymBool):
+            return same(self, other)
+        if isinstance(other, bool):
+            return self if other else torch.sym_not(self)
+        return self + 0 == other
+
+    def unequal(self: Any, other: Any) -> Any:
+        return torch.sym_not(equal(self, other)) if mine() else differs(self, other)
+
+    replace(torch.SymBool, "__eq__", equal)
+    replace(torch.SymBool, "__ne__", unequal)
+    replace(torch.SymBool, "__index__", lambda self: int(bool(self)))
 
 
 _SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")

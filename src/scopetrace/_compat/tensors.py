@@ -141,11 +141,15 @@ _USUAL = _OF_FAKES | {f"_{k}_memo{end}" for k in _MEMOS for end in ("", "_vc", "
 """What most fake tensors have: to look at each name takes three times as long."""
 
 
+_storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+
+
 def storage_id(t: torch.Tensor) -> int:
     """Equal for tensors that share memory; unique for layouts without a storage. May be reused after `t` is freed."""
-    if t.layout is torch.strided:
-        return t.untyped_storage()._cdata
-    return -id(t)
+    try:
+        return _storage_id(t)
+    except NotImplementedError:
+        return -id(t)
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

@@ -15,7 +15,6 @@ import functools
 import itertools
 import operator
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,12 +22,10 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
-from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import NoData
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
-from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of, tags_of
+from scopetrace._compat.tensors import requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import TraceError, UnsupportedOpError
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
@@ -431,26 +428,6 @@ def _computed_from(value: Value) -> Iterator[Value]:
 
 Raised = tuple[BaseException, Any]
 """An error, and the op that raised it; None for no op."""
-
-
-@contextlib.contextmanager
-def noting_errors(raised: list[Raised]) -> Iterator[None]:
-    """Inside, what this thread makes of the classes of such errors is appended to `raised`."""
-    thread = threading.get_ident()
-
-    def noted(make: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(make)
-        def __init__(self: BaseException, *args: Any, **kwargs: Any) -> None:
-            make(self, *args, **kwargs)
-            if threading.get_ident() == thread:
-                raised.append((self, None))
-
-        return __init__
-
-    with replacing() as replace:
-        for cls in (TraceError, NoData, *DATA_DEPENDENT):
-            replace(cls, "__init__", noted(cls.__init__))
-        yield
 
 
 def caught(raised: Iterable[Raised]) -> Iterator[Raised]:

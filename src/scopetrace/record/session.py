@@ -61,6 +61,7 @@ from scopetrace.errors import (
     ScopetraceError,
     TraceError,
     UnsupportedOpError,
+    noting_errors,
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
@@ -104,7 +105,7 @@ from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
-from scopetrace.record.reads import ReadRecorder, caught, noting_errors
+from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.watch.effects import EffectWatch
 from scopetrace.watch.settle import Run, judged

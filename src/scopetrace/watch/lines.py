@@ -43,7 +43,7 @@ def noting_lines(changes: list[Change]) -> Iterator[dict[str, str]]:
         last[:] = [(code, line)]
 
     def trace(frame: types.FrameType, event: str, _: Any) -> Any:
-        if not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename[:1] == "<" or not is_users(frame.f_code.co_filename):
             return None
         if event in ("line", "return"):
             look(frame.f_code, frame.f_lineno)
@@ -67,7 +67,7 @@ class _Value:
     def has_changed(self) -> bool:
         """Whether it holds something else than when it was asked last."""
         now = self._get()
-        is_other = now is not self._last and not (type(now) is tuple and now == self._last)
+        is_other = now is not self._last and not (type(now) is list and now == self._last)
         self._last = now
         return is_other
 
@@ -85,7 +85,9 @@ def _getter(change: Change) -> Callable[[], Any]:
     if change.is_generator:
         form = form_of(type(owner))
         return lambda: hash(str(form.read(owner))) if form is not None else None
-    return lambda: (len(owner), tuple(map(id, owner))) if isinstance(owner, (list, set)) else None
+    if isinstance(change.holder, torch.nn.Module):  # where it has a stand-in
+        return lambda: [(*map(id, x),) for x in current_attributes(change.holder).values() if isinstance(x, list)]
+    return lambda: [*map(id, owner)] if isinstance(owner, (list, set)) else None
 
 
 def _of_module(module: torch.nn.Module, name: str) -> Any:

@@ -36,7 +36,7 @@ class _Match:
     def __init__(self, first: ProgramTape, second: ProgramTape, stored: Mapping[int, Value]) -> None:
         self._first, self._second, self._stored = first, second, stored
         self._now: dict[int, int] = {}
-        """By id of a fake tensor of the second program, that of the first; `to` and others may return what they take."""
+        """By id of a fake tensor of the second program, that of the first; `to` may return what it takes."""
         self._attributes = [op for op in first.ops if op.kind == "get_attr"]
         self._ops = [op for op in first.ops if op.kind not in ("get_attr", "placeholder")]
 

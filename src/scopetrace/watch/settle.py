@@ -40,6 +40,7 @@ from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.ir.reads import NO_CALL, Read
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
+from scopetrace.watch.lines import noting_lines
 from scopetrace.watch.programs import holds_when_filled, is_same_program
 
 _RUNS = 3
@@ -75,12 +76,18 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         changes = [c for c in run.changes if not same(snapshot(plain(c.old)), snapshot(plain(c.new)))]
         runs.append(run)
         is_same = is_same_program(runs[0].tape, run.tape)
+        if not changes and _is_settled(runs, lefts, is_same=is_same):
+            return _settled(first, run, lefts, lines, is_same=is_same)
         if not changes:
-            return _settled(runs, lefts, lines, is_same=is_same)
+            break
         reads = [c for c in changes if not is_watched(plain(c.old)) and run.was_read(c)]
         if is_same and not asked and not reads:
             return _does_not_matter(first, lines)
         lefts.append(_left_by(run))
+    if not lines.keys() >= {change.name for change in first.changes}:
+        with noting_lines(first.changes) as noted:
+            again()
+        lines |= noted
     return _for_one_call(first, lines)
 
 
@@ -191,16 +198,24 @@ def _does_not_matter(run: Run, lines: dict[str, str]) -> RecordedTape:
     return tape
 
 
-def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str], *, is_same: bool) -> RecordedTape:
+def _stored(first: Run, lefts: list[list[_Left]]) -> dict[int, Value]:
+    """By id of what stands for tensors that the first run stored, the values that they are."""
+    return {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
+
+
+def _is_settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> bool:
+    """Whether the first program is right on the state that it leaves too; the last run has changed nothing."""
+    first, last, stored = runs[0], runs[-1], _stored(runs[0], lefts)
+    if is_same or len(runs) > 2:
+        return is_same
+    if not _depends_on_data(first.tape, stored.values()) and holds_when_filled(first.tape, last.tape, stored):
+        return True
+    return not first.values_differ(last.tape)
+
+
+def _settled(first: Run, last: Run, lefts: list[list[_Left]], lines: dict[str, str], *, is_same: bool) -> RecordedTape:
     """The last run changed nothing: a call may find what the first did, or what that left."""
-    first, last = runs[0], runs[-1]
-    stored = {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
-    if not is_same:
-        is_cache = len(runs) == 2 and not _depends_on_data(first.tape, stored.values())
-        holds = is_cache and holds_when_filled(first.tape, last.tape, stored)
-        if not holds and (len(runs) > 2 or first.values_differ(last.tape)):
-            return _for_one_call(first, lines)
-    tape = first.tape
+    tape, stored = first.tape, _stored(first, lefts)
     with _plain_state(lefts):
         for i, read in enumerate(tape.reads):
             if read.place.kind in ("attribute", "global", "closure") and not same(read.value, read.now()):
