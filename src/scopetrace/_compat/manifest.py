@@ -112,6 +112,8 @@ NAMES = {
     "torch.optim.lr_scheduler": "_enable_get_lr_call",
     "torch.optim.lr_scheduler:ReduceLROnPlateau": "_is_better",
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
+    "torch.testing": "_comparison",
+    "torch.testing._comparison": "default_tolerances",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._sympy.functions": "FloatTrueDiv FloorDiv IntTrueDiv Max Min ToFloat",
     "torch.utils._sympy.interp": "_run_sympy_handler sympy_interp",

@@ -142,6 +142,8 @@ _USUAL = _OF_FAKES | {f"_{k}_memo{end}" for k in _MEMOS for end in ("", "_vc", "
 
 
 _storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+default_tolerances: Callable[..., tuple[float, float]] = torch.testing._comparison.default_tolerances
+"""The relative and the absolute tolerance of `torch.testing.assert_close` for some tensors."""
 
 
 def storage_id(t: torch.Tensor) -> int:

@@ -370,16 +370,21 @@ class Trace(Shown):
         if baked_in:
             warnings.warn(str(refusal(baked_in, f"{what} is right for one call only")), SideEffectWarning, stacklevel=3)
 
-    def check(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+    def check(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> str:
         """Run the model and the trace on copies of the same inputs from the same random state, and compare.
 
-        Compares results, changed inputs and changed buffers. Both runs start from the model's present state, which is
-        restored.
+        Compares results, changed inputs and changed buffers: of tensors shape, dtype, device, strides, `requires_grad`
+        and values; numbers and texts; with which inputs, tensors of the model and other results each result shares
+        memory, and which of them it is. Tolerances are those of `torch.testing.assert_close`, the absolute one times
+        the largest value of the tensor where that is below 1. Of objects that hold no tensors only the types are
+        compared. Both runs start from the model's present state, which is restored.
+
+        Returns what was compared, in words.
 
         Raises CheckError with all differences; for a specialized trace, with the specializations that do not hold on
         these inputs. Raises ScopetraceError for a loaded trace, which has no model.
         """
-        compare_with_model(self._program, *_arguments(args, kwargs))
+        return compare_with_model(self._program, *_arguments(args, kwargs))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, with the parameters and buffers that it reads, without the model's code.

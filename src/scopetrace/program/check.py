@@ -24,12 +24,15 @@ from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
+from scopetrace.program.comparison import Outcome, compared, differences, memory_of, tensors_of
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import SavedModule
 
 
-def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Run the program and its model on copies of the inputs, from one random state and one model state.
+
+    Returns what was compared, in words.
 
     Raises CheckError with all differences, ScopetraceError for a loaded program, which has no model.
     """
@@ -38,7 +41,7 @@ def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: di
         raise ScopetraceError("a loaded trace has no model to check against; trace the model again")
     state = _State(program.tape, model)
     if program.tape.specializations:
-        differ = _run(functools.partial(_decided_otherwise, program), args, kwargs, state)["result"]
+        differ = _run(functools.partial(_decided_otherwise, program), args, kwargs, state).result
         if differ:
             raise CheckError("on these inputs the model goes another way:\n  " + "\n  ".join(map(str, differ)))
     expected = _run(model, args, kwargs, state)
@@ -46,10 +49,11 @@ def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: di
     if any(effect.name.endswith(".requires_grad") for effect in program.tape.side_effects):
         # `x.requires_grad_()` of an argument, which a call does not do: see `Trace.side_effects`
         for run in (expected, actual):
-            run["arguments"] = tree_map_only(torch.Tensor, lambda t: t.detach() if t.is_leaf else t, run["arguments"])
-    problems = [p for key, old in expected.items() for p in _differences(key, old, actual.get(key))]
+            run.arguments = tree_map_only(torch.Tensor, lambda t: t.detach() if t.is_leaf else t, run.arguments)
+    problems = list(differences(expected, actual))
     if problems:
         raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
+    return compared(expected)
 
 
 def _decided_otherwise(program: TracedProgram, *args: Any, **kwargs: Any) -> list[Specialization]:
@@ -98,6 +102,7 @@ class _State:
         tensors = {**self._buffers(), **{f"attribute {name}": tape.attributes[name] for name in read}}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
+        self._attributes = {f"attribute {name}": t for name, t in tape.attributes.items()}
         self._leaves = {name: t for name, t in tape.attributes.items() if t.is_leaf and t.requires_grad}
         self._gradients = {name: (t.grad, _copy(t.grad)) for name, t in self._leaves.items()}
 
@@ -108,6 +113,10 @@ class _State:
             for i, saved in enumerate(self._modules)
             for name, buffer in buffers_of(saved.module).items()
         }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the model that the program reads, and buffers, themselves."""
+        return {**self._attributes, **self._tensors}
 
     def now(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
@@ -144,10 +153,11 @@ def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
     return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values() if module is not None)]))
 
 
-def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> dict[str, Any]:
-    with _on_copies(state, args, kwargs, 0) as given:
-        result = fn(*given[0], **given[1])
-        return {"result": result, "arguments": given, "state": state.now()}
+def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outcome:
+    with _on_copies(state, args, kwargs, 0) as arguments:
+        known = {**dict(tensors_of("arguments", arguments)), **state.tensors()}
+        result = fn(*arguments[0], **arguments[1])
+        return Outcome(result, arguments, state.now(), memory_of(result, known))
 
 
 @contextlib.contextmanager
@@ -195,25 +205,3 @@ def copy_inputs(x: Any) -> Any:
                 new = copy.deepcopy(leaf.detach(), memo)
             memo[id(leaf)] = new.requires_grad_(leaf.requires_grad)
     return copy.deepcopy(x, memo)
-
-
-def _differences(path: str, expected: Any, actual: Any) -> Iterator[str]:
-    if type(expected) is not type(actual):
-        yield f"{path}: {type(expected).__name__} became {type(actual).__name__}"
-        return
-    object_types = tensor_holders((expected, actual))
-    old, new = (dict(leaves_with_path(x, "", object_types)) for x in (expected, actual))
-    if old.keys() != new.keys():
-        yield f"{path}: structure {list(old)} became {list(new)}"
-        return
-    for key, a in old.items():
-        b = new[key]
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            try:
-                torch.testing.assert_close(b, a, equal_nan=True)
-            except AssertionError as error:
-                yield f"{path}{key}: {' '.join(str(error).split())}"
-            if a.requires_grad != b.requires_grad:
-                yield f"{path}{key}: requires_grad {a.requires_grad} became {b.requires_grad}"
-        elif type(a) is not type(b):
-            yield f"{path}{key}: {type(a).__name__} became {type(b).__name__}"

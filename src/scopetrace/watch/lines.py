@@ -86,8 +86,14 @@ def _getter(change: Change) -> Callable[[], Any]:
         form = form_of(type(owner))
         return lambda: hash(str(form.read(owner))) if form is not None else None
     if isinstance(change.holder, torch.nn.Module):  # where it has a stand-in
-        return lambda: [(*map(id, x),) for x in current_attributes(change.holder).values() if isinstance(x, list)]
-    return lambda: [*map(id, owner)] if isinstance(owner, (list, set)) else None
+        return lambda: [_ids(x) for x in current_attributes(change.holder).values() if isinstance(x, list)]
+    return lambda: _ids(owner)
+
+
+def _ids(x: Any) -> list[int]:
+    """The ids of the items of a list or set, without asking a stand-in."""
+    base = next((base for base in (list, set) if isinstance(x, base)), None)
+    return [] if base is None else list(map(id, base.__iter__(x)))
 
 
 def _of_module(module: torch.nn.Module, name: str) -> Any:
