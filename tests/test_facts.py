@@ -148,3 +148,40 @@ def test_what_scopetrace_asks_of_storages_takes_no_look_at_who_asks(monkeypatch)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True)).eval()
     assert st.trace(model, torch.ones(2, 4)).graph_module is not None
     assert asked == []
+
+
+def sparse(coalesced):
+    t = torch.sparse_coo_tensor(torch.tensor([[0, 1, 1]]), torch.tensor([1.0, 2.0, 3.0]), (4,))
+    return t.coalesce() if coalesced else t
+
+
+class Held(torch.nn.Module):
+    def __init__(self, coalesced):
+        super().__init__()
+        self.register_buffer("weights", sparse(coalesced))
+
+    def forward(self, x):
+        return x * 2 if self.weights.is_coalesced() else x * 3
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_whether_a_sparse_tensor_is_coalesced(traced):
+    def asked(x):
+        return x * 2 if x.is_coalesced() else x * 3
+
+    def asked_of_a_result(x):
+        return x * 2 if (x * 1).is_coalesced() else x * 3
+
+    trace = st.trace(asked, (sparse(traced),))
+    assert torch.equal(trace(sparse(traced)).to_dense(), asked(sparse(traced)).to_dense())
+    with pytest.raises(st.errors.InputMismatchError, match=r"x\.is_coalesced\(\).*and (True|False) now"):
+        trace(sparse(not traced))
+    with pytest.raises(st.errors.UnsupportedOpError, match="a sparse tensor that it has made is coalesced"):
+        st.trace(asked_of_a_result, (sparse(traced),))
+    assert st.trace(lambda x: x.coalesce() * int(x.coalesce().is_coalesced()), (sparse(traced),)) is not None
+    net = Held(traced)
+    trace = st.trace(net, (torch.ones(2),))
+    assert torch.equal(trace(torch.ones(2)), net(torch.ones(2)))
+    net.weights = sparse(not traced)
+    with pytest.raises(st.errors.StateMismatchError, match=r"weights\.is_coalesced\(\)"):
+        trace(torch.ones(2))

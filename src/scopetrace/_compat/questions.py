@@ -76,7 +76,9 @@ FLAGS = (
 )
 """Functions of torch that answer questions about the state of the process, and that models ask."""
 
-METHODS = ("stride", "is_contiguous", "contiguous", "storage_offset", "is_inference", "is_conj", "is_neg")
+METHODS = (
+    *("stride", "is_contiguous", "contiguous", "storage_offset", "is_inference", "is_conj", "is_neg", "is_coalesced"),
+)
 PROPERTIES = ("requires_grad", "is_leaf", "grad_fn", "_version")
 """What a tensor is asked beside its shape, dtype and device, which every call is compared with anyway."""
 

@@ -230,6 +230,8 @@ class AliasSet:
         has_grad = reader.grad or old.requires_grad or self._row.requires_grad
         emit = self._emitter.simplifying(reader, grad=has_grad)
         new: Value = self._of_row(old, reader).forward(emit, self._row)
+        if self._are_leaves():
+            new = self.overwritten(self._present[old][0], new, reader)
         self._present[old] = (new, self.version)
         return new
 
@@ -306,6 +308,10 @@ class AliasSet:
     def _needs_row(self) -> bool:
         return len(self.roots) > 1 or any(map(overlaps_itself, self.roots))
 
+    def _are_leaves(self) -> bool:
+        """Whether autograd takes each root for a tensor of its own, as two parameters: they share data alone."""
+        return all(r.requires_grad and r.fake.is_leaf for r in self.roots)
+
     def _make_row(self, writer: Op) -> None:
         """Put all elements of the roots in one row, each once."""
         for root in self.roots:
@@ -318,7 +324,10 @@ class AliasSet:
         if not all(geometry_of(r).exact for r in self.roots):
             raise refusal("tensors with symbolic sizes share the memory that is written", writer)
         emit = self._emitter.simplifying(writer, grad=writer.grad or self.roots[0].requires_grad)
-        rows = [emit(_aten.reshape.default, self._present[r][0], [-1]) for r in self.roots]
+        present = [self._present[r][0] for r in self.roots]
+        if self._are_leaves():
+            present = [emit(_aten.detach.default, v) for v in present]
+        rows = [emit(_aten.reshape.default, v, [-1]) for v in present]
         positions = torch.cat([geometry_of(r).positions() for r in self.roots])
         self._row_positions = torch.unique(positions)
         first = index_in(positions, self._row_positions)

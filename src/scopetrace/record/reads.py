@@ -23,7 +23,7 @@ import torch
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
-from scopetrace._compat.tensors import requires_grad_of, tags_of
+from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
@@ -249,7 +249,10 @@ class ReadRecorder:
         """As `Listener.on_fact`."""
         if name in ("requires_grad", "is_leaf", "grad_fn") and answer != (name == "is_leaf"):
             self.refuse_in_reentrant(t, f"Tensor.{name}")
-        self._note_fact(t, name, args, answer)
+        if name == "is_coalesced" and self._values.by_id.get(id(t)) not in self._builder.tape.inputs:
+            self._on_coalesced(t)
+        else:
+            self._note_fact(t, name, args, answer)
 
     def _note_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
         """The facts of a tensor made in the forward follow from those of the inputs."""
@@ -287,6 +290,20 @@ class ReadRecorder:
         elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history
             self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)
+
+    def _on_coalesced(self, t: torch.Tensor) -> None:
+        """Of a sparse tensor of the model it is a read; of one that the forward made, fake tensors do not say it."""
+        owner = self._model.owner(t)
+        if owner is not None:
+            place = OfTensor(*owner[1:], "is_coalesced")
+            self.note_once(f"{owner[0]}.is_coalesced()", place.now(NO_CALL), place)
+        elif isinstance(t, FakeTensor) and self._values.value_of(t).op.target not in _COALESCED:
+            raise UnsupportedOpError(
+                "the forward asks whether a sparse tensor that it has made is coalesced",
+                op="Tensor.is_coalesced",
+                **self._builder.where(),
+                hint="ask the input, or write x.coalesce(), which does nothing to one that is",
+            )
 
     def _is_shared(self, storage: int) -> bool:
         """Whether several inputs lie in a storage that was written."""
@@ -381,6 +398,7 @@ _aten = torch.ops.aten
 # Layouts of inputs ---------------------------------------------------------------------------------------------------
 
 
+_COALESCED = (torch.ops.aten.coalesce.default, torch.ops.aten._coalesce.default)
 _VIEWS_OR_COPIES = frozenset(
     {
         *(_aten.reshape.default, _aten.reshape_as.default, _aten.flatten.using_ints, _aten.ravel.default),
