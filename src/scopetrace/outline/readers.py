@@ -31,8 +31,13 @@ class Readers:
         self._op_at = dict(ops)
         self._steps = [i for i, op in ops if op.kind not in ("placeholder", "get_attr")]
         for i, op in ops:
-            self._last.update(dict.fromkeys([*op.inputs(), *self._symbols_in((op.args, op.kwargs))], i))
-            self._made.update(dict.fromkeys([*op.values(), *(op.unbacked or ())], i))
+            for value in op.inputs():
+                self._last[value] = i
+            for value in op.values():
+                self._made[value] = i
+        for i, op in ops if self._symbols else ():
+            self._last.update(dict.fromkeys(self._symbols_in((op.args, op.kwargs)), i))
+            self._made.update(dict.fromkeys(op.unbacked or (), i))
         for call in tape.calls:
             used = (call.args, call.kwargs, call.outputs, call.mutated)
             for value in [*leaves(used, Value), *self._symbols_in(used)]:
@@ -96,9 +101,18 @@ class Captured:
         merged = {**found, **self._wanted.get(call, {})}
         return {self._readers.at(call, place): merged[place] for place in sorted(merged)}
 
-    def note(self, key: Any, call: Call, given: dict[Value, Bound]) -> None:
-        """Note what a call gives. `key` is equal for calls that are equal but for what they give here."""
-        self._groups[key][call] = {self._readers.place(call, v): bound for v, bound in given.items()}
+    def note(self, key: Any, call: Call, given: dict[Value, Bound]) -> dict[Call, dict[Place, Bound]]:
+        """Note what a call gives. `key` is equal for calls that are equal but for what they give here.
+
+        Gives what is noted of all these.
+        """
+        group = self._groups[key]
+        group[call] = {self._readers.place(call, v): bound for v, bound in given.items()}
+        return group
+
+    def wants(self, *calls: Call) -> bool:
+        """Whether one of these calls has to give what equal ones do."""
+        return not self._wanted.keys().isdisjoint(calls)
 
     def missing(self) -> dict[Call, dict[Place, Bound]]:
         """By call, what it has to give because an equal one does; empty where all equal ones give the same."""
