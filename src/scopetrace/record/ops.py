@@ -400,11 +400,12 @@ class OpRecorder:
         raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **self.where(), hint=hint)
 
     def _needs_autograd(self, call: OpCall) -> bool:
-        """Whether autograd may keep something of the op; under no_grad, a view of what requires grad."""
-        if _grad_enabled() and not call.facts.in_place:
-            return True
-        view = call.facts.may_alias and not call.facts.in_place
-        return (view or _grad_enabled()) and any(requires_grad_of(v.fake) for v in call.inputs)
+        """Whether autograd may keep something of the op; under no_grad, a view of what requires grad.
+
+        It keeps views of all tensors: a write may give them a history.
+        """
+        grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.in_place
+        return (grad and view) or ((grad or view) and any(requires_grad_of(v.fake) for v in call.inputs))
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
