@@ -35,7 +35,7 @@ from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import map_structure
 from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import BodyTape, ProgramTape, Value, map_argument
-from scopetrace.record.session import record
+from scopetrace.session import record
 
 FACTOR = 2.0
 HISTORY = []

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scopetrace.record.session import record
+from scopetrace.session import record
 
 STATEMENTS = {
     "count": "self.steps.add_(1)",

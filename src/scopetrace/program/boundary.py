@@ -70,9 +70,9 @@ from scopetrace.ir.reads import (
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, SetTo, StateRef
-from scopetrace.record import argument_names, more_keywords
 from scopetrace.record.model import is_torchs
 from scopetrace.record.uses import takes_by_key
+from scopetrace.session import argument_names, more_keywords
 
 Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
