@@ -62,7 +62,7 @@ from scopetrace._compat.symbols import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
 
 
-class Observer(HookListener, ValueListener, Protocol):
+class Observer(ValueListener, Protocol):
     """Who is told of what happens. `run` does what would have happened without the replacement."""
 
     @property
@@ -72,23 +72,8 @@ class Observer(HookListener, ValueListener, Protocol):
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called (`method` is "call"), or its forward is ("forward"), by its module or directly."""
 
-    def on_forward_ad(self) -> None:
-        """The forward differentiates in forward mode, outside of a transform such as torch.func.jvp."""
-
-    def on_custom_function(self, cls: type, args: Any) -> Any:
-        """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
-
-    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
-        """Torch applies a `torch.autograd.Function` to a tensor. Returns what it gets in its place."""
-
-    def on_unseen_function(self) -> None:
-        """A `torch.autograd.Function` is applied, to tensors that are not known."""
-
     def on_dispatch_mode(self, name: str) -> None:
         """The forward enters a `TorchDispatchMode` that torch does not have, a class of this name."""
-
-    def on_reentrant(self, tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """A context in which a reentrant checkpoint runs: its results require grad only if one of these does."""
 
     def on_nested_region(self, run: Callable[[], Any]) -> Any:
         """A function under `nested_compile_region` is called. Returns what `run` does, which calls it."""
@@ -109,6 +94,25 @@ class Observer(HookListener, ValueListener, Protocol):
         """The forward assigns to `t.data`; told when paused too. Returns whether the observer did that."""
 
 
+class AutogradObserver(HookListener, Protocol):
+    """Who is told what the forward does with autograd."""
+
+    def on_forward_ad(self) -> None:
+        """The forward differentiates in forward mode, outside of a transform such as torch.func.jvp."""
+
+    def on_custom_function(self, cls: type, args: Any) -> Any:
+        """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
+
+    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
+        """Torch applies a `torch.autograd.Function` to a tensor. Returns what it gets in its place."""
+
+    def on_unseen_function(self) -> None:
+        """A `torch.autograd.Function` is applied, to tensors that are not known."""
+
+    def on_reentrant(self, tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """A context in which a reentrant checkpoint runs: its results require grad only if one of these does."""
+
+
 _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
 
@@ -122,11 +126,14 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 
 @contextlib.contextmanager
-def observing(observer: Observer, listener: Listener, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
-    """Tell `observer` what this thread does inside, and tell models that they are being exported. Gives `mine`.
+def observing(
+    observer: Observer, autograd: AutogradObserver, listener: Listener, modules: Iterable[torch.nn.Module]
+) -> Iterator[Mine]:
+    """Tell observers what this thread does inside, and tell models that they are being exported. Gives `mine`.
 
     Args:
         observer: is told, unless it is paused.
+        autograd: is told what is done with autograd, unless `observer` is paused.
         listener: is told of questions.
         modules: those whose direct calls of `forward` are reported.
     """
@@ -145,21 +152,21 @@ def observing(observer: Observer, listener: Listener, modules: Iterable[torch.nn
         _prepare(stack, modules)
         replace, mode = stack.enter_context(replacing()), FunctionMode()
         _report_module_calls(stack, replace, observer, mine, modules)
-        _report_backward(replace, mode, observer, mine)
-        _report_custom_functions(replace, observer, mine)
+        _report_backward(replace, mode, autograd, mine)
+        _report_custom_functions(replace, autograd, mine)
         _report_modes(replace, observer, mine)
-        report_hooks(replace, mode.on, observer, mine)
+        report_hooks(replace, mode.on, autograd, mine)
         _report_seeding(replace, observer, recording)
         _report_object_collectives(replace, observer, mine)
         _report_storages(replace, mode.on, observer, here, mine)
         report_values(replace, mode.on, observer, mine)
         index_with_symbols(mode.on, mine)
         behave_as_numbers(replace, mine)
-        _report_transforms(replace, observer, mine)
-        _report_steps(stack, replace, observer, recording)
-        _report_scalers(replace, observer, recording)
-        _report_schedulers(replace, observer, recording)
-        _put_scalers_back(stack, replace, observer, recording)
+        _report_transforms(replace, autograd, mine)
+        _report_steps(stack, replace, autograd, recording)
+        _report_scalers(replace, autograd, recording)
+        _report_schedulers(replace, autograd, recording)
+        _put_scalers_back(stack, replace, autograd, recording)
         report_questions(replace, mode.on, listener, mine)
         entry_points = hop_entry_points(mine, observer.on_nested_region)
         for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
@@ -285,7 +292,7 @@ def _forget_compiled(module: Any) -> None:
 # Autograd, seeds, storages -------------------------------------------------------------------------------------------
 
 
-def _report_backward(replace: Replace, mode: FunctionMode, observer: Observer, mine: Mine) -> None:
+def _report_backward(replace: Replace, mode: FunctionMode, observer: AutogradObserver, mine: Mine) -> None:
     """`mode` is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
 
     def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,7 +326,7 @@ def _report_backward(replace: Replace, mode: FunctionMode, observer: Observer, m
     mode.on(torch._VF._make_dual, make_dual)
 
 
-def _report_transforms(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_transforms(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
     """Transforms such as torch.vmap wrap what stands for a parameter in autograd's graph of the forward."""
 
     def reported(wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -335,7 +342,7 @@ def _report_transforms(replace: Replace, observer: Observer, mine: Mine) -> None
     replace(eager_transforms, "_wrap_tensor_for_grad", reported(eager_transforms._wrap_tensor_for_grad))
 
 
-def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
     """Optimizers that are made, and the steps of all."""
     make, hooks = torch.optim.Optimizer.__init__, hooks_of_all_optimizers()
 
@@ -363,7 +370,7 @@ def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Obser
     stack.callback(register_optimizer_step_post_hook(after).remove)
 
 
-def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_scalers(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
     """Scalers of gradients."""
     scaler = torch.amp.GradScaler
     begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
@@ -392,7 +399,7 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
     replace(scaler, "_maybe_opt_step", decides)
 
 
-def _report_schedulers(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_schedulers(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
     """Schedulers of learning rates, by what their `step` calls, since that may be bound before the trace."""
 
     def reported(run: Callable[..., Any], scheduler_of: Callable[..., LRScheduler]) -> Callable[..., Any]:
@@ -414,7 +421,7 @@ def _report_schedulers(replace: Replace, observer: Observer, mine: Mine) -> None
     replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, second))
 
 
-def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
+def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
     """What a scaler has noted of optimizers since its last `update()` is put back when the stack ends."""
     check = torch.amp.GradScaler._check_scale_growth_tracker
     used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
@@ -468,7 +475,7 @@ _QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "sco
 """Modules whose modes change no results, and tell Python nothing as `FlopCounterMode` does."""
 
 
-def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_custom_functions(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
     Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.15
@@ -505,7 +512,7 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
             replace(owner, "apply", classmethod(apply))
 
 
-def _applied(observer: Observer, x: Any) -> Any:
+def _applied(observer: AutogradObserver, x: Any) -> Any:
     """An argument of `Function.apply` as the function gets it: autograd takes tensors, and not those in lists."""
     return observer.on_applied(x) if isinstance(x, torch.Tensor) else x
 
@@ -519,7 +526,7 @@ def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return bound.args
 
 
-def _reentrant(observer: Observer, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
+def _reentrant(observer: AutogradObserver, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
     """A reentrant checkpoint: what it wraps runs. Its results require grad only if one of its arguments does."""
     mark = observer.mark()
     tensors = [t for t in args if isinstance(t, torch.Tensor)]

@@ -511,7 +511,7 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
 
 
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
+    if any(map(_is_symbolic, args)) or any(map(_is_symbolic, kwargs.values())):
         with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
             return func(*args, **kwargs)
     if runs_in_python(func, args):
@@ -549,7 +549,7 @@ def run_parts(func: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if func is torch.ops.aten.dropout.default and not (args[1] and args[2]):
         return args[0]
-    if not _has_kernel(func.name(), _COMPOSITE) or runs_in_python(func, tree_leaves((args, kwargs))):
+    if not _has_kernel(func.name(), _COMPOSITE) or runs_in_python(func, (*args, *kwargs.values())):
         return func.decompose(*args, **kwargs)
     return func._op_dk(_COMPOSITE, *args, **kwargs)
 
@@ -566,12 +566,14 @@ def runs_in_python(func: Any, args: Iterable[Any]) -> bool:
 
     For the kernels of cuDNN, the recurrent ops look there whether the weights lie one after the other.
     """
-    tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    return (func in RECURRENT and any(t.device.type == "cuda" for t in tensors)) or any(map(_is_symbolic, args))
+    is_cudnn = func in RECURRENT and any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(tuple(args)))
+    return is_cudnn or any(map(_is_symbolic, args))
 
 
 def _is_symbolic(x: Any) -> bool:
-    return is_symbolic(x) if isinstance(x, torch.Tensor) else isinstance(x, Symbolic)
+    if isinstance(x, torch.Tensor):
+        return is_symbolic(x)
+    return any(map(_is_symbolic, x)) if isinstance(x, (list, tuple)) else isinstance(x, Symbolic)
 
 
 def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:

@@ -45,8 +45,8 @@ from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
 from scopetrace.program.outlined import Function, OutlinedTrace, OutlineTarget, outline_calls
 from scopetrace.program.traced import TracedProgram, functional_tape
-from scopetrace.record import record
 from scopetrace.record.calls import Progress
+from scopetrace.session import record
 from scopetrace.view.diff import Diff, compare
 from scopetrace.view.text import render
 

@@ -64,8 +64,8 @@ from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.history import History
 from scopetrace.program.sharing import InputSharing, StateSharing
-from scopetrace.record import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
+from scopetrace.session import argument_names, more_keywords
 
 Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""

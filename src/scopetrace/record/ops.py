@@ -79,7 +79,6 @@ from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.copying import OpCopier
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.flex_attention import FlexRecorder
-from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.reads import FAST_PATH, ReadRecorder
 from scopetrace.record.rewritten_ops import REWRITES
@@ -307,7 +306,7 @@ class OpRecorder:
         """torch.cond and its kind arrive."""
         if hop in CHECKPOINTS:
             mark = self._builder.mark()
-            out = self._run_callable(args[0], args[1:])
+            out = self.run_callable(args[0], args[1:])
             self._builder.end_region(CHECKPOINTS[0], mark)
             return out
         if hop is custom_function_call:
@@ -325,13 +324,9 @@ class OpRecorder:
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
         recorder = FlexRecorder if hop is _flex_attention else BodyRecorder
-        return recorder(self._builder, self.values, self.factory, hop, args, self._run_callable).run()
+        return recorder(self._builder, self.values, self.factory, hop, args, self.run_callable).run()
 
-    def apply_function(self, cls: type, args: tuple[Any, ...]) -> Any:
-        """A `torch.autograd.Function` is applied, and autograd sees it."""
-        return FunctionRecorder(cls, args, self._builder, self.values, self.factory, self._run_callable).run()
-
-    def _run_callable(self, fn: Any, args: Any) -> Any:
+    def run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""
         if isinstance(fn, torch.fx.GraphModule):
             return self.recorded(lambda: self._run_graph(fn, args))
@@ -360,7 +355,8 @@ class OpRecorder:
             out = facts.rewrite(self, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if facts.comes_apart and self._builder.differentiates and _requires_grad(args, kwargs):
+        apart = facts.comes_apart and self._builder.differentiates and not in_transform()  # which takes it apart itself
+        if apart and _requires_grad(args, kwargs):
             self._refuse_lost_dropout(func, args)
             return self.recorded(lambda: run_parts(func, *args, **kwargs))
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
@@ -398,11 +394,12 @@ class OpRecorder:
         raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **self.where(), hint=hint)
 
     def _needs_autograd(self, call: OpCall) -> bool:
-        """Whether autograd may keep something of the op; under no_grad, a view of what requires grad."""
-        if _grad_enabled() and not call.facts.in_place:
-            return True
-        view = call.facts.may_alias and not call.facts.in_place
-        return (view or _grad_enabled()) and any(requires_grad_of(v.fake) for v in call.inputs)
+        """Whether autograd may keep something of the op; under no_grad, a view of what requires grad.
+
+        It keeps views of all tensors: a write may give them a history.
+        """
+        grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.in_place
+        return (grad and view) or ((grad or view) and any(requires_grad_of(v.fake) for v in call.inputs))
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""

@@ -17,10 +17,10 @@ from scopetrace._compat.ops import autocast_enabled, in_transform
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, RecordedTape, Value
-from scopetrace.record import Recording, retraced
 from scopetrace.record.builder import Assumptions
 from scopetrace.record.calls import NodeRunner, root_scope, scope_of_node
 from scopetrace.record.model import Model
+from scopetrace.session import Recording, retraced
 from scopetrace.torch_level.pure_calls import pure_call
 from scopetrace.torch_level.step import Step
 

@@ -32,16 +32,8 @@ from scopetrace._compat.gradients import (
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
-from scopetrace.containers.structure import leaves
-from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place, same
-from scopetrace.ir.tape import AttributeWrite, Value
-from scopetrace.ir.write_back import GraphInput, StateRef
-from scopetrace.ops.higher_order import FUNCTIONS
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
-from scopetrace.record.flags import FlagRecorder
-from scopetrace.record.model import Model
-from scopetrace.record.optimizers import (
+from scopetrace.autograd.flags import FlagRecorder
+from scopetrace.autograd.optimizers import (
     are_held,
     has_gradient,
     how_many,
@@ -52,7 +44,15 @@ from scopetrace.record.optimizers import (
     state_tensors,
     tensors_of,
 )
-from scopetrace.record.phases import OTHER, PhaseRecorder
+from scopetrace.autograd.phases import OTHER, PhaseRecorder
+from scopetrace.containers.structure import leaves
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place, same
+from scopetrace.ir.tape import AttributeWrite, Value
+from scopetrace.ir.write_back import GraphInput, StateRef
+from scopetrace.ops.higher_order import FUNCTIONS
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
 
 _SET_DATA = torch.ops.aten.set_.source_Tensor

@@ -38,6 +38,18 @@ from scopetrace._compat.tensors import (
     tags_of,
     with_version,
 )
+from scopetrace.autograd import AutogradRecorder
+from scopetrace.autograd.checkpoints import refuse_recomputed
+from scopetrace.autograd.gradients import sparse_gradient
+from scopetrace.autograd.history import (
+    inputs_made_leaves,
+    refuse_detached_bases,
+    refuse_detached_inputs,
+    refuse_lost_gradients,
+    refuse_lost_hooks,
+    without_hidden_gradients,
+    writes_to_inputs_apart,
+)
 from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
@@ -78,7 +90,6 @@ from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
-from scopetrace.record.checkpoints import refuse_recomputed
 from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -89,18 +100,7 @@ from scopetrace.record.dynamic_shapes import (
     refuse_shared,
     symbolic_strides,
 )
-from scopetrace.record.effects import (
-    inputs_made_leaves,
-    refuse_detached_bases,
-    refuse_detached_inputs,
-    refuse_lost_gradients,
-    refuse_lost_hooks,
-    refuse_tags,
-    settings_left,
-    without_hidden_gradients,
-    writes_to_inputs_apart,
-)
-from scopetrace.record.gradients import sparse_gradient
+from scopetrace.record.effects import refuse_tags, settings_left
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model
@@ -400,11 +400,12 @@ class Recording:
         parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
         calls = CallRecorder(*parts)
         with scopes.activate(self.builder.state):
+            autograd = calls.autograd = AutogradRecorder(self.builder, self.values, self.ops, self.reads, self.model)
             with (
                 self._errors_explained(),
                 self._unseeded(),
                 noting_errors(self.builder.raised),
-                observing(calls, self.reads, self.model.modules) as mine,
+                observing(calls, autograd, self.reads, self.model.modules) as mine,
                 self.reads.watching(),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
