@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from scopetrace.containers.contents import content_of, is_library, is_users_class
+from scopetrace.containers.contents import content_of, fill_cell, is_library, is_users_class, put_entry
 
 
 class Names(NamedTuple):
@@ -92,11 +92,14 @@ _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 MEMO = type(functools.cache(len))
 """The class of functions under `functools.cache`."""
 
-Visit = Callable[[str, Any], None]
+Visit = Callable[..., None]
 
 
 class Reach:
-    """Follows names from functions and classes. `visit` gets each object that a variable holds, with its name."""
+    """Follows names from functions and classes.
+
+    `visit` gets each object that a variable holds: its name, the object, None, and what puts another in its place.
+    """
 
     def __init__(self, visit: Visit) -> None:
         self._visit = visit
@@ -110,7 +113,9 @@ class Reach:
         """The users' classes whose attributes they may write to."""
         self.names: set[str] = set()
         """What they name."""
-        self._unnamed: dict[str, list[types.FunctionType]] = {}
+        self.memos: dict[int, Any] = {}
+        """By id, the functions under `functools.cache` and `lru_cache`."""
+        self._unnamed: dict[str, list[Any]] = {}
         """By name, the methods of the classes that no function has named so far."""
         self._pending: list[types.FunctionType] = []
         self._following = False
@@ -122,6 +127,7 @@ class Reach:
             x = x.func
         x = getattr(x, "__func__", x) if isinstance(x, (types.MethodType, staticmethod, classmethod)) else x
         if isinstance(x, MEMO):
+            self.memos[id(x)] = x
             x = x.__wrapped__
         if isinstance(x, property):
             for accessor in (x.fget, x.fset):
@@ -142,18 +148,18 @@ class Reach:
             for name, member in vars(base).items():
                 for function in _functions_of(member):
                     if name in self.names or name == "forward" or name[:2] == "__":
-                        self._add_function(function)
+                        self.add(function)
                     else:
                         self._unnamed.setdefault(name, []).append(function)
                 if name[:2] != "__" and not callable(member) and not hasattr(type(member), "__get__"):
-                    self._visit(f"{base.__name__}.{name}", member)
+                    self._visit(f"{base.__name__}.{name}", member, None, functools.partial(setattr, base, name))
 
     def _name(self, names: set[str] | frozenset[str]) -> None:
         new = names - self.names
         self.names |= new
         for name in new & self._unnamed.keys():
             for function in self._unnamed.pop(name, ()):
-                self._add_function(function)
+                self.add(function)
 
     def _add_function(self, function: types.FunctionType) -> None:
         if function.__code__ in self.functions or is_library(_home(function)):
@@ -171,12 +177,11 @@ class Reach:
         code, table = function.__code__, function.__globals__
         names = names_of(code)
         self._name(names.all)
-        for name in names.bound:
-            self.variables[id(table), name] = table, name
-        for name in names.globals & table.keys():
+        for name in names.bound | (names.globals & table.keys()):
             if (id(table), name) not in self.variables:
                 self.variables[id(table), name] = table, name
-                self._look_at(name, table[name])
+                if name in table:
+                    self._look_at(name, table[name], functools.partial(put_entry, table, name))
         for name, attribute in names.dotted:
             module = table.get(name)
             if isinstance(module, types.ModuleType) and not is_library(module.__name__):
@@ -184,7 +189,7 @@ class Reach:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self.cells:
                 self.cells[id(cell)] = name, cell
-                self._look_at(name, content_of(cell))
+                self._look_at(name, content_of(cell), functools.partial(fill_cell, cell))
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         for default in defaults:
             self._look_at(f"a default argument of {function.__name__}", default)
@@ -193,14 +198,14 @@ class Reach:
         own = vars(module)
         if name in own and (id(own), name) not in self.variables:
             self.variables[id(own), name] = own, name
-            self._look_at(f"{module.__name__}.{name}", own[name])
+            self._look_at(f"{module.__name__}.{name}", own[name], functools.partial(put_entry, own, name))
 
-    def _look_at(self, name: str, value: Any) -> None:
+    def _look_at(self, name: str, value: Any, place: Callable[[Any], None] | None = None) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
             self.add(value)
         elif not isinstance(value, types.ModuleType):
-            self._visit(name, value)
+            self._visit(name, value, None, place)
 
 
 def unwrapped(function: Any) -> Any:
@@ -215,8 +220,8 @@ def _home(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
-def _functions_of(member: Any) -> Iterator[types.FunctionType]:
+def _functions_of(member: Any) -> Iterator[Any]:
     """The functions that an entry of a class stands for."""
     member = getattr(member, "__func__", member)
     accessors = (member.fget, member.fset) if isinstance(member, property) else (getattr(member, "func", member),)
-    yield from (f for f in accessors if isinstance(f, types.FunctionType))
+    yield from (f for f in accessors if isinstance(f, (types.FunctionType, MEMO)))

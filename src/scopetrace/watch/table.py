@@ -321,7 +321,7 @@ class RanFunctions:
         """Of objects with attributes, those that code which ran names; None where it may take all."""
 
     def _named_by(self, names: Set[str]) -> dict[types.CodeType, types.FunctionType]:
-        """Functions that those which ran name: by variables, lists and dicts in these, and methods of users' classes."""
+        """Functions that those which ran name: by variables, lists and dicts in these; methods of users' classes."""
         inner: dict[types.CodeType, types.FunctionType] = {}
         for function in self.functions.values():
             named = [function.__globals__.get(name) for name in names_of(function.__code__).globals]
