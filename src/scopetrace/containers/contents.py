@@ -220,9 +220,17 @@ _WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)
 """What holds items, and in a subclass attributes too."""
 
 
-@functools.lru_cache(maxsize=4096)
-def form_of(kind: Any) -> Form | None:
+def form_of(kind: type) -> Form | None:
     """How the objects of a class hold something; None for those that are compared by identity."""
+    if kind not in _known_forms:
+        _known_forms[kind] = _find_form(kind)
+    return _known_forms[kind]
+
+
+_known_forms: weakref.WeakKeyDictionary[type, Form | None] = weakref.WeakKeyDictionary()
+
+
+def _find_form(kind: Any) -> Form | None:
     if kind in ATOMS or kind in STAND_INS or issubclass(kind, _WITHOUT):
         return None
     for base, form in _FORMS.items():
@@ -282,11 +290,11 @@ def _snapshot(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around
     content = form.read(x)
     if form.entries:
         by_attribute = form.entries == "."
-        narrows = form is ATTRIBUTES and names is not None
+        narrows = form is ATTRIBUTES
         entries = {
             key: _snapshot(item, names, skip, around)
             for key, item in content.items()
-            if (not narrows or key in names) and (id(x), key) not in skip
+            if (names is None or not narrows or key in names) and (id(x), key) not in skip
         }
         if by_attribute:
             return Attributes(kind, entries)

@@ -75,12 +75,15 @@ def _read(code: types.CodeType) -> Names:
         before = op
     texts = [c for c in code.co_consts if type(c) is str] if _ASKING.intersection(code.co_names) else []
     names = {*code.co_names, *(part for text in texts for part in text.split(".") if part.isidentifier())}
-    asks = False in compares or "id" in reads, True in compares
-    found = Names(frozenset(names), frozenset(reads), frozenset(binds), frozenset(dotted), *asks)
-    for inner in [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]:
-        sets = [one | other for one, other in zip(found[:4], inner[:4], strict=True)]
-        found = Names(*sets, found[4] or inner[4], found[5] or inner[5])
-    return found
+    inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return Names(
+        frozenset(names).union(*(n.all for n in inner)),
+        frozenset(reads).union(*(n.globals for n in inner)),
+        frozenset(binds).union(*(n.bound for n in inner)),
+        frozenset(dotted).union(*(n.dotted for n in inner)),
+        False in compares or "id" in reads or any(n.compares_objects for n in inner),
+        True in compares or any(n.compares_bools for n in inner),
+    )
 
 
 _ASKING = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "methodcaller"})
