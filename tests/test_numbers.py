@@ -109,7 +109,8 @@ def test_a_dynamic_size_is_used_as_in_eager_or_refused(expression):
 
 
 def test_many_of_these_are_not_refused():
-    cases = [(function_of("t.item()", e), (torch.ones(2), t[0])) for t in TENSORS.values() for e in PARTS]
+    numbers = [t for t in TENSORS.values() if t.dtype is not torch.bool]
+    cases = [(function_of("t.item()", e), (torch.ones(2), t[0])) for t in numbers for e in PARTS]
     traced = [outcome(st.trace, forward, args) for forward, args in cases]
     assert sum(isinstance(tr, st.Trace) for tr in traced) > 0.4 * len(traced)
 

@@ -323,7 +323,7 @@ def _report_backward(replace: Replace, mode: FunctionMode, observer: AutogradObs
             observer.on_forward_ad()
         return ask(*args, **kwargs)
 
-    mode.on(torch._VF._make_dual, make_dual)
+    mode.on(torch._C._VariableFunctions._make_dual, make_dual)  # type: ignore[attr-defined]
 
 
 def _report_transforms(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
