@@ -448,6 +448,20 @@ def garbage_collector_off() -> Iterator[None]:
                     gc.enable()
 
 
+_unfinished: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def to_undo(undo: Callable[[], None]) -> Iterator[None]:
+    """`undo` runs at the end, and in a process that is forked meanwhile by another thread, where there is no end."""
+    _unfinished.append(undo)
+    try:
+        yield
+    finally:
+        _unfinished.remove(undo)
+        undo()
+
+
 def _forget_other_threads() -> None:
     """In a forked process: no other thread is there, and what one of the parent was building is never finished."""
     if one_at_a_time.acquire(blocking=False):  # nobody else was building
@@ -458,6 +472,8 @@ def _forget_other_threads() -> None:
     _slots._schema_check_mode = None
     for i in range(2):
         _slots.set(i, None)
+    while _unfinished:
+        _unfinished.pop()()
     if any(_collector_off.values()):
         gc.enable()
     _collector_off.clear()
