@@ -90,8 +90,17 @@ def own_dict(x: Any) -> dict[str, Any]:
     return found
 
 
+_known_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
 def slots_of(kind: type) -> list[str]:
     """The names of its `__slots__`."""
+    if kind not in _known_slots:
+        _known_slots[kind] = _find_slots(kind)
+    return _known_slots[kind]
+
+
+def _find_slots(kind: type) -> list[str]:
     members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 
@@ -220,9 +229,17 @@ _WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)
 """What holds items, and in a subclass attributes too."""
 
 
-@functools.lru_cache(maxsize=4096)
-def form_of(kind: Any) -> Form | None:
+def form_of(kind: type) -> Form | None:
     """How the objects of a class hold something; None for those that are compared by identity."""
+    if kind not in _known_forms:
+        _known_forms[kind] = _find_form(kind)
+    return _known_forms[kind]
+
+
+_known_forms: weakref.WeakKeyDictionary[type, Form | None] = weakref.WeakKeyDictionary()
+
+
+def _find_form(kind: Any) -> Form | None:
     if kind in ATOMS or kind in STAND_INS or issubclass(kind, _WITHOUT):
         return None
     for base, form in _FORMS.items():
@@ -292,11 +309,11 @@ class _Snapshots:
     def _content(self, x: Any, form: Form) -> Any:
         content = form.read(x)
         if form.entries:
-            narrows = form is ATTRIBUTES and self._names is not None
+            names = self._names if form is ATTRIBUTES else None
             entries = {
                 key: self.of(item)
                 for key, item in content.items()
-                if (not narrows or key in self._names) and (id(x), key) not in self._skip
+                if (names is None or key in names) and (id(x), key) not in self._skip
             }
             return Attributes(type(x), entries) if form.entries == "." else {**entries, **self._more(x)}
         if type(content) in (list, tuple):

@@ -81,7 +81,7 @@ class WatchedDict(dict[str, Any]):
         self._show_one(name)
         return dict.__getitem__(self, name) if dict.__contains__(self, name) else self.hidden[name]
 
-    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+    def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
         self._show_one(name)
         return dict.get(self, name, self.hidden.get(name, default))
@@ -103,7 +103,7 @@ class WatchedDict(dict[str, Any]):
         self.hidden.pop(name, None)
         dict.__delitem__(self, name)
 
-    def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
+    def pop(self, name: str, *default: Any) -> Any:
         """As of a dict."""
         self._show_one(name)
         return dict.pop(self, name, *default)

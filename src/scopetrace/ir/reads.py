@@ -231,7 +231,8 @@ class OfModules:
         key = next(key for key in (*old, *new) if not same(old.get(key), new.get(key)))
         if self.aspect == "hooks":
             return f"{key} of {of}", str(len(old.get(key, ()))), str(len(new.get(key, ())))
-        return f"{key} of {of}", *["another one" if key in x else "that of its class" for x in (old, new)]
+        was, is_now = ["another one" if key in x else "that of its class" for x in (old, new)]
+        return f"{key} of {of}", was, is_now
 
 
 @dataclasses.dataclass(frozen=True)

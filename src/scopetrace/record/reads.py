@@ -24,6 +24,7 @@ from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
+from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
@@ -34,7 +35,6 @@ from scopetrace.ir.reads import (
     OfTensor,
     Place,
     Read,
-    snapshot,
 )
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
