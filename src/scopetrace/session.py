@@ -108,7 +108,7 @@ from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.watch.effects import EffectWatch
-from scopetrace.watch.settle import Run, judged
+from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
 
 T = TypeVar("T")
@@ -350,7 +350,7 @@ class Recording:
         is_state = self.values.is_state
         try:
             for seed in range(3):
-                inputs = [t if seed == 0 else _random_like(t, seed) for t in examples]
+                inputs = [t if seed == 0 else random_like(t, seed) for t in examples]
                 results = []
                 for tape in (self.tape, other):
                     given = dict(zip(tape.inputs, inputs, strict=True))
@@ -729,15 +729,6 @@ def _way_out(error: BaseException) -> str:
 
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
-
-
-def _random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
-    """A tensor with other data, where it has numbers of which any may be a value."""
-    if not t.is_floating_point() or t.device.type == "meta":
-        return t
-    with eager():
-        generator = torch.Generator(t.device).manual_seed(seed)
-        return torch.empty_like(t).normal_(generator=generator)
 
 
 def _are_alike(old: Any, new: torch.Tensor) -> bool:

@@ -276,48 +276,54 @@ def extra_attributes(x: Any) -> dict[str, Any]:
 
 
 def snapshot(x: Any, names: Set[str] | None = None, skip: Set[tuple[int, Any]] = frozenset()) -> Any:
-    """`x`, with copies of what holds values in it.
+    """`x`, with copies of what holds values in it; one copy of each object.
 
     Args:
         x: any object.
         names: of objects with attributes, those that count; None for all.
         skip: entries that do not count: the id of what holds them, and their key.
     """
-    return _snapshot(x, names, skip, ())
+    return _Snapshots(names, skip).of(x)
 
 
-def _snapshot(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around: tuple[int, ...]) -> Any:
-    kind = type(x)  # isinstance would ask an object for its `__class__`
-    if kind in ATOMS or kind is types.FunctionType or (kind is tuple and ATOMS.issuperset(map(type, x))):
-        return x
-    form = form_of(kind)
-    if form is None or form.by_identity:
-        return x if kind not in STAND_INS else _snapshot(plain(x), names, skip, around)
-    if id(x) in around:
-        return f"<container {len(around) - around.index(id(x))} up>"
-    around = (*around, id(x))
-    content = form.read(x)
-    if form.entries:
-        by_attribute = form.entries == "."
-        narrows = form is ATTRIBUTES
-        entries = {
-            key: _snapshot(item, names, skip, around)
-            for key, item in content.items()
-            if (names is None or not narrows or key in names) and (id(x), key) not in skip
-        }
-        if by_attribute:
-            return Attributes(kind, entries)
-        return {**entries, **_more(x, names, skip, around)}
-    if type(content) in (list, tuple):
-        items = [_snapshot(item, names, skip, around) for item in content]
-        return type(content)((*items, *_more(x, names, skip, around).items()))
-    if type(content).__module__ == "numpy" and hasattr(content, "tobytes"):
-        return str(content.dtype), content.shape, content.tobytes()
-    return content if form.is_generator or type(content) is set else _snapshot(content, names, skip, around)
+class _Snapshots:
+    """Makes the snapshot of one object."""
 
+    def __init__(self, names: Set[str] | None, skip: Set[tuple[int, Any]]) -> None:
+        self._names, self._skip = names, skip
+        self._taken: dict[int, tuple[Any, Any]] = {}
+        """By id, the objects inside with their snapshots; while that is made, the position stands for it."""
 
-def _more(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around: tuple[int, ...]) -> dict[str, Any]:
-    return {f".{key}": _snapshot(item, names, skip, around) for key, item in extra_attributes(x).items()}
+    def of(self, x: Any) -> Any:
+        kind = type(x)  # isinstance would ask an object for its `__class__`
+        if kind in ATOMS or kind is types.FunctionType or (kind is tuple and ATOMS.issuperset(map(type, x))):
+            return x
+        form = form_of(kind)
+        if form is None or form.by_identity:
+            return x if kind not in STAND_INS else self.of(plain(x))
+        if id(x) not in self._taken:
+            self._taken[id(x)] = x, f"<container {len(self._taken)}>"
+            self._taken[id(x)] = x, self._content(x, form)
+        return self._taken[id(x)][1]
+
+    def _content(self, x: Any, form: Form) -> Any:
+        content = form.read(x)
+        if form.entries:
+            names = self._names if form is ATTRIBUTES else None
+            entries = {
+                key: self.of(item)
+                for key, item in content.items()
+                if (names is None or key in names) and (id(x), key) not in self._skip
+            }
+            return Attributes(type(x), entries) if form.entries == "." else {**entries, **self._more(x)}
+        if type(content) in (list, tuple):
+            return type(content)((*map(self.of, content), *self._more(x).items()))
+        if type(content).__module__ == "numpy" and hasattr(content, "tobytes"):
+            return str(content.dtype), content.shape, content.tobytes()
+        return content if form.is_generator or type(content) is set else self.of(content)
+
+    def _more(self, x: Any) -> dict[str, Any]:
+        return {f".{key}": self.of(item) for key, item in extra_attributes(x).items()}
 
 
 _BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset, torch.Size, types.CodeType})
@@ -329,6 +335,11 @@ def same(then: Any, now: Any) -> bool:
 
     0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor of its metadata.
     """
+    return _same(then, now, set())
+
+
+def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
+    """`known` has the ids of containers that are equal: those in many places are compared once."""
     if then is now:
         return True
     kind = type(then)
@@ -336,10 +347,13 @@ def same(then: Any, now: Any) -> bool:
         return isinstance(now, torch.Tensor) and then == TensorLike.of(now)
     if kind is not type(now):
         return False
-    if issubclass(kind, (list, tuple)):
-        return len(then) == len(now) and all(map(same, then, now))
-    if kind is dict:
-        return len(then) == len(now) and all(map(same, then, now)) and all(map(same, then.values(), now.values()))
+    if issubclass(kind, (list, tuple)) or kind is dict:
+        pair = id(then), id(now)
+        if pair not in known and len(then) == len(now):
+            parts = zip((*then, *then.values()), (*now, *now.values())) if kind is dict else zip(then, now)
+            if all(_same(a, b, known) for a, b in parts):
+                known.add(pair)
+        return pair in known
     try:
         if kind in _BY_EQUALITY:
             return bool(then == now)

@@ -54,7 +54,7 @@ class EffectWatch:
         numpy = getattr(sys.modules.get("numpy"), "random", None)
         for name, module in (("random", random), ("numpy.random", numpy)):
             if module is not None:
-                self._contents.add(name, module.random.__self__)
+                self._contents.add(name, getattr(module.random, "__self__", None))  # somebody may replace it
         tensors = [*inputs, *zip(model.names_of_tensors(model.tensors), model.tensors, strict=True)]
         self._tagged = [(name, t, tags_of(t) if vars(t) else _NO_TAGS) for name, t in tensors]
         for path, t, tags in self._tagged:

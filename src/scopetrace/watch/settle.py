@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +66,8 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
     """The tape of `first`, with what its changes mean for calls; `again` records the forward another time."""
     if not first.changes:
         return first.tape
-    never = any(change.is_generator or _advances(change) for change in first.changes)
-    runs, lefts, lines = [first], [_left_by(first)], dict[str, str]()
+    reasons = {change.name for change in first.changes if change.is_generator or _advances(change)}
+    never, runs, lefts, lines = bool(reasons), [first], [_left_by(first)], dict[str, str]()
     for _ in range(_RUNS - 1):
         with _state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
             run = again()
@@ -83,12 +84,13 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         reads = [c for c in changes if not is_watched(plain(c.old)) and run.was_read(c)]
         if is_same and not asked and not reads:
             return _does_not_matter(first, lines)
+        reasons |= {*asked, *(change.name for change in reads)}
         lefts.append(_left_by(run))
     if not lines.keys() >= {change.name for change in first.changes}:
         with noting_lines(first.changes) as noted:
             again()
         lines |= noted
-    return _for_one_call(first, lines)
+    return _for_one_call(first, lines, reasons)
 
 
 def _advances(change: Change) -> bool:
@@ -120,7 +122,7 @@ def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
             with eager():
                 sizes = [int(n) if not isinstance(n, Symbolic) else int(n.node.hint or 1) for n in x.shape]
                 t = torch.zeros(sizes, dtype=x.dtype, device="meta" if x.is_meta else x.device)
-                tensors[id(x)] = t.normal_() if t.is_floating_point() else t
+            tensors[id(x)] = random_like(t, len(tensors))
         return tensors[id(x)]
     if isinstance(x, Symbolic):
         return x.node.pytype(x.node.hint) if x.node.hint is not None else x
@@ -137,31 +139,44 @@ def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
     return x
 
 
+def random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
+    """A tensor with other data, where it has numbers of which any may be a value."""
+    if not t.is_floating_point() or t.device.type == "meta":
+        return t
+    with eager():
+        generator = torch.Generator(t.device).manual_seed(seed)  # torch's generator is to stay as it is
+        return torch.empty_like(t).normal_(generator=generator)
+
+
 @contextlib.contextmanager
 def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
     """Inside, Python's state is what the runs left, with stand-ins. Gives the names of those that were asked."""
     asked: list[str] = []
-    before: list[tuple[Callable[[Any], None], Any]] = []
+    before: list[_PutBack] = []
     try:
         for left in (left for run in lefts for left in run):
             change = left.change
             before.append((change.put, change.old))
-            change.put(_standing_for(change, left.value, asked))
+            change.put(_standing_for(change, left.value, asked, before))
         yield asked
     finally:
         for put, value in reversed(before):
-            put(plain(value) if not isinstance(value, torch.Tensor) else value)
+            put(value)
 
 
-def _standing_for(change: Change, value: Any, asked: list[str]) -> Any:
+_PutBack = tuple[Callable[[Any], None], Any]
+"""What gives something its value again, and the value."""
+
+
+def _standing_for(change: Change, value: Any, asked: list[str], before: list[_PutBack]) -> Any:
     """What the next run finds in the place of a changed value. A content is that of its container again."""
     if change.entry is not None and change.entry[1] is None:  # the content of a list or set as a whole
-        _watch_container(change, value, asked)
+        _watch_container(change, value, asked, before)
         return value
     return stand_in(value, lambda: asked.append(change.name))
 
 
-def _watch_container(change: Change, value: Any, asked: list[str]) -> None:
+def _watch_container(change: Change, value: Any, asked: list[str], before: list[_PutBack]) -> None:
     """A list that grows is watched where its holder has it; one that is elsewhere counts as asked."""
     owner = getattr(change.put, "args", (None,))[0]
     table = None if change.holder is None else own_dict(change.holder)
@@ -171,6 +186,7 @@ def _watch_container(change: Change, value: Any, asked: list[str]) -> None:
         return
     watched = stand_in(list(value), lambda: asked.append(change.name))
     for name in names:
+        before.append((functools.partial(table.__setitem__, name), owner))
         table[name] = watched
 
 
@@ -192,10 +208,16 @@ def _plain_state(lefts: list[list[_Left]]) -> Iterator[None]:
 
 def _does_not_matter(run: Run, lines: dict[str, str]) -> RecordedTape:
     """No result depends on the changes: what a call finds there does not count."""
-    tape = run.tape
-    _leave_out(tape, run.changes)
-    tape.side_effects += [_effect(change, run, lines, baked_in=False) for change in run.changes]
-    return tape
+    _leave_out(run.tape, run.changes)
+    run.tape.side_effects += _harmless(run, lines)
+    return run.tape
+
+
+def _harmless(run: Run, lines: dict[str, str]) -> list[SideEffect]:
+    """The changes that calls do not make, and need not: all but tensors that these bind to attributes of modules."""
+    bound = {(id(write.module), write.name) for write in run.tape.attribute_writes}
+    changes = [c for c in run.changes if (id(c.holder), c.attribute) not in bound]
+    return [_effect(change, run, lines, baked_in=False) for change in changes]
 
 
 def _stored(first: Run, lefts: list[list[_Left]]) -> dict[int, Value]:
@@ -223,9 +245,7 @@ def _settled(first: Run, last: Run, lefts: list[list[_Left]], lines: dict[str, s
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
-    tape.side_effects += [
-        _effect(c, first, lines, baked_in=False) for c in first.changes if id(c.new) not in first.bound
-    ]
+    tape.side_effects += _harmless(first, lines)
     return tape
 
 
@@ -251,8 +271,10 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
     return any(v.storage in differs for v in values)
 
 
-def _for_one_call(run: Run, lines: dict[str, str]) -> RecordedTape:
-    run.tape.side_effects += [_effect(change, run, lines, baked_in=True) for change in run.changes]
+def _for_one_call(run: Run, lines: dict[str, str], reasons: Set[str]) -> RecordedTape:
+    """The changes named `reasons` come first: those that the program was seen to depend on."""
+    changes = sorted(run.changes, key=lambda change: change.name not in reasons)
+    run.tape.side_effects += [_effect(change, run, lines, baked_in=True) for change in changes]
     _leave_out(run.tape, run.changes)
     return run.tape
 

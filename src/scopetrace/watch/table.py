@@ -376,6 +376,9 @@ class RanFunctions:
         """Attributes of users' classes that code which ran names, and methods that ran."""
         names = {name for code in (*self.functions, *self._inner) for name in names_of(code).all} | {"forward"}
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
+        for kind in [kind for kind in called if not is_users_class(kind)]:
+            place = OfClass(kind, "forward")
+            yield Read(f"{kind.__name__}.forward", place.now(NO_CALL), place, (), path)
         for kind in filter(is_users_class, dict.fromkeys((*called, *self._reach.classes))):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
