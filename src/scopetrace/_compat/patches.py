@@ -702,5 +702,5 @@ class _ForcedEager:
 def _not_compiling(replace: Replace) -> None:
     """Compiled functions inside the model run their Python. Nothing to do where dynamo was never imported."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None:
+    if dynamo is not None and not isinstance(dynamo._stance, _ForcedEager):  # as it is in a trace inside a trace
         replace(dynamo, "_stance", _ForcedEager(dynamo._stance))

@@ -130,7 +130,11 @@ class Reach:
             for accessor in (x.fget, x.fset):
                 self.add(accessor)
         elif isinstance(x, types.FunctionType):
-            self._add_function(unwrapped(x))
+            inner = unwrapped(x)
+            if isinstance(inner, types.FunctionType):
+                self._add_function(inner)
+            else:  # a module under torch.compile
+                self._visit(x.__name__, inner)
         elif isinstance(x, type):
             self.add_class(x)
         elif isinstance(x, operator.attrgetter):  # code that names attributes in C
