@@ -338,6 +338,12 @@ class FakeFactory(FakeMaker):
             self._real_of.setdefault(storage_id(found), real)
         return found
 
+    def forget(self) -> None:
+        """Let go of all real tensors: ops that meet one of them later see a new tensor."""
+        for known in (self._storages, self._real_of, self._fakes):
+            known.clear()
+        self._keep.clear()
+
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
         """A fake of `real`, an input with a storage of its own, with symbolic sizes and strides."""
         self.mode.cache_enabled = False  # with symbolic sizes, torch's cache of results costs more than it saves
@@ -436,6 +442,13 @@ class _Converter(FakeTensorConverter):
             with torch._C._DisableTorchDispatch():
                 return factory.from_real(t)
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+
+
+def forget_real_tensors(mode: Any) -> None:
+    """`FakeFactory.forget` of the factory that made a fake mode."""
+    factory = mode.fake_tensor_converter._factory()
+    if factory is not None:
+        factory.forget()
 
 
 def is_plain_real(real: torch.Tensor) -> bool:

@@ -90,8 +90,17 @@ def own_dict(x: Any) -> dict[str, Any]:
     return found
 
 
+_known_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
 def slots_of(kind: type) -> list[str]:
     """The names of its `__slots__`."""
+    if kind not in _known_slots:
+        _known_slots[kind] = _find_slots(kind)
+    return _known_slots[kind]
+
+
+def _find_slots(kind: type) -> list[str]:
     members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 

@@ -119,6 +119,8 @@ class Decoder:
         _expect(bool, requires_grad, autograd_placeholder)
         value = Value(self.row("fakes", fake), slot, storage, None)
         value.offset, value.real = self.data(offset), self.data(real)
+        _expect((int, torch.SymInt), value.offset)
+        _expect((torch.Tensor, type(None)), value.real)
         value.requires_grad, value.autograd_placeholder = requires_grad, autograd_placeholder
         return value
 

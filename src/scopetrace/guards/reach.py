@@ -11,6 +11,7 @@ functions that ran (`guards.variables`).
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
 import operator
@@ -113,35 +114,39 @@ class Reach:
         """The users' classes whose attributes they may write to."""
         self.names: set[str] = set()
         """What they name."""
-        self._unnamed: dict[str, list[types.FunctionType]] = {}
+        self._unnamed: dict[str, list[tuple[types.FunctionType, int]]] = {}
         """By name, the methods of the classes that no function has named so far."""
-        self._pending: list[types.FunctionType] = []
-        self._following = False
+        self._pending: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
+        """The functions that are to be followed, and how far from the forward they are named."""
 
     def add(self, x: Any) -> None:
         """Follow a function, method, partial or class; nothing is done for other objects."""
+        self._add(x, 0)
+        self._follow_all()
+
+    def add_class(self, kind: type) -> None:
+        """Follow the methods of a class that some function names, and its operators."""
+        self._add_class(kind, 0)
+        self._follow_all()
+
+    def _add(self, x: Any, depth: int) -> None:
         while isinstance(x, functools.partial):
             self._visit("partial", (*x.args, *x.keywords.values()))
             x = x.func
         x = getattr(x, "__func__", x) if isinstance(x, (types.MethodType, staticmethod, classmethod)) else x
-        if isinstance(x, MEMO):
-            x = x.__wrapped__
         if isinstance(x, property):
             for accessor in (x.fget, x.fset):
-                self.add(accessor)
-        elif isinstance(x, types.FunctionType):
-            inner = unwrapped(x)
-            if isinstance(inner, types.FunctionType):
-                self._add_function(inner)
-            else:  # a module under torch.compile
-                self._visit(x.__name__, inner)
+                self._add(accessor, depth)
         elif isinstance(x, type):
-            self.add_class(x)
+            self._add_class(x, depth)
         elif isinstance(x, operator.attrgetter):  # code that names attributes in C
             self._name({name for path in x.__reduce__()[1] for name in path.split(".")})
+        elif isinstance(inner := unwrapped(x), types.FunctionType):
+            self._add_function(inner, depth)
+        elif inner is not x:  # a module under torch.compile
+            self._visit(x.__name__, inner)
 
-    def add_class(self, kind: type) -> None:
-        """Follow the methods of a class that some function names, and its operators."""
+    def _add_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
             if base in self.classes or not is_users_class(base):
                 continue
@@ -149,9 +154,9 @@ class Reach:
             for name, member in vars(base).items():
                 for function in _functions_of(member):
                     if name in self.names or name == "forward" or name[:2] == "__":
-                        self._add_function(function)
+                        self._add_function(function, depth)
                     else:
-                        self._unnamed.setdefault(name, []).append(function)
+                        self._unnamed.setdefault(name, []).append((function, depth))
                 if name[:2] != "__" and not callable(member) and not hasattr(type(member), "__get__"):
                     self._visit(f"{base.__name__}.{name}", member)
 
@@ -159,22 +164,21 @@ class Reach:
         new = names - self.names
         self.names |= new
         for name in new & self._unnamed.keys():
-            for function in self._unnamed.pop(name, ()):
-                self._add_function(function)
+            for function, depth in self._unnamed.pop(name, ()):
+                self._add_function(function, depth)
 
-    def _add_function(self, function: types.FunctionType) -> None:
-        if function.__code__ in self.functions or is_library(_home(function)):
-            return
-        self.functions[function.__code__] = function
-        self._pending.append(function)
-        if self._following:
-            return
-        self._following = True
+    def _add_function(self, function: types.FunctionType, depth: int) -> None:
+        if function.__code__ not in self.functions and not is_library(_home(function)):
+            self.functions[function.__code__] = function
+            self._pending.append((function, depth))
+
+    def _follow_all(self) -> None:
         while self._pending:
-            self._follow(self._pending.pop())
-        self._following = False
+            function, depth = self._pending.popleft()
+            if depth <= _DEPTH:
+                self._follow(function, depth + 1)
 
-    def _follow(self, function: types.FunctionType) -> None:
+    def _follow(self, function: types.FunctionType, depth: int) -> None:
         code, table = function.__code__, function.__globals__
         names = names_of(code)
         self._name(names.all)
@@ -183,31 +187,31 @@ class Reach:
         for name in names.globals & table.keys():
             if (id(table), name) not in self.variables:
                 self.variables[id(table), name] = table, name
-                self._look_at(name, table[name])
+                self._look_at(name, table[name], depth)
         for name, attribute in names.dotted:
             module = table.get(name)
             if isinstance(module, types.ModuleType) and not is_library(module.__name__):
-                self._add_attribute(module, attribute)
+                own = vars(module)
+                if attribute in own and (id(own), attribute) not in self.variables:
+                    self.variables[id(own), attribute] = own, attribute
+                    self._look_at(f"{module.__name__}.{attribute}", own[attribute], depth)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self.cells:
                 self.cells[id(cell)] = name, cell
-                self._look_at(name, content_of(cell))
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for default in defaults:
-            self._look_at(f"a default argument of {function.__name__}", default)
+                self._look_at(name, content_of(cell), depth)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._look_at(f"a default argument of {function.__name__}", default, depth)
 
-    def _add_attribute(self, module: types.ModuleType, name: str) -> None:
-        own = vars(module)
-        if name in own and (id(own), name) not in self.variables:
-            self.variables[id(own), name] = own, name
-            self._look_at(f"{module.__name__}.{name}", own[name])
-
-    def _look_at(self, name: str, value: Any) -> None:
+    def _look_at(self, name: str, value: Any, depth: int) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
-            self.add(value)
+            self._add(value, depth)
         elif not isinstance(value, types.ModuleType):
             self._visit(name, value)
+
+
+_DEPTH = 2
+"""How far functions are followed that others name: what lies deeper is put back only where an argument leads to it."""
 
 
 def unwrapped(function: Any) -> Any:
