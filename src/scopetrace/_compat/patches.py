@@ -211,9 +211,11 @@ def _report_module_calls(
     replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
     for module in modules:
         attributes, owner = vars(module), _owner(type(module))
-        if owner is not None and "forward" not in attributes:
+        outer = attributes.get("forward")  # that of an outer trace tells the wrong one
+        if owner is not None and (outer is None or _original(outer) is not outer):
             attributes["forward"] = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
-            stack.callback(attributes.pop, "forward", None)
+            put_back = (attributes.pop, "forward", None) if outer is None else (attributes.update, {"forward": outer})
+            stack.callback(*put_back)
 
 
 def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
@@ -243,6 +245,7 @@ def _forward(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Calla
             return outer(self, *args, **kwargs)
         return observer.on_call(self, "forward", run, args, kwargs)
 
+    forward._scopetrace_original = outer  # type: ignore[attr-defined]
     return forward
 
 
