@@ -41,6 +41,9 @@ ATOMS = frozenset(
 )
 """The classes of values that have no content and run no code."""
 
+MEMO = type(functools.cache(len))
+"""The class of functions under `functools.cache`."""
+
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
@@ -420,6 +423,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._saved: dict[int, _Saved] = {}
+        self._memos: list[tuple[Any, int]] = []
         self.functions: list[Any] = []
         """The functions on the way; they are not entered."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
@@ -456,6 +460,8 @@ class Contents:
             self.modules.append((name, x))
         elif isinstance(x, torch.Tensor):
             self.tensors.append((name, x))
+        elif isinstance(x, MEMO):
+            self._memos.append((x, x.cache_info().misses))
         elif isinstance(x, (types.FunctionType, type)):
             self.functions.append(x)
 
@@ -466,7 +472,10 @@ class Contents:
             self.add(f"{self._saved[id(table)].name}[{short(key)}]", table[key])
 
     def restore(self) -> list[Change]:
-        """Put everything back, and say what had changed, by value."""
+        """Put everything back, and say what had changed, by value. Memos that have a new result forget all."""
+        for memo, misses in self._memos:
+            if memo.cache_info().misses != misses:
+                memo.cache_clear()
         contents = [(saved, saved.form.read(saved.owner)) for saved in self._saved.values()]
         changed = [(saved, now) for saved, now in contents if not _same_objects(saved.before, now)]
         entries = [entry for saved, now in changed for entry in _entries(saved, now)]

@@ -82,11 +82,11 @@ _layout_of = functools.lru_cache(maxsize=4096)(Layout)
 
 
 def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the `__dict__` of a module: what is neither tensors, modules, a `forward` nor nn.Module's own bookkeeping."""
+    """Of the `__dict__` of a module: what is neither tensors, modules nor nn.Module's own bookkeeping."""
     return {
         name: own[name]
         for name in own_names(tuple(own))
-        if name[0] != "_" and name != "forward" and (type(own[name]) in _PLAIN or not isinstance(own[name], _OTHERS))
+        if name[0] != "_" and (type(own[name]) in _PLAIN or not isinstance(own[name], _OTHERS))
     }
 
 

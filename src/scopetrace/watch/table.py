@@ -28,11 +28,11 @@ import torch
 from scopetrace._compat.patches import replacing
 from scopetrace._compat.questions import MISSING, Mine
 from scopetrace._compat.sources import SCOPETRACE
-from scopetrace.containers.contents import ATOMS, Change, content_of, is_library, is_users_class, snapshot
+from scopetrace.containers.contents import ATOMS, MEMO, Change, content_of, is_library, is_users_class, snapshot
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
-from scopetrace.guards.reach import MEMO, Reach, names_of, unwrapped
+from scopetrace.guards.reach import Reach, names_of, unwrapped
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
