@@ -455,7 +455,7 @@ class Read:
 
     @property
     def is_of_model(self) -> bool:
-        """Whether it is data, rather than an object, function or hook, that the model's own code read, not torch's code."""
+        """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
         if not isinstance(self.value, _DATA) or self.place.kind in ("code", "hooks"):
             return False
         if self.place.kind in ("global", "closure"):
