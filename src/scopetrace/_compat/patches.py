@@ -211,9 +211,11 @@ def _report_module_calls(
     replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
     for module in modules:
         attributes, owner = vars(module), _owner(type(module))
-        if owner is not None and "forward" not in attributes:
+        outer = attributes.get("forward")  # that of an outer trace tells the wrong one
+        if owner is not None and (outer is None or _original(outer) is not outer):
             attributes["forward"] = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
-            stack.callback(attributes.pop, "forward", None)
+            put_back = (attributes.pop, "forward", None) if outer is None else (attributes.update, {"forward": outer})
+            stack.callback(*put_back)
 
 
 def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
@@ -243,6 +245,7 @@ def _forward(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Calla
             return outer(self, *args, **kwargs)
         return observer.on_call(self, "forward", run, args, kwargs)
 
+    forward._scopetrace_original = outer  # type: ignore[attr-defined]
     return forward
 
 
@@ -323,7 +326,7 @@ def _report_backward(replace: Replace, mode: FunctionMode, observer: AutogradObs
             observer.on_forward_ad()
         return ask(*args, **kwargs)
 
-    mode.on(torch._C._VariableFunctions._make_dual, make_dual)  # type: ignore[attr-defined]
+    mode.on(torch._C._VariableFunctions._make_dual, make_dual)
 
 
 def _report_transforms(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
@@ -702,5 +705,5 @@ class _ForcedEager:
 def _not_compiling(replace: Replace) -> None:
     """Compiled functions inside the model run their Python. Nothing to do where dynamo was never imported."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None:
+    if dynamo is not None and not isinstance(dynamo._stance, _ForcedEager):  # as it is in a trace inside a trace
         replace(dynamo, "_stance", _ForcedEager(dynamo._stance))

@@ -455,8 +455,8 @@ class Read:
 
     @property
     def is_of_model(self) -> bool:
-        """Whether it is data, rather than an object or function, that the model's own code read, not torch's code."""
-        if not isinstance(self.value, _DATA) or self.place.kind == "code":
+        """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
+        if not isinstance(self.value, _DATA) or self.place.kind in ("code", "hooks"):
             return False
         if self.place.kind in ("global", "closure"):
             return True  # only those in the model's code are looked for
@@ -645,8 +645,8 @@ def _with_content(read: Read, x: Any, known: set[int]) -> Iterator[Condition | N
     elif table is not x:
         keys = [key for key in table if read.names is None or key in read.names]
         items = [table[key] for key in keys]
-        form = "len({}) == {} and all(map({}, map({}.get, {}), {}))"
-        yield Condition(form, (table, len(table), operator.is_, table, keys, items))
+        text = "len({}) == {} and all(map({}, map({}.get, {}), {}))"
+        yield Condition(text, (table, len(table), operator.is_, table, keys, items))
     elif type(x) is list:
         yield Condition("len({}) == {} and all(map({}, {}, {}))", (x, len(x), operator.is_, x, items))
     for item in items:

@@ -31,6 +31,7 @@ from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace.containers.contents import (
     ATOMS,
     ATTRIBUTES,
+    MEMO,
     Change,
     content_of,
     form_of,
@@ -41,7 +42,7 @@ from scopetrace.containers.contents import (
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
-from scopetrace.guards.reach import MEMO, Reach, names_of, unwrapped
+from scopetrace.guards.reach import Reach, names_of, unwrapped
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
@@ -321,7 +322,7 @@ class RanFunctions:
         """Of objects with attributes, those that code which ran names; None where it may take all."""
 
     def _named_by(self, names: Set[str]) -> dict[types.CodeType, types.FunctionType]:
-        """Functions that those which ran name: by variables, lists and dicts in these, and methods of users' classes."""
+        """Functions that those which ran name: by variables, and what these hold; methods of users' classes."""
         inner: dict[types.CodeType, types.FunctionType] = {}
         for function in self.functions.values():
             named = [function.__globals__.get(name) for name in names_of(function.__code__).globals]
