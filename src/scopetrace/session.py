@@ -367,6 +367,7 @@ class Recording:
     def _come_apart(self) -> None:
         """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
         self.builder.phase = None
+        self.model.contents.clear()
         self.ops.come_apart()
 
     @contextlib.contextmanager
