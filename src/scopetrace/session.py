@@ -407,7 +407,7 @@ class Recording:
                 self._unseeded(),
                 noting_errors(self.builder.raised),
                 observing(calls, autograd, self.reads, self.model.modules) as mine,
-                self.reads.watching(),
+                self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
                 contextlib.closing(calls),

@@ -63,8 +63,6 @@ class EffectWatch:
         self._follow(fn)
         if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
             self._follow_hooks()
-        self.tag_names = {name for _, _, tags in self._tagged for name in tags}
-        """The attributes that users have set on inputs and tensors of the model."""
         self._variables = [(table, name, table.get(name, MISSING)) for table, name in self.reach.variables.values()]
         self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes]
