@@ -367,6 +367,7 @@ class Recording:
     def _come_apart(self) -> None:
         """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
         self.builder.phase = None
+        self.model.contents.clear()
         self.ops.come_apart()
 
     @contextlib.contextmanager
@@ -406,7 +407,7 @@ class Recording:
                 self._unseeded(),
                 noting_errors(self.builder.raised),
                 observing(calls, autograd, self.reads, self.model.modules) as mine,
-                self.reads.watching(),
+                self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
                 contextlib.closing(calls),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -647,6 +648,7 @@ def _tell_text(listener: ValueListener) -> None:
         frame.f_code.co_name in _OF_TEXT
         or frame.f_code.co_filename.startswith(_MAKES_TEXT)
         or is_of_python(frame.f_code.co_filename)
+        or isinstance(frame.f_locals.get("self"), (logging.Handler, logging.Formatter))
     ):
         frame = frame.f_back
     if frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL):

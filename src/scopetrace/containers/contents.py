@@ -217,8 +217,8 @@ _FORMS: dict[type, Form] = {
         lambda x: (x.typecode, *x), lambda x, before: _write_slice(x, array.array(before[0], before[1:]))
     ),
     queue.Queue: Form(lambda x: list(x.queue), lambda x, before: _write_list(x.queue, before)),
-    functools.partial: Form(lambda x: (x.func, *x.args, *x.keywords.items()), _write_nothing),
-    types.MethodType: Form(lambda x: (x.__func__, x.__self__), _write_nothing),
+    functools.partial: Form(lambda x: {k: getattr(x, k) for k in ("func", "args", "keywords")}, _write_nothing, "."),
+    types.MethodType: Form(lambda x: {k: getattr(x, k) for k in ("__func__", "__self__")}, _write_nothing, "."),
     weakref.ref: Form(lambda x: x(), _write_nothing),
     contextvars.ContextVar: Form(value_of, lambda x, before: x.set(before) if before is not MISSING else None),
     random.Random: Form(random.Random.getstate, lambda x, before: x.setstate(before), is_generator=True),
@@ -358,6 +358,9 @@ def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
             if all(_same(a, b, known) for a, b in zip(old, new, strict=True)):
                 known.add(pair)
         return pair in known
+    if kind is types.FunctionType:  # as that of a GraphModule that is compiled again
+        parts = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
+        return _same(list(parts(then)), list(parts(now)), known)
     try:
         if kind in _BY_EQUALITY:
             return bool(then == now)
@@ -485,6 +488,11 @@ class Contents:
         if id(table) in self._saved:
             self._saved[id(table)].before[key] = table[key]
             self.add(f"{self._saved[id(table)].name}[{short(key)}]", table[key])
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for kept in (self._saved, self.functions, self.modules, self.tensors, self.classes):
+            kept.clear()
 
     def restore(self) -> list[Change]:
         """Put everything back, and say what had changed, by value. Memos that have a new result forget all."""

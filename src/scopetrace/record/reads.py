@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -80,11 +80,13 @@ class ReadRecorder:
         self._awaits_default_dtype = True
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around the forward. Attributes that users have set on an input are noted, asked for or not."""
+    def watching(self, names: Set[str]) -> Iterator[None]:
+        """Around the forward. Attributes that users have set on an input are noted if they are in `names`."""
         for i, value in enumerate(self._builder.tape.inputs):
             for name, x in tags_of(value.fake).items():
-                self._fact(i, f".{name}", (), snapshot(x))
+                if name in names:
+                    text = f"{self._builder.tape.input_paths[i]}.{name}"
+                    self.note_once(text, snapshot(x), OfInput(i, f".{name}"), ())
         yield
         self._note_hidden_blocks()
         for i, frames in sorted(inputs_of_layouts(self._builder.tape, self.contiguous).items()):

@@ -71,7 +71,7 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
     never = any(change.is_generator or _advances(change) for change in first.changes)
     runs, lefts, lines = [first], [_left_by(first)], dict[str, str]()
     matter = set[str]()
-    for _ in range(_RUNS - 1):
+    for _ in range(0 if any(map(_advances, first.changes)) else _RUNS - 1):
         with _state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
             run = again()
         lines |= noted
@@ -84,22 +84,29 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
             return _settled(first, run, lefts, lines, is_same=is_same)
         if not changes:
             break
-        reads = [c for c in changes if not is_watched(plain(c.old)) and run.was_read(c)]
+        reads = [c for c in changes if _was_read(c, run)]
         matter.update(asked, (c.name for c in reads))
         if not is_same:  # an op takes a number without asking it
             matter.update(change.name for change in first.changes if not _is_content(change))
         if is_same and not matter:
             return _does_not_matter(first, lines)
         lefts.append(_left_by(run))
-    if not lines.keys() >= {change.name for change in first.changes}:
+    if not any(map(_advances, first.changes)) and not lines.keys() >= {change.name for change in first.changes}:
         with noting_lines(first.changes) as noted:
             again()
         lines |= noted
     return _for_one_call(first, lines, matter)
 
 
+def _was_read(change: Change, run: Run) -> bool:
+    """Whether a run read what another one had left where it changes it again, of what has no stand-in."""
+    if isinstance(change.old, torch.Tensor):
+        return any(t is change.old for t in run.tape.attributes.values())
+    return not is_watched(plain(change.old)) and run.was_read(change)
+
+
 def _advances(change: Change) -> bool:
-    """Whether an iterator gave an item: it gives another one to each call."""
+    """Whether an iterator gave an item: it gives another one to each call, and to each run."""
     return is_iterator(_owner(change))
 
 
