@@ -141,7 +141,7 @@ _USUAL = _OF_FAKES | {f"_{k}_memo{end}" for k in _MEMOS for end in ("", "_vc", "
 """What most fake tensors have: to look at each name takes three times as long."""
 
 
-_storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+_storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
 def storage_id(t: torch.Tensor) -> int:
