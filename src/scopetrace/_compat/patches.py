@@ -285,14 +285,12 @@ def _report_backward(replace: Replace, mode: FunctionMode, observer: Observer, m
             accumulates = kw.pop("accumulate_grad", False)
 
             def differentiate(by: Sequence[torch.Tensor]) -> Any:
-                if not by:
-                    return ()
-                with mode.active():
-                    return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw)
+                return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw) if by else ()
 
             outputs, given = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, given))
             how = {"accumulates": accumulates, "create_graph": create_graph, "keeps_graph": keep}
-            return observer.gradients.on_backward(differentiate, outputs, given, inputs, **how)
+            with mode.active():
+                return observer.gradients.on_backward(differentiate, outputs, given, inputs, **how)
 
         return run
 
