@@ -243,10 +243,12 @@ def faults(program: Program) -> list[str]:
     try:
         built = Built(program)
         trace = _called(functools.partial(st.trace, built.fn), (built.args,))
-        got = trace if isinstance(trace, Exception) else _called(trace, built.args)
+        if isinstance(trace, Exception):
+            return []
+        got = _called(trace, built.args)
         built = Built(program)
         found = [] if _equal(got, _called(built.fn, built.args)) else ["call"]
-        return found if isinstance(trace, Exception) else found + _faults_of_changes(program)
+        return found + _faults_of_changes(program)
     finally:
         torch.set_grad_enabled(True)
         _reset()

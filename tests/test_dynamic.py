@@ -953,3 +953,38 @@ def test_a_size_that_depends_on_a_comparison_of_sizes():
 
     tr = st.trace(f, (torch.zeros(3, 2),), dynamic_shapes={"x": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}})
     assert [tr(torch.zeros(*size)) for size in ((3, 2), (3, 5))] == [3, 5]
+
+
+OTHER_FOR_ONE = {
+    "a comparison": lambda x: x * 2 if x.shape[0] == 1 else x * 3,
+    "a limit": lambda x: x if x.shape[0] > 1 else x + 1,
+    "squeeze": lambda x: x.squeeze(0),
+}
+SAME_FOR_ONE = {
+    "arithmetic": lambda x: x * 2 + x.sum(),
+    "a slice": lambda x: x[1:] + x[:-1],
+    "a product": lambda x: x @ x.t(),
+}
+FROM_ONE = {
+    "Dim": lambda: torch.export.Dim("b", min=1),
+    "a range": lambda: torch.export.Dim("b", min=1, max=8),
+    "DYNAMIC": lambda: torch.export.Dim.DYNAMIC(min=1),
+}
+
+
+@pytest.mark.parametrize("dim", FROM_ONE)
+def test_a_size_of_one_that_the_range_allows_is_served_or_refused_when_traced(dim):
+    for forward in OTHER_FOR_ONE.values():
+        with pytest.raises(st.errors.DynamicShapeError, match="may be 1 as dynamic_shapes has it") as caught:
+            st.trace(forward, (torch.ones(4, 3),), dynamic_shapes={"x": {0: FROM_ONE[dim]()}})
+        assert "write min=2" in caught.value.hint
+    for forward in SAME_FOR_ONE.values():
+        trace = st.trace(forward, (torch.ones(4, 3),), dynamic_shapes={"x": {0: FROM_ONE[dim]()}})
+        torch.testing.assert_close(trace(torch.ones(1, 3)), forward(torch.ones(1, 3)))
+
+
+def test_dynamic_shapes_of_another_number_of_items_name_both():
+    batch = torch.export.Dim("b")
+    message = r"2 items, \[\{0: .*\}, None\], for pair, a tuple with 3, \[0\], \[1\], \[2\]: write one for each"
+    with pytest.raises(st.errors.DynamicShapeError, match=message):
+        st.trace(lambda pair: pair[0], ((torch.ones(3),) * 3,), dynamic_shapes={"pair": [{0: batch}, None]})

@@ -1,5 +1,6 @@
 """`Trace.memory`: which call makes, keeps and frees which memory, and the peak, beside what eager needs."""
 
+import itertools
 import json
 
 import pytest
@@ -9,6 +10,9 @@ from torch import nn
 
 import scopetrace as st
 from benchmarks.steps import LiveStorages, saved_by_autograd
+from scopetrace.api import checkpoints
+from scopetrace.api.runnable import program_of
+from scopetrace.view.memory import storages_of
 
 
 class Block(nn.Module):
@@ -229,6 +233,67 @@ def test_a_plan_s_peak_is_that_of_eager_with_its_checkpoints(share):
     assert peak_of(model, x) == pytest.approx(plan.peak_bytes, rel=0.1)
     assert all(map(torch.equal, model.state_dict().values(), wanted))
     assert list(model.state_dict())[2] == "1.norm.weight"
+
+
+class Inside(nn.Module):
+    """A container of containers: to checkpoint one of these makes all inside again at once."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.first, self.model = nn.Linear(32, 32), nn.Sequential(nn.Sequential(model))
+
+    def forward(self, x):
+        return self.model(self.first(x))
+
+
+@pytest.mark.parametrize("make", [blocks, lambda: Inside(blocks()), lambda: Inside(Inside(blocks(3)))])
+def test_a_plan_is_as_good_as_all_calls_of_a_class(make):
+    model, x = make(), torch.randn(256, 32)
+    tr = st.trace(lambda: model(x).logsumexp(1).sum().backward(), ())
+    tape = program_of(tr).as_run
+    _, storages = storages_of(tape)
+    candidates = list(checkpoints._candidates(program_of(tr), tape, storages))
+    for chain in checkpoints._by_class(candidates):
+        by_hand = max(checkpoints._timeline(tape, storages, chain))
+        plan = tr.checkpoint_plan(by_hand)
+        assert plan.peak_bytes <= by_hand
+        assert plan.flops <= sum(c.flops for c in chain)
+
+
+def test_the_lowest_peak_of_all_choices():
+    """Of two blocks in a container, each choice of calls of which none is inside another is tried beside the plan."""
+    model, x = Inside(nn.Sequential(Block(32), Block(32), nn.Linear(32, 10))), torch.randn(256, 32)
+    tr = st.trace(lambda: model(x).logsumexp(1).sum().backward(), ())
+    tape = program_of(tr).as_run
+    _, storages = storages_of(tape)
+    candidates = list(checkpoints._candidates(program_of(tr), tape, storages))
+    assert len(candidates) < 14
+    peaks = set()
+    for chosen in itertools.product((False, True), repeat=len(candidates)):
+        calls = list(itertools.compress(candidates, chosen))
+        if not any(a is not b and a.is_in(b) for a in calls for b in calls):
+            peaks.add(max(checkpoints._timeline(tape, storages, calls)))
+    assert tr.checkpoint_plan(min(peaks)).peak_bytes == min(peaks)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.body, self.p = nn.ModuleList(Block(32) for _ in range(6)), p
+
+    def forward(self, x):
+        for block in self.body:
+            x = torch.utils.checkpoint.checkpoint(lambda x, b=block: F.dropout(b(x), self.p), x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_the_memory_of_a_checkpointed_step_says_what_eager_needs(p):
+    model, x = Checkpointed(p), torch.randn(256, 32)
+    memory = st.trace(lambda: model(x).logsumexp(1).sum().backward(), ()).memory()
+    assert memory.eager_peak_bytes == pytest.approx(peak_of(model, x), rel=0.05)
+    assert (memory.eager_peak_bytes == memory.peak_bytes) == (p == 0)
+    assert ("that is the trace's own peak; eager" in str(memory)) == (p > 0)
 
 
 def test_a_step_that_fits_needs_no_checkpoints():

@@ -108,7 +108,7 @@ from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.watch.effects import EffectWatch
-from scopetrace.watch.settle import Run, judged
+from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
 
 T = TypeVar("T")
@@ -350,7 +350,7 @@ class Recording:
         is_state = self.values.is_state
         try:
             for seed in range(3):
-                inputs = [t if seed == 0 else _random_like(t, seed) for t in examples]
+                inputs = [t if seed == 0 else random_like(t, seed) for t in examples]
                 results = []
                 for tape in (self.tape, other):
                     given = dict(zip(tape.inputs, inputs, strict=True))
@@ -367,6 +367,7 @@ class Recording:
     def _come_apart(self) -> None:
         """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
         self.builder.phase = None
+        self.model.contents.clear()
         self.ops.come_apart()
 
     @contextlib.contextmanager
@@ -406,7 +407,7 @@ class Recording:
                 self._unseeded(),
                 noting_errors(self.builder.raised),
                 observing(calls, autograd, self.reads, self.model.modules) as mine,
-                self.reads.watching(),
+                self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
                 contextlib.closing(calls),
@@ -703,7 +704,8 @@ _NO_FAKE = {
 _BRANCH = (
     "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
     "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
-    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
+    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped; "
+    "for min(n, 4) and max(n, 4) write torch.sym_min(n, 4) and torch.sym_max(n, 4)"
 )
 
 
@@ -729,15 +731,6 @@ def _way_out(error: BaseException) -> str:
 
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
-
-
-def _random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
-    """A tensor with other data, where it has numbers of which any may be a value."""
-    if not t.is_floating_point() or t.device.type == "meta":
-        return t
-    with eager():
-        generator = torch.Generator(t.device).manual_seed(seed)
-        return torch.empty_like(t).normal_(generator=generator)
 
 
 def _are_alike(old: Any, new: torch.Tensor) -> bool:

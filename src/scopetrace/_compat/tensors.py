@@ -35,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
+from scopetrace._compat.empty import has_empty, or_real
 from scopetrace._compat.layout_questions import asked_without_guards
 from scopetrace._compat.shape_env import SizeSource, WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
@@ -141,7 +142,7 @@ _USUAL = _OF_FAKES | {f"_{k}_memo{end}" for k in _MEMOS for end in ("", "_vc", "
 """What most fake tensors have: to look at each name takes three times as long."""
 
 
-_storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id
+_storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 default_tolerances: Callable[..., tuple[float, float]] = torch.testing._comparison.default_tolerances
 """The relative and the absolute tolerance of `torch.testing.assert_close` for some tensors."""
 
@@ -338,6 +339,12 @@ class FakeFactory(FakeMaker):
             self._real_of.setdefault(storage_id(found), real)
         return found
 
+    def forget(self) -> None:
+        """Let go of all real tensors: ops that meet one of them later see a new tensor."""
+        for known in (self._storages, self._real_of, self._fakes):
+            known.clear()
+        self._keep.clear()
+
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
         """A fake of `real`, an input with a storage of its own, with symbolic sizes and strides."""
         self.mode.cache_enabled = False  # with symbolic sizes, torch's cache of results costs more than it saves
@@ -438,6 +445,13 @@ class _Converter(FakeTensorConverter):
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
 
+def forget_real_tensors(mode: Any) -> None:
+    """`FakeFactory.forget` of the factory that made a fake mode."""
+    factory = mode.fake_tensor_converter._factory()
+    if factory is not None:
+        factory.forget()
+
+
 def is_plain_real(real: torch.Tensor) -> bool:
     """Whether the fake of a real tensor is made here, without an op."""
     return (
@@ -511,11 +525,19 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
 
 
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    if any(map(_is_symbolic, args)) or any(map(_is_symbolic, kwargs.values())):
+    operands = tree_leaves((args, kwargs))
+    if any(map(_is_symbolic, operands)):
         with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
             return func(*args, **kwargs)
     if runs_in_python(func, args):
         return func.decompose(*args, **kwargs)
+    if not has_empty(operands):
+        return _run_static(mode, func, args, kwargs)
+    run = functools.partial(_run_static, mode, func, args, kwargs)
+    return or_real(run, mode, func, args, kwargs, (*DATA_DEPENDENT, *NO_SHAPE_RULE))
+
+
+def _run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     before = mode.cache_enabled
     conjugates = bool(args) and isinstance(args[0], complex)  # in a backward: the cache takes no view of a number
     mode.cache_enabled = torch._dynamo.config.fake_tensor_cache_enabled and not conjugates

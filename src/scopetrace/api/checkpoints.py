@@ -4,6 +4,7 @@ Data flow:
     storages of a step, from the op that makes them to their last use -> bytes in use at each op -> the peak
     a call checkpointed: what it makes and only its own backward reads is freed at its end, and made again then
     while the peak is over the budget: of the calls that lower it, checkpoint the one with most bytes for a FLOP
+    where none does: a call that makes too much again at once gives way to those inside it
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ class _Candidate:
         less = sum(storages[s].size for s in self.dropped if storages[s].used >= at)
         return less - sum(storages[s].size for s in self.kept if storages[s].used < at)
 
+    def holds(self, storages: Storages, at: int) -> bool:
+        """Whether what it has made again is there while an op runs."""
+        return self.again <= at and any(storages[s].used >= at for s in self.dropped)
+
     def is_in(self, other: _Candidate) -> bool:
         """Whether this call was made in the other one, or is that."""
         return other.record in self.record.ancestors()
@@ -94,30 +99,102 @@ def checkpoint_plan(program: TracedProgram, budget_bytes: int) -> CheckpointPlan
     if all(map(is_forward, tape.ops)):
         raise ArgumentError("checkpoint_plan is of a training step: trace a function that calls backward()")
     _, storages = storages_of(tape)
-    free = list(_candidates(program, tape, storages))
-    chosen: list[_Candidate] = []
-    timeline = before = _timeline(tape, storages, chosen)
-    while max(timeline) > budget_bytes:
-        at = timeline.index(max(timeline))
-        gains = [(_worth(c, chosen, storages, at), c) for c in free]
-        best, candidate = max(gains, key=operator.itemgetter(0), default=(0.0, None))
-        if candidate is None or best <= 0:
-            raise ArgumentError(
-                f"budget_bytes={budget_bytes}: checkpoints bring the peak down to {max(timeline)} bytes only; in use "
-                "then are gradients, results, and tensors that no module call could make again"
-            )
-        chosen = [*(c for c in chosen if not c.is_in(candidate)), candidate]
-        free = [c for c in free if not c.is_in(candidate)]
-        timeline = _timeline(tape, storages, chosen)
-    for c in sorted(chosen, key=lambda c: -c.cost):  # those for earlier peaks may have become needless
-        without = [other for other in chosen if other is not c]
-        if max(_timeline(tape, storages, without)) <= budget_bytes:
-            chosen = without
-    timeline = _timeline(tape, storages, chosen)
+    candidates = list(_candidates(program, tape, storages))
+    search = _Search(tape, storages, budget_bytes)
+    chosen = search.cheapest(candidates)
+    if chosen is None:
+        raise ArgumentError(
+            f"budget_bytes={budget_bytes}: checkpoints bring the peak down to {search.lowest} bytes only; in use "
+            "then are gradients, results, and tensors that no module call could make again"
+        )
     calls = sorted((c.call for c in chosen), key=lambda call: call.position)
     names = tuple(str(call.fqn or call.scope) for call in calls)
     modules = tuple(call.module for call in calls if call.module is not None)
-    return CheckpointPlan(names, max(timeline), max(before), sum(c.flops for c in chosen), modules)
+    flops = sum(c.flops for c in chosen)
+    return CheckpointPlan(names, search.peak(chosen), search.peak([]), flops, modules)
+
+
+class _Search:
+    """Finds calls to checkpoint among the candidates, which are a tree: a call, or calls inside it.
+
+    Attributes:
+        lowest: the lowest peak of the choices that were tried.
+    """
+
+    def __init__(self, tape: Tape, storages: Storages, budget: int) -> None:
+        self._tape, self._storages, self._budget = tape, storages, budget
+        self.lowest: int | None = None
+
+    def cheapest(self, candidates: list[_Candidate]) -> list[_Candidate] | None:
+        """Of the choices that fit, the one that computes least again; None where none fits.
+
+        All calls of one class are a choice, as one checkpoints the blocks of a model by hand.
+        """
+        chains = sorted(_by_class(candidates), key=_flops)
+        choices = [self._from([], candidates)]
+        choices += [chain for chain in chains if self.peak(chain) <= self._budget][:_MOST_CHAINS]
+        if all(self.peak(choice) > self._budget for choice in choices):
+            choices = [self._from(chain, candidates) for chain in chains]
+        fitting = [self._needed(choice) for choice in choices if self.peak(choice) <= self._budget]
+        return min(fitting, key=_flops, default=None)
+
+    def peak(self, chosen: list[_Candidate]) -> int:
+        """The most in use at one time with these checkpointed."""
+        most = max(_timeline(self._tape, self._storages, chosen))
+        self.lowest = most if self.lowest is None else min(most, self.lowest)
+        return most
+
+    def _from(self, start: list[_Candidate], candidates: list[_Candidate]) -> list[_Candidate]:
+        """The first choice that fits, else the last one: from `start`, with more calls while they lower the peak.
+
+        Where none does, a call in whose backward the peak is, and which makes all again at once, gives way to those
+        inside it for good.
+        """
+        chosen = start
+        free = [c for c in candidates if not any(c.is_in(other) or other.is_in(c) for other in chosen)]
+        while True:
+            timeline = _timeline(self._tape, self._storages, chosen)
+            most = max(timeline)
+            self.lowest = most if self.lowest is None else min(most, self.lowest)
+            at = timeline.index(most)
+            if most <= self._budget:
+                return chosen
+            gains = [(_worth(c, chosen, self._storages, at), c) for c in free]
+            gain, best = max(gains, key=operator.itemgetter(0), default=(0.0, None))
+            if best is not None and gain > 0:
+                chosen = [*(c for c in chosen if not c.is_in(best)), best]
+                free = [c for c in free if not c.is_in(best)]
+                continue
+            whole = next((c for c in chosen if c.holds(self._storages, at)), None)
+            if whole is None:
+                return chosen
+            chosen = [c for c in chosen if c is not whole]
+            free += [c for c in candidates if c is not whole and c.is_in(whole)]
+
+    def _needed(self, chosen: list[_Candidate]) -> list[_Candidate]:
+        """Without those that are not needed to fit: later ones may make earlier ones needless."""
+        for c in sorted(chosen, key=lambda c: -c.cost):
+            without = [other for other in chosen if other is not c]
+            if self.peak(without) <= self._budget:
+                chosen = without
+        return chosen
+
+
+_MOST_CHAINS = 3
+
+
+def _flops(chosen: list[_Candidate]) -> int:
+    return sum(c.flops for c in chosen)
+
+
+def _by_class(candidates: list[_Candidate]) -> Iterator[list[_Candidate]]:
+    """For each class of modules, its outermost calls."""
+    of_class: dict[type, list[_Candidate]] = {}
+    for c in candidates:
+        chain = of_class.setdefault(type(c.call.module), [])
+        if not any(c.is_in(outer) for outer in chain):
+            chain.append(c)
+    yield from of_class.values()
 
 
 def _worth(c: _Candidate, chosen: list[_Candidate], storages: Storages, at: int) -> float:

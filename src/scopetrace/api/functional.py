@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.fx
 
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.tensors import forget_real_tensors, storage_id
 from scopetrace.api.runnable import Runnable, program_of
 from scopetrace.errors import ArgumentError, ArgumentTypeError
 from scopetrace.lower.scatters import Form, lower_scatters
@@ -87,7 +87,9 @@ def functionalize(
     program = TracedProgram(recorded, pure, gm)
     if decompositions is not None:
         program = program.decomposed(decompositions)
-    return Functionalized(program, level, lower_scatter)
+    functionalized = Functionalized(program, level, lower_scatter)
+    _forget_examples(program)
+    return functionalized
 
 
 def functional_backend(
@@ -187,6 +189,13 @@ class _Compiled:
         parts = split(program)
         forward = self._compiler(parts.forward, parts.inputs_of_forward(inputs))
         return made, parts.run_by(forward, _AtFirstRun(parts.backward, backward_compiler))
+
+
+def _forget_examples(program: TracedProgram) -> None:
+    """Let go of the inputs: Dynamo keeps what it compiled, also after a reset, and calls have inputs of their own."""
+    for tape in (program.recorded, program.tape):
+        tape.example_inputs = None
+        forget_real_tensors(tape.fake_mode)
 
 
 class _AtFirstRun:

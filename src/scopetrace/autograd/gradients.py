@@ -45,9 +45,10 @@ from scopetrace.autograd.optimizers import (
     tensors_of,
 )
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
+from scopetrace.containers.contents import same
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place, same
+from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS

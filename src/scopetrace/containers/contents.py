@@ -38,6 +38,9 @@ ATOMS = frozenset(
 )
 """The classes of values that have no content and run no code."""
 
+MEMO = type(functools.cache(len))
+"""The class of functions under `functools.cache`."""
+
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
@@ -87,8 +90,17 @@ def own_dict(x: Any) -> dict[str, Any]:
     return found
 
 
+_known_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
 def slots_of(kind: type) -> list[str]:
     """The names of its `__slots__`."""
+    if kind not in _known_slots:
+        _known_slots[kind] = _find_slots(kind)
+    return _known_slots[kind]
+
+
+def _find_slots(kind: type) -> list[str]:
     members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 
@@ -183,7 +195,12 @@ def is_iterator(x: Any) -> bool:
     return hasattr(type(x), "__next__") and type(x) not in weakref.ProxyTypes
 
 
-_DICT = Form(lambda x: dict(_base_of(x).items(x)), write_dict, "[]")
+def entries_of(x: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries of a dict, past the methods of its class."""
+    return dict(_base_of(x).items(x))
+
+
+_DICT = Form(entries_of, write_dict, "[]")
 _LIST = Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)
 ATTRIBUTES = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects whose attributes are what code of users gives them."""
@@ -203,8 +220,8 @@ _FORMS: dict[type, Form] = {
         lambda x: (x.typecode, *x), lambda x, before: _write_slice(x, array.array(before[0], before[1:]))
     ),
     queue.Queue: Form(lambda x: list(x.queue), lambda x, before: _write_list(x.queue, before)),
-    functools.partial: Form(lambda x: (x.func, *x.args, *x.keywords.items()), _write_nothing),
-    types.MethodType: Form(lambda x: (x.__func__, x.__self__), _write_nothing),
+    functools.partial: Form(lambda x: {k: getattr(x, k) for k in ("func", "args", "keywords")}, _write_nothing, "."),
+    types.MethodType: Form(lambda x: {k: getattr(x, k) for k in ("__func__", "__self__")}, _write_nothing, "."),
     weakref.ref: Form(lambda x: x(), _write_nothing),
     contextvars.ContextVar: Form(value_of, lambda x, before: x.set(before) if before is not MISSING else None),
     random.Random: Form(random.Random.getstate, lambda x, before: x.setstate(before), is_generator=True),
@@ -218,9 +235,17 @@ _WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)
 """What holds items, and in a subclass attributes too."""
 
 
-@functools.lru_cache(maxsize=4096)
-def form_of(kind: Any) -> Form | None:
+def form_of(kind: type) -> Form | None:
     """How the objects of a class hold something; None for those that are compared by identity."""
+    if kind not in _known_forms:
+        _known_forms[kind] = _find_form(kind)
+    return _known_forms[kind]
+
+
+_known_forms: weakref.WeakKeyDictionary[type, Form | None] = weakref.WeakKeyDictionary()
+
+
+def _find_form(kind: Any) -> Form | None:
     if kind in ATOMS or kind in STAND_INS or issubclass(kind, _WITHOUT):
         return None
     for base, form in _FORMS.items():
@@ -257,48 +282,54 @@ def extra_attributes(x: Any) -> dict[str, Any]:
 
 
 def snapshot(x: Any, names: Set[str] | None = None, skip: Set[tuple[int, Any]] = frozenset()) -> Any:
-    """`x`, with copies of what holds values in it.
+    """`x`, with copies of what holds values in it; one copy of each object.
 
     Args:
         x: any object.
         names: of objects with attributes, those that count; None for all.
         skip: entries that do not count: the id of what holds them, and their key.
     """
-    return _snapshot(x, names, skip, ())
+    return _Snapshots(names, skip).of(x)
 
 
-def _snapshot(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around: tuple[int, ...]) -> Any:
-    kind = type(x)  # isinstance would ask an object for its `__class__`
-    if kind in ATOMS or kind is types.FunctionType or (kind is tuple and ATOMS.issuperset(map(type, x))):
-        return x
-    form = form_of(kind)
-    if form is None or form.by_identity:
-        return x if kind not in STAND_INS else _snapshot(plain(x), names, skip, around)
-    if id(x) in around:
-        return f"<container {len(around) - around.index(id(x))} up>"
-    around = (*around, id(x))
-    content = form.read(x)
-    if form.entries:
-        by_attribute = form.entries == "."
-        narrows = form is ATTRIBUTES and names is not None
-        entries = {
-            key: _snapshot(item, names, skip, around)
-            for key, item in content.items()
-            if (not narrows or key in names) and (id(x), key) not in skip
-        }
-        if by_attribute:
-            return Attributes(kind, entries)
-        return {**entries, **_more(x, names, skip, around)}
-    if type(content) in (list, tuple):
-        items = [_snapshot(item, names, skip, around) for item in content]
-        return type(content)((*items, *_more(x, names, skip, around).items()))
-    if type(content).__module__ == "numpy" and hasattr(content, "tobytes"):
-        return str(content.dtype), content.shape, content.tobytes()
-    return content if form.is_generator or type(content) is set else _snapshot(content, names, skip, around)
+class _Snapshots:
+    """Makes the snapshot of one object."""
 
+    def __init__(self, names: Set[str] | None, skip: Set[tuple[int, Any]]) -> None:
+        self._names, self._skip = names, skip
+        self._taken: dict[int, tuple[Any, Any]] = {}
+        """By id, the objects inside with their snapshots; while that is made, the position stands for it."""
 
-def _more(x: Any, names: Set[str] | None, skip: Set[tuple[int, Any]], around: tuple[int, ...]) -> dict[str, Any]:
-    return {f".{key}": _snapshot(item, names, skip, around) for key, item in extra_attributes(x).items()}
+    def of(self, x: Any) -> Any:
+        kind = type(x)  # isinstance would ask an object for its `__class__`
+        if kind in ATOMS or kind is types.FunctionType or (kind is tuple and ATOMS.issuperset(map(type, x))):
+            return x
+        form = form_of(kind)
+        if form is None or form.by_identity:
+            return x if kind not in STAND_INS else self.of(plain(x))
+        if id(x) not in self._taken:
+            self._taken[id(x)] = x, f"<container {len(self._taken)}>"
+            self._taken[id(x)] = x, self._content(x, form)
+        return self._taken[id(x)][1]
+
+    def _content(self, x: Any, form: Form) -> Any:
+        content = form.read(x)
+        if form.entries:
+            names = self._names if form is ATTRIBUTES else None
+            entries = {
+                key: self.of(item)
+                for key, item in content.items()
+                if (names is None or key in names) and (id(x), key) not in self._skip
+            }
+            return Attributes(type(x), entries) if form.entries == "." else {**entries, **self._more(x)}
+        if type(content) in (list, tuple):
+            return type(content)((*map(self.of, content), *self._more(x).items()))
+        if type(content).__module__ == "numpy" and hasattr(content, "tobytes"):
+            return str(content.dtype), content.shape, content.tobytes()
+        return content if form.is_generator or type(content) is set else self.of(content)
+
+    def _more(self, x: Any) -> dict[str, Any]:
+        return {f".{key}": self.of(item) for key, item in extra_attributes(x).items()}
 
 
 _BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset, torch.Size, types.CodeType})
@@ -310,6 +341,11 @@ def same(then: Any, now: Any) -> bool:
 
     0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor of its metadata.
     """
+    return _same(then, now, set())
+
+
+def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
+    """`known` has the ids of containers that are equal: those in many places are compared once."""
     if then is now:
         return True
     kind = type(then)
@@ -317,10 +353,17 @@ def same(then: Any, now: Any) -> bool:
         return isinstance(now, torch.Tensor) and then == TensorLike.of(now)
     if kind is not type(now):
         return False
-    if issubclass(kind, (list, tuple)):
-        return len(then) == len(now) and all(map(same, then, now))
-    if kind is dict:
-        return len(then) == len(now) and all(map(same, then, now)) and all(map(same, then.values(), now.values()))
+    is_dict = kind is dict
+    if is_dict or issubclass(kind, (list, tuple)):
+        pair = id(then), id(now)
+        if pair not in known and len(then) == len(now):
+            old, new = ([*x, *x.values()] if is_dict else [*x] for x in (then, now))
+            if all(_same(a, b, known) for a, b in zip(old, new, strict=True)):
+                known.add(pair)
+        return pair in known
+    if kind is types.FunctionType:  # as that of a GraphModule that is compiled again
+        parts = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
+        return _same(list(parts(then)), list(parts(now)), known)
     try:
         if kind in _BY_EQUALITY:
             return bool(then == now)
@@ -404,6 +447,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._saved: dict[int, _Saved] = {}
+        self._memos: list[tuple[Any, int]] = []
         self.functions: list[Any] = []
         """The functions on the way; they are not entered."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
@@ -440,6 +484,8 @@ class Contents:
             self.modules.append((name, x))
         elif isinstance(x, torch.Tensor):
             self.tensors.append((name, x))
+        elif isinstance(x, MEMO):
+            self._memos.append((x, x.cache_info().misses))
         elif isinstance(x, (types.FunctionType, type)):
             self.functions.append(x)
 
@@ -449,8 +495,16 @@ class Contents:
             self._saved[id(table)].before[key] = table[key]
             self.add(f"{self._saved[id(table)].name}[{short(key)}]", table[key])
 
+    def clear(self) -> None:
+        """Let go of everything."""
+        for kept in (self._saved, self.functions, self.modules, self.tensors, self.classes):
+            kept.clear()
+
     def restore(self) -> list[Change]:
-        """Put everything back, and say what had changed, by value."""
+        """Put everything back, and say what had changed, by value. Memos that have a new result forget all."""
+        for memo, misses in self._memos:
+            if memo.cache_info().misses != misses:
+                memo.cache_clear()
         contents = [(saved, saved.form.read(saved.owner)) for saved in self._saved.values()]
         changed = [(saved, now) for saved, now in contents if not _same_objects(saved.before, now)]
         entries = [entry for saved, now in changed for entry in _entries(saved, now)]

@@ -41,7 +41,7 @@ def stand_in(x: Any, asked: Asked) -> Any:
 
 def plain(x: Any) -> Any:
     """The value that a stand-in, or a container with some, stands for."""
-    base = next((base for base, kind in _CLASSES.items() if type(x) is kind), type(x))
+    base: Any = next((base for base, kind in _CLASSES.items() if type(x) is kind), type(x))
     if base is list:
         return [plain(item) for item in list.__iter__(x)]
     if base is dict:
@@ -83,7 +83,7 @@ def _made(kind: type, changing: str, asking: str) -> type:
         key = name if hasattr(kind, name) and not hasattr(kind, f"__{name}__") else f"__{name}__"
         members[key] = _asking(kind, key)
     if "__eq__" in members:
-        members.setdefault("__hash__", kind.__hash__ and _asking(kind, "__hash__"))
+        members.setdefault("__hash__", None if kind in (list, dict) else _asking(kind, "__hash__"))
     members["__reduce_ex__"] = lambda self, protocol: (plain, (plain(self),))
     return type(f"{kind.__name__}", (StandIn, kind), members)
 

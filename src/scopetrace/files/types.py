@@ -10,6 +10,7 @@ from typing import Any
 
 from scopetrace._compat.ops import OPS
 from scopetrace.files.records import RECORDS, fields_of
+from scopetrace.ir.reads import Place
 
 
 def checked_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def _fits(x: Any, hint: Any) -> bool:
     if origin is None:
         if hint is Any or not isinstance(hint, type):  # a type variable
             return True
-        if getattr(hint, "_is_protocol", False):
+        if hint is Place:
             return type(x).__name__ in RECORDS and all(hasattr(x, name) for name in vars(hint) if name[0] != "_")
         return isinstance(x, (int, float) if hint is float else hint)
     parts = typing.get_args(hint)

@@ -11,6 +11,7 @@ functions that ran (`guards.variables`).
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
 import operator
@@ -20,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from scopetrace.containers.contents import content_of, fill_cell, is_library, is_users_class, put_entry
+from scopetrace.containers.contents import MEMO, content_of, fill_cell, is_library, is_users_class, put_entry
 
 
 class Names(NamedTuple):
@@ -75,12 +76,15 @@ def _read(code: types.CodeType) -> Names:
         before = op
     texts = [c for c in code.co_consts if type(c) is str] if _ASKING.intersection(code.co_names) else []
     names = {*code.co_names, *(part for text in texts for part in text.split(".") if part.isidentifier())}
-    asks = False in compares or "id" in reads, True in compares
-    found = Names(frozenset(names), frozenset(reads), frozenset(binds), frozenset(dotted), *asks)
-    for inner in [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]:
-        sets = [one | other for one, other in zip(found[:4], inner[:4], strict=True)]
-        found = Names(*sets, found[4] or inner[4], found[5] or inner[5])
-    return found
+    inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return Names(
+        frozenset(names).union(*(n.all for n in inner)),
+        frozenset(reads).union(*(n.globals for n in inner)),
+        frozenset(binds).union(*(n.bound for n in inner)),
+        frozenset(dotted).union(*(n.dotted for n in inner)),
+        False in compares or "id" in reads or any(n.compares_objects for n in inner),
+        True in compares or any(n.compares_bools for n in inner),
+    )
 
 
 _ASKING = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "methodcaller"})
@@ -89,10 +93,9 @@ _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in na
 _LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap)
 _ATTRIBUTE_FLAG = 1 if sys.version_info >= (3, 12) else 0
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
-MEMO = type(functools.cache(len))
-"""The class of functions under `functools.cache`."""
-
 Visit = Callable[..., None]
+Place = Callable[[Any], None]
+"""Puts another object where one was found."""
 
 
 class Reach:
@@ -113,34 +116,41 @@ class Reach:
         """The users' classes whose attributes they may write to."""
         self.names: set[str] = set()
         """What they name."""
-        self.memos: dict[int, Any] = {}
-        """By id, the functions under `functools.cache` and `lru_cache`."""
-        self._unnamed: dict[str, list[Any]] = {}
+        self._unnamed: dict[str, list[tuple[Any, int]]] = {}
         """By name, the methods of the classes that no function has named so far."""
-        self._pending: list[types.FunctionType] = []
-        self._following = False
+        self._pending: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
+        """The functions that are to be followed, and how far from the forward they are named."""
 
     def add(self, x: Any) -> None:
         """Follow a function, method, partial or class; nothing is done for other objects."""
+        self._add(x, 0)
+        self._follow_all()
+
+    def add_class(self, kind: type) -> None:
+        """Follow the methods of a class that some function names, and its operators."""
+        self._add_class(kind, 0)
+        self._follow_all()
+
+    def _add(self, x: Any, depth: int) -> None:
         while isinstance(x, functools.partial):
             self._visit("partial", (*x.args, *x.keywords.values()))
             x = x.func
         x = getattr(x, "__func__", x) if isinstance(x, (types.MethodType, staticmethod, classmethod)) else x
         if isinstance(x, MEMO):
-            self.memos[id(x)] = x
-            x = x.__wrapped__
+            self._visit("a memo", x)
         if isinstance(x, property):
             for accessor in (x.fget, x.fset):
-                self.add(accessor)
-        elif isinstance(x, types.FunctionType):
-            self._add_function(unwrapped(x))
+                self._add(accessor, depth)
         elif isinstance(x, type):
-            self.add_class(x)
+            self._add_class(x, depth)
         elif isinstance(x, operator.attrgetter):  # code that names attributes in C
             self._name({name for path in x.__reduce__()[1] for name in path.split(".")})
+        elif isinstance(inner := unwrapped(x), types.FunctionType):
+            self._add_function(inner, depth)
+        elif inner is not x:  # a module under torch.compile
+            self._visit(x.__name__, inner)
 
-    def add_class(self, kind: type) -> None:
-        """Follow the methods of a class that some function names, and its operators."""
+    def _add_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
             if base in self.classes or not is_users_class(base):
                 continue
@@ -148,9 +158,9 @@ class Reach:
             for name, member in vars(base).items():
                 for function in _functions_of(member):
                     if name in self.names or name == "forward" or name[:2] == "__":
-                        self.add(function)
+                        self._add(function, depth)
                     else:
-                        self._unnamed.setdefault(name, []).append(function)
+                        self._unnamed.setdefault(name, []).append((function, depth))
                 if name[:2] != "__" and not callable(member) and not hasattr(type(member), "__get__"):
                     self._visit(f"{base.__name__}.{name}", member, None, functools.partial(setattr, base, name))
 
@@ -158,22 +168,21 @@ class Reach:
         new = names - self.names
         self.names |= new
         for name in new & self._unnamed.keys():
-            for function in self._unnamed.pop(name, ()):
-                self.add(function)
+            for function, depth in self._unnamed.pop(name, ()):
+                self._add(function, depth)
 
-    def _add_function(self, function: types.FunctionType) -> None:
-        if function.__code__ in self.functions or is_library(_home(function)):
-            return
-        self.functions[function.__code__] = function
-        self._pending.append(function)
-        if self._following:
-            return
-        self._following = True
+    def _add_function(self, function: types.FunctionType, depth: int) -> None:
+        if function.__code__ not in self.functions and not is_library(_home(function)):
+            self.functions[function.__code__] = function
+            self._pending.append((function, depth))
+
+    def _follow_all(self) -> None:
         while self._pending:
-            self._follow(self._pending.pop())
-        self._following = False
+            function, depth = self._pending.popleft()
+            if depth <= _DEPTH:
+                self._follow(function, depth + 1)
 
-    def _follow(self, function: types.FunctionType) -> None:
+    def _follow(self, function: types.FunctionType, depth: int) -> None:
         code, table = function.__code__, function.__globals__
         names = names_of(code)
         self._name(names.all)
@@ -181,31 +190,32 @@ class Reach:
             if (id(table), name) not in self.variables:
                 self.variables[id(table), name] = table, name
                 if name in table:
-                    self._look_at(name, table[name], functools.partial(put_entry, table, name))
+                    self._look_at(name, table[name], depth, functools.partial(put_entry, table, name))
         for name, attribute in names.dotted:
             module = table.get(name)
             if isinstance(module, types.ModuleType) and not is_library(module.__name__):
-                self._add_attribute(module, attribute)
+                own = vars(module)
+                if attribute in own and (id(own), attribute) not in self.variables:
+                    self.variables[id(own), attribute] = own, attribute
+                    place = functools.partial(put_entry, own, attribute)
+                    self._look_at(f"{module.__name__}.{attribute}", own[attribute], depth, place)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self.cells:
                 self.cells[id(cell)] = name, cell
-                self._look_at(name, content_of(cell), functools.partial(fill_cell, cell))
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for default in defaults:
-            self._look_at(f"a default argument of {function.__name__}", default)
+                self._look_at(name, content_of(cell), depth, functools.partial(fill_cell, cell))
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._look_at(f"a default argument of {function.__name__}", default, depth)
 
-    def _add_attribute(self, module: types.ModuleType, name: str) -> None:
-        own = vars(module)
-        if name in own and (id(own), name) not in self.variables:
-            self.variables[id(own), name] = own, name
-            self._look_at(f"{module.__name__}.{name}", own[name], functools.partial(put_entry, own, name))
-
-    def _look_at(self, name: str, value: Any, place: Callable[[Any], None] | None = None) -> None:
+    def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
-            self.add(value)
+            self._add(value, depth)
         elif not isinstance(value, types.ModuleType):
             self._visit(name, value, None, place)
+
+
+_DEPTH = 2
+"""How far functions are followed that others name: what lies deeper is put back only where an argument leads to it."""
 
 
 def unwrapped(function: Any) -> Any:
@@ -221,7 +231,7 @@ def _home(function: Any) -> str:
 
 
 def _functions_of(member: Any) -> Iterator[Any]:
-    """The functions that an entry of a class stands for."""
+    """The functions, and those under `functools.cache`, that an entry of a class stands for."""
     member = getattr(member, "__func__", member)
     accessors = (member.fget, member.fset) if isinstance(member, property) else (getattr(member, "func", member),)
     yield from (f for f in accessors if isinstance(f, (types.FunctionType, MEMO)))

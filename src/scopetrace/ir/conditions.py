@@ -204,6 +204,9 @@ class SizeRules:
 
         `Dim.AUTO`, `Dim.DYNAMIC` and names given as strings may equal other dimensions.
         """
+        for symbol, spec in self.specs.items():
+            if spec.lower == 1 and not spec.may_be_fixed and self.env.replace(symbol) == symbol:
+                self._refuse_other_for_one(symbol)
         dims: dict[Any, Any] = {}  # by a symbol that is no Dim's, the Dim that equals it
         for symbol, spec in self.specs.items():
             only = self._only_value(symbol)
@@ -214,6 +217,18 @@ class SizeRules:
                 now = dims.setdefault(now, symbol)
             if now != symbol and not (now in self.specs and self.specs[now].name == spec.name):
                 self._refuse(symbol, now)
+
+    def _refuse_other_for_one(self, symbol: Any) -> None:
+        """Raise DynamicShapeError where `dynamic_shapes` allows a size of 1, and the program does not hold for it."""
+        rule = next((r for r in self.env.assumed.values() if r.symbol == symbol and r.value == 1), None)
+        own = (c for c in self.assumptions() if c.free_symbols == {symbol})
+        holds = self.bounds()[symbol][0] <= 1 and all(evaluated(c, {symbol: 1}) for c in own)
+        if rule is not None or not holds:
+            raise DynamicShapeError(
+                f"{self._place(symbol)} may be 1 as dynamic_shapes has it, and the model goes another way for 1",
+                hint="write min=2, and trace once more, without dynamic_shapes there, for a size of 1",
+                **({} if rule is None else rule.place),
+            )
 
     def name_equal(self) -> None:
         """Give dimensions that the model makes equal one name, with a warning where they have two."""

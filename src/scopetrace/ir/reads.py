@@ -231,7 +231,8 @@ class OfModules:
         key = next(key for key in (*old, *new) if not same(old.get(key), new.get(key)))
         if self.aspect == "hooks":
             return f"{key} of {of}", str(len(old.get(key, ()))), str(len(new.get(key, ())))
-        return f"{key} of {of}", *["another one" if key in x else "that of its class" for x in (old, new)]
+        was, is_now = ["another one" if key in x else "that of its class" for x in (old, new)]
+        return f"{key} of {of}", was, is_now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,8 +455,8 @@ class Read:
 
     @property
     def is_of_model(self) -> bool:
-        """Whether it is data, rather than an object or function, that the model's own code read, not torch's code."""
-        if not isinstance(self.value, _DATA) or self.place.kind == "code":
+        """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
+        if not isinstance(self.value, _DATA) or self.place.kind in ("code", "hooks"):
             return False
         if self.place.kind in ("global", "closure"):
             return True  # only those in the model's code are looked for
@@ -595,8 +596,7 @@ def _of_place(place: Any, then: Any) -> Iterator[Condition]:
         parts = itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__"))
         yield from [is_attribute(f, part, getattr(f, part)) for f, part in parts]
     elif isinstance(place, Submodules):
-        table = place.module.__dict__["_modules"]
-        yield Condition("{}({}, {}, {})", (_has_entries, table, list(table), list(table.values())))
+        yield _has_entries(place.module.__dict__["_modules"])
 
 
 def _has_defaults_with_content(function: types.FunctionType) -> bool:
@@ -622,20 +622,10 @@ def _of_modules(place: OfModules, then: dict[str, Any]) -> Iterator[Condition]:
         yield Condition("{} == {}", (filled, [table.copy() for table in filled]))
 
 
-def _has_entries(table: Any, keys: list[Any], values: list[Any]) -> bool:
-    return (
-        len(table) == len(keys)
-        and all(map(operator.eq, table, keys))
-        and all(map(operator.is_, table.values(), values))
-    )
-
-
-def _has_attributes(table: dict[str, Any], count: int, keys: list[str], values: list[Any]) -> bool:
-    return len(table) == count and all(map(operator.is_, map(table.get, keys), values))
-
-
-def _has_items(x: Any, items: list[Any]) -> bool:
-    return len(x) == len(items) and all(map(operator.is_, x, items))
+def _has_entries(table: dict[Any, Any]) -> Condition:
+    """That a dict has the keys that it has now, with the same objects, in this order."""
+    values = list(table.values())
+    return Condition("[*{}] == {} and all(map({}, {}.values(), {}))", (table, [*table], operator.is_, table, values))
 
 
 def _with_content(read: Read, x: Any, known: set[int]) -> Iterator[Condition | None]:
@@ -651,13 +641,14 @@ def _with_content(read: Read, x: Any, known: set[int]) -> Iterator[Condition | N
         return
     items = list(table.values()) if type(table) is dict else list(table)
     if table is x and type(x) is dict:
-        yield Condition("{}({}, {}, {})", (_has_entries, x, list(x), items))
+        yield _has_entries(x)
     elif table is not x:
         keys = [key for key in table if read.names is None or key in read.names]
         items = [table[key] for key in keys]
-        yield Condition("{}({}, {}, {}, {})", (_has_attributes, table, len(table), keys, items))
+        text = "len({}) == {} and all(map({}, map({}.get, {}), {}))"
+        yield Condition(text, (table, len(table), operator.is_, table, keys, items))
     elif type(x) is list:
-        yield Condition("{}({}, {})", (_has_items, x, items))
+        yield Condition("len({}) == {} and all(map({}, {}, {}))", (x, len(x), operator.is_, x, items))
     for item in items:
         yield from _with_content(read, item, known)
 

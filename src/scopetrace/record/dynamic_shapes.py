@@ -263,7 +263,10 @@ def _children(spec: Any, x: Any, inner: Children, path: str, object_types: Colle
             f"write {'a dict' if isinstance(x, dict) else 'a tuple, a list or a dict'} of what is in it, or None"
         )
     if len(items) != len(names):
-        raise DynamicShapeError(f"dynamic_shapes has {len(items)} items for {path}, which has {len(names)}")
+        raise DynamicShapeError(
+            f"dynamic_shapes has {len(items)} items, {spec!r}, for {path}, a {type(x).__name__} with {len(names)}, "
+            f"{_said(names)}: write one for each of these, or a dict with those that have dynamic sizes"
+        )
     return dict(zip(names, items, strict=True))
 
 

@@ -37,11 +37,6 @@ def refuse_leaks(results: Iterable[tuple[str, Any]]) -> None:
             )
 
 
-def refers_to_trace(x: Any) -> bool:
-    """Whether an object, as a memo of results, refers to a tensor of the trace."""
-    return any(map(_is_of_the_trace, itertools.islice(_reached(x), _MOST)))
-
-
 def _is_of_the_trace(x: Any) -> bool:
     return isinstance(x, (FakeTensor, *_STORAGES))
 

@@ -53,8 +53,8 @@ def bookkeeping_of(kind: type) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the names in a module's `__dict__` that are no bookkeeping of nn.Module."""
-    return tuple([name for name in names if name not in BOOKKEEPING])
+    """Those of the names in a module's `__dict__` that are no bookkeeping of nn.Module, and no `forward`."""
+    return tuple([name for name in names if name not in BOOKKEEPING and name != "forward"])
 
 
 class Layout:

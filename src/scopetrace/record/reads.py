@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
+from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
@@ -34,7 +35,6 @@ from scopetrace.ir.reads import (
     OfTensor,
     Place,
     Read,
-    snapshot,
 )
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
@@ -80,11 +80,13 @@ class ReadRecorder:
         self._awaits_default_dtype = True
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around the forward. Attributes that users have set on an input are noted, asked for or not."""
+    def watching(self, names: Set[str]) -> Iterator[None]:
+        """Around the forward. Attributes that users have set on an input are noted if they are in `names`."""
         for i, value in enumerate(self._builder.tape.inputs):
             for name, x in tags_of(value.fake).items():
-                self._fact(i, f".{name}", (), snapshot(x))
+                if name in names:
+                    text = f"{self._builder.tape.input_paths[i]}.{name}"
+                    self.note_once(text, snapshot(x), OfInput(i, f".{name}"), ())
         yield
         self._note_hidden_blocks()
         for i, frames in sorted(inputs_of_layouts(self._builder.tape, self.contiguous).items()):

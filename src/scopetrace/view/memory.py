@@ -25,7 +25,7 @@ from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import NO_SHAPE_RULE
 from scopetrace.formatting import amount, columns, html_table
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import Call, Op, Tape, Value
+from scopetrace.ir.tape import Call, Op, RecordedTape, Tape, Value
 from scopetrace.program.fake_run import fakes_of
 from scopetrace.program.traced import TracedProgram
 
@@ -68,6 +68,8 @@ class Storage:
     """The position of the last op of the forward that uses it."""
     backward_used: int | None
     """Where forward makes it and backward reads it, the position of the first op of backward that does."""
+    key: int = 0
+    """As `Value.storage`."""
 
 
 class Memory:
@@ -84,6 +86,8 @@ class Memory:
         peak_source: the line of the model's code that runs then; empty outside of the forward.
         saved_bytes: what forward makes and backward reads.
         held_bytes: parameters, buffers, constants and inputs.
+        eager_peak_bytes: of a step with regions under `torch.utils.checkpoint`, about what eager needs: there a region
+            runs again whole, random numbers included, where a trace keeps them. Else `peak_bytes`.
         timeline: the bytes in use while each op runs, in the order of execution.
     """
 
@@ -94,6 +98,7 @@ class Memory:
         storages = list(found.values())
         self.timeline = timeline_of(len(tape.ops), ((s.size, s.made, s.used) for s in storages))
         self.peak_bytes = max(self.timeline, default=0)
+        self.eager_peak_bytes = _eager_peak(tape, storages, self.peak_bytes)
         self.saved_bytes = sum(s.size for s in storages if s.backward_used is not None)
         at = self.timeline.index(self.peak_bytes) if self.peak_bytes else None
         op = None if at is None else tape.ops[at]
@@ -150,6 +155,9 @@ class Memory:
         of = f" of {self.peak_call}" if self.peak_call else ""
         at = f" in the {self.peak_phase}{of}" if self.peak_phase != "other" else " after backward"
         yield f"peak {amount(self.peak_bytes, 'B')}{at}: {self.peak_op}" if self.peak_op else "peak 0 B"
+        if self.eager_peak_bytes != self.peak_bytes:
+            peak = amount(self.eager_peak_bytes, "B")
+            yield f"that is the trace's own peak; eager, which runs checkpointed regions anew, needs about {peak}"
         if self.saved_bytes:
             yield f"{amount(self.saved_bytes, 'B')} saved for backward"
         yield f"{amount(self.held_bytes, 'B')} of parameters, buffers and inputs besides"
@@ -201,9 +209,8 @@ def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
         if isinstance(output, Value):
             used[output.storage] = len(tape.ops)
     held = {s for s, i in made.items() if tape.ops[i].kind in ("placeholder", "get_attr")}
-    own = {
-        s: Storage(size[s], made[s], used[s], forward.get(s, made[s]), backward.get(s)) for s in size if s not in held
-    }
+    made_here = {s: Storage(size[s], made[s], used[s], forward.get(s, made[s]), backward.get(s), s) for s in size}
+    own = {s: storage for s, storage in made_here.items() if s not in held}
     free = itertools.count(min(size, default=0) - 1, -1)  # keys that no storage has
     return sum(size[s] for s in held), own | dict(zip(free, _inside_ops(tape, own.values()), strict=False))
 
@@ -271,6 +278,30 @@ def timeline_of(count: int, intervals: Iterable[tuple[int, int, int]]) -> list[i
         changes[made] += size
         changes[min(used, count) + 1] -= size
     return list(itertools.accumulate(changes[:count]))
+
+
+def _eager_peak(tape: Tape, storages: list[Storage], peak: int) -> int:
+    """The peak of a step in eager, where what a checkpointed region makes for backward is made again there."""
+    if not isinstance(tape, RecordedTape) or not (tape.checkpointed and tape.backwards):
+        return peak
+    intervals = {id(s): [(s.size, s.made, s.used)] for s in storages}
+    for start, stop in tape.checkpointed:
+        inside = [s for s in storages if start <= s.made < stop > s.forward_used]
+        dropped = [(s, s.backward_used) for s in inside if s.backward_used is not None]
+        again = min([_runs_again(tape, start, stop), *(at for _, at in dropped)])
+        for s, _ in dropped:
+            intervals[id(s)] = [(s.size, s.made, s.forward_used), (s.size, again, s.used)]
+        read = {v.storage for op in tape.ops[start:stop] for v in op.inputs()}
+        for s in [s for s in storages if s.made < start and s.key in read and s.used < again]:
+            intervals[id(s)] = [(s.size, s.made, again)]
+    return max(timeline_of(len(tape.ops), itertools.chain(*intervals.values())), default=0)
+
+
+def _runs_again(tape: Tape, start: int, stop: int) -> int:
+    """The position of the first op of backward that runs an op of a region again."""
+    phases = ((i, op.phase) for i, op in enumerate(tape.ops))
+    recomputed = (i for i, p in phases if p is not None and p.recomputed and start <= tape.calls[p.call].start < stop)
+    return next(recomputed, len(tape.ops))
 
 
 def _peaks(tape: Tape, timeline: list[int]) -> dict[Call, int]:

@@ -22,7 +22,6 @@ from scopetrace._compat.tensors import parameters_of, tags_of
 from scopetrace.containers.contents import ATTRIBUTES, Change, content_of, fill_cell, form_of, put_entry, same, snapshot
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.guards.reach import Reach
-from scopetrace.record.leaks import refers_to_trace
 from scopetrace.record.model import Model
 
 _NO_TAGS: dict[str, Any] = {}
@@ -55,7 +54,7 @@ class EffectWatch:
         numpy = getattr(sys.modules.get("numpy"), "random", None)
         for name, module in (("random", random), ("numpy.random", numpy)):
             if module is not None:
-                self._contents.add(name, module.random.__self__)
+                self._contents.add(name, getattr(module.random, "__self__", None))  # somebody may replace it
         tensors = [*inputs, *zip(model.names_of_tensors(model.tensors), model.tensors, strict=True)]
         self._tagged: list[tuple[str, Any, dict[str, Any]]] = [
             (name, t, tags_of(t) if vars(t) else _NO_TAGS) for name, t in tensors
@@ -71,7 +70,6 @@ class EffectWatch:
         self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes]
         self._tagged += [(f.__name__, f, dict(vars(f))) for f in self.reach.functions.values()]
-        self._memos = [(memo, memo.cache_info().misses) for memo in self.reach.memos.values()]
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
@@ -110,9 +108,6 @@ class EffectWatch:
 
     def restore(self) -> list[Change]:
         """Put all back as it was, and say what had changed, by value."""
-        for memo, misses in self._memos:
-            if memo.cache_info().misses != misses and refers_to_trace(memo):
-                memo.cache_clear()
         changes = [*self._model.restore(), *self._of_variables(), *self._of_classes(), *self._of_tags()]
         for change in changes:
             change.put(change.old)
@@ -127,9 +122,8 @@ class EffectWatch:
         for name, cell, old in self._cells:
             new = content_of(cell)
             if new is not old:
-                yield Change(
-                    f"closure {name}", old, new, None, "", functools.partial(fill_cell, cell), (id(cell), None)
-                )
+                put = functools.partial(fill_cell, cell)
+                yield Change(f"closure {name}", old, new, None, "", put, (id(cell), None))
 
     def _of_classes(self) -> Iterator[Change]:
         for kind, before in self._classes:

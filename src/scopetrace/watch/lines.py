@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.questions import MISSING
 from scopetrace._compat.sources import is_users
-from scopetrace.containers.contents import MISSING, Change, form_of
+from scopetrace.containers.contents import Change, form_of
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import user_line
 
@@ -68,7 +69,8 @@ class _Value:
     def has_changed(self) -> bool:
         """Whether it holds something else than when it was asked last."""
         now = self._get()
-        is_other = now is not self._last and not (type(now) in (int, list) and now == self._last)
+        is_plain = type(now) is type(self._last) and type(now) in (int, _Ids)  # a stand-in would be asked
+        is_other = now is not self._last and not (is_plain and now == self._last)
         self._last = now
         return is_other
 
@@ -96,10 +98,14 @@ def _in_place(owner: Any, *key: Any) -> Callable[[], Any]:
     return lambda: _ids(owner)
 
 
-def _ids(x: Any) -> list[int]:
+class _Ids(tuple[int, ...]):
+    """The ids of the items of a list or set."""
+
+
+def _ids(x: Any) -> _Ids:
     """The ids of the items of a list or set, without asking a stand-in."""
     base = next((base for base in (list, set, collections.deque) if isinstance(x, base)), None)
-    return [] if base is None else list(map(id, base.__iter__(x)))
+    return _Ids(() if base is None else map(id, base.__iter__(x)))
 
 
 def _of_module(module: torch.nn.Module, name: str) -> Any:

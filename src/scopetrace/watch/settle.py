@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from scopetrace.containers.contents import (
     Change,
     TensorLike,
     attributes_and_slots,
+    entries_of,
     form_of,
     is_iterator,
     same,
@@ -68,7 +70,8 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         return first.tape
     never = any(change.is_generator or _advances(change) for change in first.changes)
     runs, lefts, lines = [first], [_left_by(first)], dict[str, str]()
-    for _ in range(_RUNS - 1):
+    matter = set[str]()
+    for _ in range(0 if any(map(_advances, first.changes)) else _RUNS - 1):
         with _state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
             run = _if_it_runs(again)
         lines |= noted
@@ -81,15 +84,25 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
             return _settled(runs, lefts, lines)
         if not changes:
             break
-        reads = [c for c in changes if not is_watched(plain(c.old)) and run.was_read(c)]
-        if is_same and not asked and not reads:
+        reads = [c for c in changes if _was_read(c, run)]
+        matter.update(asked, (c.name for c in reads))
+        if not is_same:  # an op takes a number without asking it
+            matter.update(change.name for change in first.changes if not _is_content(change))
+        if is_same and not matter:
             return _does_not_matter(first, lines)
         lefts.append(_left_by(run))
-    if not lines.keys() >= {change.name for change in first.changes}:
+    if not any(map(_advances, first.changes)) and not lines.keys() >= {change.name for change in first.changes}:
         with noting_lines(first.changes) as noted:
             again()
         lines |= noted
-    return _for_one_call(first, lines)
+    return _for_one_call(first, lines, matter)
+
+
+def _was_read(change: Change, run: Run) -> bool:
+    """Whether a run read what another one had left where it changes it again, of what has no stand-in."""
+    if isinstance(change.old, torch.Tensor):
+        return any(t is change.old for t in run.tape.attributes.values())
+    return not is_watched(plain(change.old)) and run.was_read(change)
 
 
 def _if_it_runs(again: Callable[[], Run]) -> Run | None:
@@ -101,8 +114,8 @@ def _if_it_runs(again: Callable[[], Run]) -> Run | None:
 
 
 def _advances(change: Change) -> bool:
-    """Whether an iterator gave an item: it gives another one to each call."""
-    return is_iterator(getattr(change.put, "args", (None,))[0])
+    """Whether an iterator gave an item: it gives another one to each call, and to each run."""
+    return is_iterator(_owner(change))
 
 
 # The state that a run left --------------------------------------------------------------------------------------------
@@ -129,7 +142,7 @@ def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
             with eager():
                 sizes = [int(n) if not isinstance(n, Symbolic) else int(n.node.hint or 1) for n in x.shape]
                 t = torch.zeros(sizes, dtype=x.dtype, device="meta" if x.is_meta else x.device)
-                tensors[id(x)] = t.normal_() if t.is_floating_point() else t
+            tensors[id(x)] = random_like(t, len(tensors))
         return tensors[id(x)]
     if isinstance(x, Symbolic):
         return x.node.pytype(x.node.hint) if x.node.hint is not None else x
@@ -146,12 +159,20 @@ def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
     return x
 
 
+def random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
+    """A tensor with other data, where it has numbers of which any may be a value."""
+    if not t.is_floating_point() or t.device.type == "meta":
+        return t
+    with eager():
+        generator = torch.Generator(t.device).manual_seed(seed)  # torch's generator is to stay as it is
+        return torch.empty_like(t).normal_(generator=generator)
+
+
 @contextlib.contextmanager
 def _put_back(lefts: list[list[_Left]]) -> Iterator[None]:
     """After it, what the runs changed is as before, also the order of entries."""
     changes = [left.change for run in lefts for left in run]
-    owners = [getattr(change.put, "args", (None,))[0] for change in changes]
-    tables = [(table, dict(table)) for table in owners if isinstance(table, dict)]
+    tables = [(table, entries_of(table)) for table in map(_owner, changes) if isinstance(table, dict)]
     try:
         yield
     finally:
@@ -167,15 +188,14 @@ def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
     asked: list[str] = []
     replaced: list[tuple[Callable[[Any], None], Any]] = []
     with _put_back(lefts):
-        for change, value, _ in (left for run in lefts for left in run):
+        for change, value in _last(lefts):
             ask = functools.partial(asked.append, change.name)
-            if change.entry is None or change.entry[1] is not None:
+            if not _is_content(change):
                 change.put(stand_in(value, ask))
                 continue
-            change.put(value)  # the content of a list or set as a whole
-            owner = getattr(change.put, "args", (None,))[0]
-            if type(owner) is list and change.place is not None:
-                replaced.append((change.place, owner))
+            change.put(value)
+            if type(_owner(change)) is list and change.place is not None:
+                replaced.append((change.place, _owner(change)))
                 change.place(stand_in(value, ask))
             else:  # nobody can see what is asked of it
                 ask()
@@ -184,6 +204,25 @@ def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
         finally:
             for place, owner in reversed(replaced):
                 place(owner)
+
+
+def _last(lefts: list[list[_Left]]) -> list[tuple[Change, Any]]:
+    """What changed, each once, with its last value."""
+    last: dict[tuple[str, bool], tuple[Change, Any]] = {}
+    for left in (left for run in lefts for left in run):
+        key = left.change.name, _is_content(left.change)
+        last[key] = last.get(key, (left.change, None))[0], left.value
+    return list(last.values())
+
+
+def _is_content(change: Change) -> bool:
+    """Whether it is of the content of a list or set as a whole."""
+    return change.entry is not None and change.entry[1] is None and not isinstance(_owner(change), types.CellType)
+
+
+def _owner(change: Change) -> Any:
+    """The container or variable that has it; None where that is not known."""
+    return getattr(change.put, "args", (None,))[0]
 
 
 @contextlib.contextmanager
@@ -200,10 +239,16 @@ def _plain_state(lefts: list[list[_Left]]) -> Iterator[None]:
 
 def _does_not_matter(run: Run, lines: dict[str, str]) -> RecordedTape:
     """No result depends on the changes: what a call finds there does not count."""
-    tape = run.tape
-    _leave_out(tape, run.changes)
-    tape.side_effects += [_effect(change, run, lines, baked_in=False) for change in run.changes]
-    return tape
+    _leave_out(run.tape, run.changes)
+    run.tape.side_effects += _harmless(run, lines)
+    return run.tape
+
+
+def _harmless(run: Run, lines: dict[str, str]) -> list[SideEffect]:
+    """The changes that calls do not make, and need not: all but tensors that these bind to attributes of modules."""
+    bound = {(id(write.module), write.name) for write in run.tape.attribute_writes}
+    changes = [c for c in run.changes if (id(c.holder), c.attribute) not in bound]
+    return [_effect(change, run, lines, baked_in=False) for change in changes]
 
 
 def _stored(first: Run, lefts: list[list[_Left]]) -> dict[int, Value]:
@@ -240,10 +285,7 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
-    carried = {(id(w.module), w.name) for w in tape.attribute_writes}
-    tape.side_effects += [
-        _effect(c, first, lines, baked_in=False) for c in first.changes if (id(c.holder), c.attribute) not in carried
-    ]
+    tape.side_effects += _harmless(first, lines)
     return tape
 
 
@@ -269,8 +311,12 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
     return any(v.storage in differs for v in values)
 
 
-def _for_one_call(run: Run, lines: dict[str, str]) -> RecordedTape:
-    run.tape.side_effects += [_effect(change, run, lines, baked_in=True) for change in run.changes]
+def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> RecordedTape:
+    """The results depend on the changes `matter`; on all, where it is not known on which."""
+    known = matter & {change.name for change in run.changes}
+    run.tape.side_effects += [
+        _effect(change, run, lines, baked_in=not known or change.name in known) for change in run.changes
+    ]
     _leave_out(run.tape, run.changes)
     return run.tape
 

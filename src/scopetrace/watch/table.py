@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import sys
 import types
@@ -31,6 +32,7 @@ from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace.containers.contents import (
     ATOMS,
     ATTRIBUTES,
+    MEMO,
     Change,
     content_of,
     form_of,
@@ -41,7 +43,7 @@ from scopetrace.containers.contents import (
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
-from scopetrace.guards.reach import MEMO, Reach, names_of, unwrapped
+from scopetrace.guards.reach import Reach, names_of, unwrapped
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
@@ -143,7 +145,7 @@ class StateReads:
 
     def _of_ties(self, ran: RanFunctions) -> Iterator[Read]:
         """Which parameters and buffers are one tensor, where code asks for identity."""
-        if any(names_of(code).compares_objects for code in ran.functions):
+        if any(names_of(code).compares_objects for code in (*ran.functions, *ran.inner)):
             tables = [(s.fqn, t) for s in self._model.saved_modules for t in s.live[1:3]]
             places = [(f"{fqn}.{key}".lstrip("."), table, key) for fqn, table in tables for key in table]
             name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
@@ -221,7 +223,7 @@ class StateReads:
         An input that is a tensor of the model, which the forward takes from there too, is one value with it.
         """
         tape = self._builder.tape
-        code = next((code for code in ran.functions if names_of(code).compares_objects), None)
+        code = next((code for code in (*ran.functions, *ran.inner) if names_of(code).compares_objects), None)
         taken = set(map(id, tape.attributes.values()))
         examples = self._examples if code is not None else [t for t in self._examples if id(t) in taken]
         of_model = dict.fromkeys(filter(None, map(self._model.owner, examples)))
@@ -314,18 +316,19 @@ class RanFunctions:
         """By code, those of users."""
         self._reach, self._tape = reach, tape
         named = {name for code in self.functions for name in names_of(code).all}
-        self._inner = self._named_by(named)
-        inner = (code for code, function in self._inner.items() if function.__name__ not in _OF_ALL_ATTRIBUTES)
+        self.inner = self._named_by(named)
+        """By code, functions of users that these name, which may have run too."""
+        inner = (code for code, function in self.inner.items() if function.__name__ not in _OF_ALL_ATTRIBUTES)
         names = named.union(*(names_of(code).all for code in inner))
         self.names = None if names & {"vars", "__dict__"} else frozenset(names)
         """Of objects with attributes, those that code which ran names; None where it may take all."""
 
     def _named_by(self, names: Set[str]) -> dict[types.CodeType, types.FunctionType]:
-        """Functions that those which ran name: by variables, lists and dicts in these; methods of users' classes."""
+        """Functions that those which ran name: by variables, and what these hold; methods of users' classes."""
         inner: dict[types.CodeType, types.FunctionType] = {}
         for function in self.functions.values():
             named = [function.__globals__.get(name) for name in names_of(function.__code__).globals]
-            for value in [*named, *map(content_of, function.__closure__ or ())]:
+            for value in [*named, *map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]:
                 for each in map(unwrapped, _with_items(value)):
                     if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
                         inner[each.__code__] = each
@@ -341,7 +344,7 @@ class RanFunctions:
             place = OfFunctions(tuple(functions))
             yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
         known = set[tuple[int, str]]()
-        for function, deep in [*((f, True) for f in functions), *((f, False) for f in self._inner.values())]:
+        for function, deep in [*((f, True) for f in functions), *((f, False) for f in self.inner.values())]:
             frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
             for name, table, key in self._variables_of(function):
                 if (id(table), key) in known or (id(table), key) in skip:
@@ -374,8 +377,11 @@ class RanFunctions:
 
     def _of_classes(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
-        names = {name for code in (*self.functions, *self._inner) for name in names_of(code).all} | {"forward"}
+        names = {name for code in (*self.functions, *self.inner) for name in names_of(code).all}
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
+        for kind, name in itertools.product(called, ("forward", "__call__")):
+            place = OfClass(kind, name)
+            yield Read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path)
         for kind in filter(is_users_class, dict.fromkeys((*called, *self._reach.classes))):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
