@@ -294,9 +294,7 @@ class Recording:
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads = [*tape.reads, *guards]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
-        found, after = (
-            numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
-        )
+        found, after = (numbers_read(*pair, names, self.object_types, reads.names) for pair in ((args, kwargs), fakes))
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
         new = {n.name: n.value for n in after}
         tape.argument_numbers = [
