@@ -404,11 +404,11 @@ class Recording:
                 self._errors_explained(),
                 self._unseeded(),
                 noting_errors(self.builder.raised),
+                contextlib.closing(calls),  # what this puts back is nothing that the forward does
                 observing(calls, autograd, self.reads, self.model.modules) as mine,
                 self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
-                contextlib.closing(calls),
             ):
                 before = settings()
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
