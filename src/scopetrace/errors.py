@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
 
 _made: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("_made", default=None)
 

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from scopetrace._compat.ops import to_undo
 from scopetrace._compat.questions import MISSING, Replace
 
 REPLACED = {
@@ -22,6 +23,8 @@ REPLACED = {
     "a model that asks takes the path that can be traced": """
         torch.compiler._is_compiling_flag torch.compiler._is_exporting_flag""",
     "a module is called": "torch.nn.Module._call_impl",
+    "an attribute of a module is read, which waits hidden": """
+        torch.nn.Module.__getattr__ torch.nn.Module.__delattr__""",
     "a block begins or ends, by which ops run otherwise": """
         torch.inference_mode.__enter__ torch.inference_mode.__exit__ torch.autocast.__enter__ torch.autocast.__exit__
         torch.autograd.graph.saved_tensors_hooks.__enter__ torch.autograd.graph.saved_tensors_hooks.__exit__
@@ -79,11 +82,12 @@ def replacing() -> Iterator[Replace]:
         replaced.append((owner, name, type(owner) if name == "__class__" else vars(owner).get(name, MISSING)))
         setattr(owner, name, value)
 
-    try:
-        yield replace
-    finally:
-        for owner, name, own in reversed(replaced):
-            if own is MISSING:
+    def put_back() -> None:
+        for owner, name, before in reversed(replaced):
+            if before is MISSING:
                 delattr(owner, name)
             else:
-                setattr(owner, name, own)
+                setattr(owner, name, before)
+
+    with to_undo(put_back):
+        yield replace

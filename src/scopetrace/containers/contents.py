@@ -41,6 +41,9 @@ ATOMS = frozenset(
 )
 """The classes of values that have no content and run no code."""
 
+MEMO = type(functools.cache(len))
+"""The class of functions under `functools.cache`."""
+
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
@@ -347,13 +350,17 @@ def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
         return isinstance(now, torch.Tensor) and then == TensorLike.of(now)
     if kind is not type(now):
         return False
-    if issubclass(kind, (list, tuple)) or kind is dict:
+    is_dict = kind is dict
+    if is_dict or issubclass(kind, (list, tuple)):
         pair = id(then), id(now)
         if pair not in known and len(then) == len(now):
-            old, new = ((*x, *x.values()) if kind is dict else x for x in (then, now))
+            old, new = ([*x, *x.values()] if is_dict else [*x] for x in (then, now))
             if all(_same(a, b, known) for a, b in zip(old, new, strict=True)):
                 known.add(pair)
         return pair in known
+    if kind is types.FunctionType:  # as that of a GraphModule that is compiled again
+        parts = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
+        return _same(list(parts(then)), list(parts(now)), known)
     try:
         if kind in _BY_EQUALITY:
             return bool(then == now)
@@ -434,6 +441,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._saved: dict[int, _Saved] = {}
+        self._memos: list[tuple[Any, int]] = []
         self.functions: list[Any] = []
         """The functions on the way; they are not entered."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
@@ -470,6 +478,8 @@ class Contents:
             self.modules.append((name, x))
         elif isinstance(x, torch.Tensor):
             self.tensors.append((name, x))
+        elif isinstance(x, MEMO):
+            self._memos.append((x, x.cache_info().misses))
         elif isinstance(x, (types.FunctionType, type)):
             self.functions.append(x)
 
@@ -485,7 +495,10 @@ class Contents:
             kept.clear()
 
     def restore(self) -> list[Change]:
-        """Put everything back, and say what had changed, by value."""
+        """Put everything back, and say what had changed, by value. Memos that have a new result forget all."""
+        for memo, misses in self._memos:
+            if memo.cache_info().misses != misses:
+                memo.cache_clear()
         contents = [(saved, saved.form.read(saved.owner)) for saved in self._saved.values()]
         changed = [(saved, now) for saved, now in contents if not _same_objects(saved.before, now)]
         entries = [entry for saved, now in changed for entry in _entries(saved, now)]

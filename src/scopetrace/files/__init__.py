@@ -130,13 +130,13 @@ def _read(file: IO[bytes], foreign: list[Any]) -> tuple[ProgramTape, ProgramTape
     decoder = Decoder(data["tables"], data["environment"], TensorReader(archive), foreign)
     recorded, tape = (decoder.row("tapes", data[name]) for name in ("recorded", "program"))
     holders: dict[str, torch.nn.Module] = {}
-    for found in (recorded, tape):
-        if not isinstance(found, ProgramTape):
+    for program in (recorded, tape):
+        if not isinstance(program, ProgramTape):
             raise TypeError("a tape is no program")
-        refuse_code(found, is_file=not foreign)
-        verify(found, "the file")
-        _bind_gradients(found)
-        _bind_attributes(found, holders)
+        refuse_code(program, is_file=not foreign)
+        verify(program, "the file")
+        _bind_gradients(program)
+        _bind_attributes(program, holders)
     return recorded, tape
 
 

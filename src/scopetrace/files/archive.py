@@ -59,10 +59,10 @@ class ArchiveReader:
     def json(self, name: str) -> Any:
         """An entry of JSON. Raises ValueError for one that is not."""
         data = self.read(name)
-        found = json.loads(data, parse_constant=_refuse_constant)
+        content = json.loads(data, parse_constant=_refuse_constant)
         if b"\\ud" in data.lower():  # halves of characters, which are no text where the other half is missing
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
 
     def read(self, name: str) -> bytes:
         """The bytes of an entry. Raises KeyError where there is none."""

@@ -81,11 +81,8 @@ class Decoder:
 
     def fields(self, kind: type, row: dict[str, Any]) -> dict[str, Any]:
         """The fields of an instance of `kind`."""
-        found = {name: self._frames(x) if name == "frames" else self.data(x) for name, x in row.items()}
-        left_out = LEFT_OUT.get(kind, ())
-        if any(name in left_out for name in found):
-            raise ValueError(f"a {kind.__name__} has {', '.join(found)}")
-        return {**dict.fromkeys(left_out), **checked_fields(kind, found)}
+        values = {name: self._frames(x) if name == "frames" else self.data(x) for name, x in row.items()}
+        return {**dict.fromkeys(LEFT_OUT.get(kind, ())), **checked_fields(kind, values)}
 
     def _scope(self, row: Any) -> Scope:
         parent, name, type_name = row

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.ops import to_undo
 from scopetrace._compat.questions import MISSING, Mine, Replace
 
 Note = Callable[[torch.nn.Module, str], bool]
@@ -159,14 +160,11 @@ class AttributeWatch:
         """Inside, attributes are hidden until they are read."""
         for name in ("__getattr__", "__delattr__"):
             replace(torch.nn.Module, name, _METHODS[name](getattr(torch.nn.Module, name), mine))
-        try:
+        with to_undo(self._put_back):
             for module in self._modules:
                 if is_watchable(module):
                     self._hide(module)
             yield
-        finally:
-            for module, before, watched in self._watched:
-                _put_back(module, before, watched)
 
     def _hide(self, module: torch.nn.Module) -> None:
         before, kind = module.__dict__, type(module)
@@ -179,6 +177,10 @@ class AttributeWatch:
         watched = WatchedDict(module, self._tell, before, hidden)
         self._watched.append((module, before, watched))
         object.__setattr__(module, "__dict__", watched)
+
+    def _put_back(self) -> None:
+        for module, before, watched in self._watched:
+            _put_back(module, before, watched)
 
 
 def _put_back(module: torch.nn.Module, before: dict[str, Any], watched: WatchedDict) -> None:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from scopetrace.containers.contents import content_of, is_library, is_users_class
+from scopetrace.containers.contents import MEMO, content_of, is_library, is_users_class
 
 
 class Names(NamedTuple):
@@ -93,9 +93,6 @@ _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in na
 _LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap)
 _ATTRIBUTE_FLAG = 1 if sys.version_info >= (3, 12) else 0
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
-MEMO = type(functools.cache(len))
-"""The class of functions under `functools.cache`."""
-
 Visit = Callable[[str, Any], None]
 
 
@@ -114,7 +111,7 @@ class Reach:
         """The users' classes whose attributes they may write to."""
         self.names: set[str] = set()
         """What they name."""
-        self._unnamed: dict[str, list[tuple[types.FunctionType, int]]] = {}
+        self._unnamed: dict[str, list[tuple[Any, int]]] = {}
         """By name, the methods of the classes that no function has named so far."""
         self._pending: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
         """The functions that are to be followed, and how far from the forward they are named."""
@@ -134,6 +131,8 @@ class Reach:
             self._visit("partial", (*x.args, *x.keywords.values()))
             x = x.func
         x = getattr(x, "__func__", x) if isinstance(x, (types.MethodType, staticmethod, classmethod)) else x
+        if isinstance(x, MEMO):
+            self._visit("a memo", x)
         if isinstance(x, property):
             for accessor in (x.fget, x.fset):
                 self._add(accessor, depth)
@@ -141,8 +140,10 @@ class Reach:
             self._add_class(x, depth)
         elif isinstance(x, operator.attrgetter):  # code that names attributes in C
             self._name({name for path in x.__reduce__()[1] for name in path.split(".")})
-        elif isinstance(x := unwrapped(x), types.FunctionType):
-            self._add_function(x, depth)
+        elif isinstance(inner := unwrapped(x), types.FunctionType):
+            self._add_function(inner, depth)
+        elif inner is not x:  # a module under torch.compile
+            self._visit(x.__name__, inner)
 
     def _add_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
@@ -152,7 +153,7 @@ class Reach:
             for name, member in vars(base).items():
                 for function in _functions_of(member):
                     if name in self.names or name == "forward" or name[:2] == "__":
-                        self._add_function(function, depth)
+                        self._add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
                 if name[:2] != "__" and not callable(member) and not hasattr(type(member), "__get__"):
@@ -163,7 +164,7 @@ class Reach:
         self.names |= new
         for name in new & self._unnamed.keys():
             for function, depth in self._unnamed.pop(name, ()):
-                self._add_function(function, depth)
+                self._add(function, depth)
 
     def _add_function(self, function: types.FunctionType, depth: int) -> None:
         if function.__code__ not in self.functions and not is_library(_home(function)):
@@ -224,8 +225,8 @@ def _home(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
-def _functions_of(member: Any) -> Iterator[types.FunctionType]:
-    """The functions that an entry of a class stands for."""
+def _functions_of(member: Any) -> Iterator[Any]:
+    """The functions, and those under `functools.cache`, that an entry of a class stands for."""
     member = getattr(member, "__func__", member)
     accessors = (member.fget, member.fset) if isinstance(member, property) else (getattr(member, "func", member),)
-    yield from (f for f in accessors if isinstance(f, types.FunctionType))
+    yield from (f for f in accessors if isinstance(f, (types.FunctionType, MEMO)))

@@ -455,8 +455,8 @@ class Read:
 
     @property
     def is_of_model(self) -> bool:
-        """Whether it is data, rather than an object or function, that the model's own code read, not torch's code."""
-        if not isinstance(self.value, _DATA) or self.place.kind == "code":
+        """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
+        if not isinstance(self.value, _DATA) or self.place.kind in ("code", "hooks"):
             return False
         if self.place.kind in ("global", "closure"):
             return True  # only those in the model's code are looked for

@@ -40,7 +40,17 @@ Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.Sym
 """A number of the program, known or symbolic."""
 
 Constant = (
-    str | bytes | None | slice | torch.dtype | torch.device | torch.layout | torch.memory_format | torch.Tensor | type
+    str
+    | bytes
+    | None
+    | slice
+    | torch.dtype
+    | torch.device
+    | torch.layout
+    | torch.memory_format
+    | torch.Tensor
+    | type
+    | torch.ScriptObject
 )
 """An argument that is the same in every run."""
 

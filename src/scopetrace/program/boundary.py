@@ -30,7 +30,7 @@ from scopetrace._compat.tensors import (
     storage_id,
     unsaved_buffers_of,
 )
-from scopetrace.containers.contents import difference, same
+from scopetrace.containers.contents import difference, same, short
 from scopetrace.containers.structure import (
     Effect,
     Given,
@@ -708,5 +708,5 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
 
 
 def _text(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    text = short(value) if isinstance(value, torch.Tensor) else " ".join(repr(value).split())
     return text if len(text) < 80 else f"{text[:76]} ..."

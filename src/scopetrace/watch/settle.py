@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Set
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +34,12 @@ from scopetrace.containers.contents import (
     form_of,
     is_iterator,
     own_dict,
+    put_entry,
     same,
     short,
     snapshot,
 )
-from scopetrace.containers.stand_ins import is_watched, plain, stand_in
+from scopetrace.containers.stand_ins import StandIn, is_watched, plain, stand_in
 from scopetrace.ir.reads import NO_CALL, Read
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
@@ -66,8 +68,9 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
     """The tape of `first`, with what its changes mean for calls; `again` records the forward another time."""
     if not first.changes:
         return first.tape
-    reasons = {change.name for change in first.changes if change.is_generator or _advances(change)}
-    never, runs, lefts, lines = bool(reasons), [first], [_left_by(first)], dict[str, str]()
+    never = any(change.is_generator or _advances(change) for change in first.changes)
+    runs, lefts, lines = [first], [_left_by(first)], dict[str, str]()
+    matter = set[str]()
     for _ in range(0 if any(map(_advances, first.changes)) else _RUNS - 1):
         with _state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
             run = again()
@@ -82,15 +85,17 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         if not changes:
             break
         reads = [c for c in changes if _was_read(c, run)]
-        if is_same and not asked and not reads:
+        matter.update(asked, (c.name for c in reads))
+        if not is_same:  # an op takes a number without asking it
+            matter.update(change.name for change in first.changes if not _is_content(change))
+        if is_same and not matter:
             return _does_not_matter(first, lines)
-        reasons |= {*asked, *(change.name for change in reads)}
         lefts.append(_left_by(run))
     if not any(map(_advances, first.changes)) and not lines.keys() >= {change.name for change in first.changes}:
         with noting_lines(first.changes) as noted:
             again()
         lines |= noted
-    return _for_one_call(first, lines, reasons)
+    return _for_one_call(first, lines, matter)
 
 
 def _was_read(change: Change, run: Run) -> bool:
@@ -102,7 +107,7 @@ def _was_read(change: Change, run: Run) -> bool:
 
 def _advances(change: Change) -> bool:
     """Whether an iterator gave an item: it gives another one to each call, and to each run."""
-    return is_iterator(getattr(change.put, "args", (None,))[0])
+    return is_iterator(_owner(change))
 
 
 # The state that a run left --------------------------------------------------------------------------------------------
@@ -155,37 +160,55 @@ def random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
         return torch.empty_like(t).normal_(generator=generator)
 
 
+_Before = list[tuple[Callable[[Any], None], Any]]
+"""What puts values back, and the values."""
+
+
 @contextlib.contextmanager
 def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
     """Inside, Python's state is what the runs left, with stand-ins. Gives the names of those that were asked."""
     asked: list[str] = []
-    before: list[_PutBack] = []
+    before: _Before = []
     try:
-        for left in (left for run in lefts for left in run):
-            change = left.change
+        for change, value in _last(lefts):
             before.append((change.put, change.old))
-            change.put(_standing_for(change, left.value, asked, before))
+            change.put(_standing_for(change, value, asked, before))
         yield asked
     finally:
         for put, value in reversed(before):
-            put(value)
+            put(plain(value) if isinstance(value, StandIn) else value)
 
 
-_PutBack = tuple[Callable[[Any], None], Any]
-"""What gives something its value again, and the value."""
+def _last(lefts: list[list[_Left]]) -> list[tuple[Change, Any]]:
+    """What changed, each once, with its last value."""
+    last: dict[tuple[str, bool], tuple[Change, Any]] = {}
+    for left in (left for run in lefts for left in run):
+        key = left.change.name, _is_content(left.change)
+        last[key] = last.get(key, (left.change, None))[0], left.value
+    return list(last.values())
 
 
-def _standing_for(change: Change, value: Any, asked: list[str], before: list[_PutBack]) -> Any:
+def _is_content(change: Change) -> bool:
+    """Whether it is of the content of a list or set as a whole."""
+    return change.entry is not None and change.entry[1] is None and not isinstance(_owner(change), types.CellType)
+
+
+def _owner(change: Change) -> Any:
+    """The container or variable that has it; None where that is not known."""
+    return getattr(change.put, "args", (None,))[0]
+
+
+def _standing_for(change: Change, value: Any, asked: list[str], before: _Before) -> Any:
     """What the next run finds in the place of a changed value. A content is that of its container again."""
-    if change.entry is not None and change.entry[1] is None:  # the content of a list or set as a whole
+    if _is_content(change):
         _watch_container(change, value, asked, before)
         return value
     return stand_in(value, lambda: asked.append(change.name))
 
 
-def _watch_container(change: Change, value: Any, asked: list[str], before: list[_PutBack]) -> None:
+def _watch_container(change: Change, value: Any, asked: list[str], before: _Before) -> None:
     """A list that grows is watched where its holder has it; one that is elsewhere counts as asked."""
-    owner = getattr(change.put, "args", (None,))[0]
+    owner = _owner(change)
     table = None if change.holder is None else own_dict(change.holder)
     names = [] if table is None else [key for key, x in table.items() if x is owner]
     if type(owner) is not list or not names or table is None:
@@ -193,7 +216,7 @@ def _watch_container(change: Change, value: Any, asked: list[str], before: list[
         return
     watched = stand_in(list(value), lambda: asked.append(change.name))
     for name in names:
-        before.append((functools.partial(table.__setitem__, name), owner))
+        before.append((functools.partial(put_entry, table, name), owner))
         table[name] = watched
 
 
@@ -278,10 +301,12 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
     return any(v.storage in differs for v in values)
 
 
-def _for_one_call(run: Run, lines: dict[str, str], reasons: Set[str]) -> RecordedTape:
-    """The changes named `reasons` come first: those that the program was seen to depend on."""
-    changes = sorted(run.changes, key=lambda change: change.name not in reasons)
-    run.tape.side_effects += [_effect(change, run, lines, baked_in=True) for change in changes]
+def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> RecordedTape:
+    """The results depend on the changes `matter`; on all, where it is not known on which."""
+    known = matter & {change.name for change in run.changes}
+    run.tape.side_effects += [
+        _effect(change, run, lines, baked_in=not known or change.name in known) for change in run.changes
+    ]
     _leave_out(run.tape, run.changes)
     return run.tape
 

@@ -28,12 +28,22 @@ import torch
 
 from scopetrace._compat.patches import replacing
 from scopetrace._compat.questions import MISSING, Mine
-from scopetrace._compat.sources import SCOPETRACE
-from scopetrace.containers.contents import ATOMS, Change, content_of, is_library, is_users_class, snapshot
+from scopetrace._compat.sources import SCOPETRACE, is_users
+from scopetrace.containers.contents import (
+    ATOMS,
+    ATTRIBUTES,
+    MEMO,
+    Change,
+    content_of,
+    form_of,
+    is_library,
+    is_users_class,
+    snapshot,
+)
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
-from scopetrace.guards.reach import MEMO, Reach, names_of, unwrapped
+from scopetrace.guards.reach import Reach, names_of, unwrapped
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
@@ -122,11 +132,15 @@ class StateReads:
         ran = self._ran = RanFunctions(fn, tape, self._reach)
         attributes = list(self._attributes(changed, held))
         variables = list(ran.guards(skip, tape.root.path))
+        objects = [*self._objects]
         while isinstance(fn, functools.partial):
             attributes += [self._variable(name, fn.keywords, name) for name in fn.keywords]
+            objects += [(f"args[{i}]", x) for i, x in enumerate(fn.args)]
             fn = fn.func
-        objects = [Read(n, snapshot(x, self.names), OfArgument(x), names=self.names) for n, x in self._objects]
-        others = [*objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
+        owner = getattr(fn, "__self__", fn)
+        objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
+        of_objects = [Read(n, snapshot(x, self.names), OfArgument(x), names=self.names) for n, x in objects]
+        others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
         return [*variables, *attributes, *others, *self._of_members(changed, held)]
 
     def _of_ties(self, ran: RanFunctions) -> Iterator[Read]:
@@ -311,14 +325,14 @@ class RanFunctions:
         """Of objects with attributes, those that code which ran names; None where it may take all."""
 
     def _named_by(self, names: Set[str]) -> dict[types.CodeType, types.FunctionType]:
-        """Functions that those which ran name: by globals, closures and defaults, and methods of classes of users."""
+        """Functions that those which ran name: by variables, and what these hold; methods of users' classes."""
         inner: dict[types.CodeType, types.FunctionType] = {}
         for function in self.functions.values():
-            around = [content_of(cell) for cell in function.__closure__ or ()]
-            named = map(function.__globals__.get, names_of(function.__code__).globals)
-            for value in map(unwrapped, (*named, *around, *(function.__defaults__ or ()))):
-                if isinstance(value, types.FunctionType) and value.__code__ in self._reach.functions:
-                    inner[value.__code__] = value
+            named = [function.__globals__.get(name) for name in names_of(function.__code__).globals]
+            for value in [*named, *map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]:
+                for each in map(unwrapped, _with_items(value)):
+                    if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
+                        inner[each.__code__] = each
         for code, function in self._reach.functions.items():
             if "." in function.__qualname__ and (function.__name__ in names or function.__name__[:2] == "__"):
                 inner[code] = function
@@ -392,6 +406,11 @@ def _is_state(value: Any) -> bool:
     return value is not MISSING
 
 
+def _with_items(x: Any) -> list[Any]:
+    """`x`, and what is in it if it is a list or dict."""
+    return [x, *(x.values() if type(x) is dict else x if type(x) in (list, tuple) else ())]
+
+
 def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...]:
     """The names of entries of tables that hold one tensor: `("emb.weight and head.weight",)`."""
     names: dict[int, list[str]] = {}
@@ -402,8 +421,14 @@ def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...
 
 
 def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
-    """Where the forward is, in `frame`, or in the one outside of scopetrace from which that was called."""
+    """Where the forward is: in `frame`, or where users' code in the same call has led there."""
     while frame.f_code.co_filename.startswith(SCOPETRACE) and frame.f_back is not None:
         frame = frame.f_back
+    outer_frame = frame
+    while outer_frame.f_back is not None and not outer_frame.f_code.co_filename.startswith(SCOPETRACE):
+        if is_users(outer_frame.f_code.co_filename):
+            frame = outer_frame
+            break
+        outer_frame = outer_frame.f_back
     outer: Frames = builder.call.frames if builder.call is not None else ()
     return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
