@@ -679,7 +679,7 @@ def numbers_read(
     object_types: Collection[type],
     attributes: Collection[str] | None,
 ) -> list[ArgumentNumber]:
-    """The numbers in objects that stand in one of `attributes`, or any; `names` are those of the positional arguments."""
+    """The numbers in objects that stand in one of `attributes`, or in any; `names` are of the positional arguments."""
     search = _Search(object_types, attributes)
     found = [
         n for i, (name, x) in enumerate(zip(names, args, strict=True)) for n in search.of(x, name, ("[0]", f"[{i}]"))
