@@ -348,7 +348,7 @@ def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
     """`known` has the ids of containers that are equal: those in many places are compared once."""
     if then is now:
         return True
-    kind = type(then)
+    kind: Any = type(then)
     if kind is TensorLike:
         return isinstance(now, torch.Tensor) and then == TensorLike.of(now)
     if kind is not type(now):
