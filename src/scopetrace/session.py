@@ -704,7 +704,8 @@ _NO_FAKE = {
 _BRANCH = (
     "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
     "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
-    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
+    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped; "
+    "for min(n, 4) and max(n, 4) write torch.sym_min(n, 4) and torch.sym_max(n, 4)"
 )
 
 

@@ -78,6 +78,17 @@ def _above(ask: Callable[..., Any], handler: Handler) -> Handler:
     return lambda _, *args, **kwargs: handler(ask, *args, **kwargs)
 
 
+def after(tell: Callable[..., Any], mine: Callable[[], bool]) -> Handler:
+    """Lets torch answer, after `tell` was called with the arguments where `mine()`."""
+
+    def handler(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if mine():
+            tell(*args, **kwargs)
+        return ask(*args, **kwargs)
+
+    return handler
+
+
 def without_mode(mode: FunctionMode) -> Iterator[tuple[Any, str, Any]]:
     """What torch's Python asks to find out whether modes or subclasses get a call, not counting `mode`.
 

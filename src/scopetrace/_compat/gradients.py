@@ -28,7 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from scopetrace._compat.function_mode import Handler, On
+from scopetrace._compat.function_mode import Handler, On, after
 from scopetrace._compat.ops import is_recording
 from scopetrace._compat.questions import Mine, Replace
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
@@ -280,7 +280,7 @@ def report_hooks(replace: Replace, on: On, listener: HookListener, mine: Mine) -
     """Tell `listener` of hooks, `requires_grad` and `grad`, first."""
     tensor: Any = torch.Tensor
     for name in _METHODS:
-        on(getattr(tensor, name), _hook(name, listener, mine))
+        on(getattr(tensor, name), after(functools.partial(_tell_hook, listener, name), mine))
     for name in ("grad_fn", "is_leaf"):
         on(getattr(tensor, name).__get__, _history(name, listener, mine))
     _report_flags(on, listener, lambda: is_recording() and mine())
@@ -288,13 +288,8 @@ def report_hooks(replace: Replace, on: On, listener: HookListener, mine: Mine) -
     _report_saved_tensors_hooks(replace, listener, mine)
 
 
-def _hook(name: str, listener: HookListener, mine: Mine) -> Handler:
-    def method(ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if mine():
-            listener.on_hook(t, name)
-        return ask(t, *args, **kwargs)
-
-    return method
+def _tell_hook(listener: HookListener, method: str, t: torch.Tensor, *_: Any, **__: Any) -> None:
+    listener.on_hook(t, method)
 
 
 def _history(name: str, listener: HookListener, mine: Mine) -> Handler:
@@ -318,17 +313,15 @@ def _history(name: str, listener: HookListener, mine: Mine) -> Handler:
 def _report_flags(on: On, listener: HookListener, mine: Mine) -> None:
     """`requires_grad` of a tensor."""
 
-    def require(ask: Callable[..., Any], t: torch.Tensor, requires_grad: bool = True) -> Any:
-        if mine():
-            listener.on_requires_grad(t, requires_grad)
-        return ask(t, requires_grad)
+    def require(t: torch.Tensor, requires_grad: bool = True) -> None:
+        listener.on_requires_grad(t, requires_grad)
 
     def detach_(ask: Callable[..., Any], t: torch.Tensor) -> torch.Tensor:
         return ask(t) if not mine() or listener.on_detach(t) else t
 
     tensor: Any = torch.Tensor
     for func in (tensor.requires_grad_, tensor.requires_grad.__set__):
-        on(func, require)
+        on(func, after(require, mine))
     for func in (tensor.detach_, torch.detach_):
         on(func, detach_)
 

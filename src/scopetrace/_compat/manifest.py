@@ -124,7 +124,6 @@ NAMES = {
     "torch.utils._sympy.symbol": "SymT symbol_is_type",
     "torch.utils._sympy.symbol:SymT": "UNBACKED_FLOAT UNBACKED_INT",
     "torch.utils._sympy.value_ranges": "ValueRanges bound_sympy",
-    "torch.utils._device": "_device_constructors",
     "torch.overrides": "_get_overridable_functions _get_tensor_methods",
     "torch.utils.checkpoint": CURRENT.checkpoint_generator,
 }

@@ -25,23 +25,18 @@ from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, _enable_get_lr_call
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import (
     _get_overridable_functions,
     _get_tensor_methods,
-    get_default_nowrap_functions,
     get_testing_overrides,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.function_mode import FunctionMode, On, without_mode
-from scopetrace._compat.gradients import HookListener, checkpointed, hooks_of_all_optimizers, report_hooks
+from scopetrace._compat.function_mode import FunctionMode, On, after, without_mode
+from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
 from scopetrace._compat.ops import (
     device_at_once,
-    eager,
     hop_entry_points,
     in_transform,
     is_recording,
@@ -52,14 +47,14 @@ from scopetrace._compat.questions import (
     Listener,
     Mine,
     Replace,
-    ValueListener,
     report_questions,
-    report_values,
 )
 from scopetrace._compat.replaced import replacing as replacing
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
-from scopetrace._compat.symbols import behave_as_numbers, index_with_symbols
+from scopetrace._compat.steps import report_steps
+from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
+from scopetrace._compat.values import ValueListener, report_values
 
 
 class Observer(ValueListener, Protocol):
@@ -117,12 +112,8 @@ _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
 
 
-_device_constructors()
-get_default_nowrap_functions()
-# Sets of torch's functions, by identity, that torch makes once: filled inside a trace, they would keep replaced ones,
-# and `with torch.device(...)` would leave out `torch.tensor` for the life of the process.
 _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_tensor_methods
-"""More of them, which take long to make. What they get inside a trace is forgotten after it."""
+"""Sets of torch's functions, by identity, that torch makes once. What they get inside a trace is forgotten after it."""
 
 
 @contextlib.contextmanager
@@ -163,10 +154,7 @@ def observing(
         index_with_symbols(mode.on, mine)
         behave_as_numbers(replace, mine)
         _report_transforms(replace, autograd, mine)
-        _report_steps(stack, replace, autograd, recording)
-        _report_scalers(replace, autograd, recording)
-        _report_schedulers(replace, autograd, recording)
-        _put_scalers_back(stack, replace, autograd, recording)
+        report_steps(stack, replace, autograd, recording)
         report_questions(replace, mode.on, listener, mine)
         entry_points = hop_entry_points(mine, observer.on_nested_region)
         for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
@@ -307,26 +295,23 @@ def _report_backward(replace: Replace, mode: FunctionMode, observer: AutogradObs
             accumulates = kw.pop("accumulate_grad", False)
 
             def differentiate(by: Sequence[torch.Tensor]) -> Any:
-                if not by:
-                    return ()
-                with mode.active():
-                    return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw)
+                return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw) if by else ()
 
             outputs, given = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, given))
             how = {"accumulates": accumulates, "create_graph": create_graph, "keeps_graph": keep}
-            return observer.gradients.on_backward(differentiate, outputs, given, inputs, **how)
+            with mode.active():
+                return observer.gradients.on_backward(differentiate, outputs, given, inputs, **how)
 
         return run
 
     for module in (torch.autograd, torch.autograd.graph):  # each has imported it under its name
         replace(module, "_engine_run_backward", reported(module._engine_run_backward))
 
-    def make_dual(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if mine() and not in_transform():
+    def make_dual(*_: Any, **__: Any) -> None:
+        if not in_transform():
             observer.on_forward_ad()
-        return ask(*args, **kwargs)
 
-    mode.on(torch._C._VariableFunctions._make_dual, make_dual)
+    mode.on(torch._C._VariableFunctions._make_dual, after(make_dual, mine))
 
 
 def _report_transforms(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
@@ -343,109 +328,6 @@ def _report_transforms(replace: Replace, observer: AutogradObserver, mine: Mine)
 
     replace(vmap, "_add_batch_dim", reported(vmap._add_batch_dim))  # type: ignore[attr-defined]
     replace(eager_transforms, "_wrap_tensor_for_grad", reported(eager_transforms._wrap_tensor_for_grad))
-
-
-def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
-    """Optimizers that are made, and the steps of all."""
-    make, hooks = torch.optim.Optimizer.__init__, hooks_of_all_optimizers()
-
-    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if mine():
-            observer.gradients.on_optimizer(self)
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not mine():
-            return None
-        is_named = len(args) < 2  # the optimizer is the first
-        closure = kwargs.get("closure") if is_named else args[1]
-        run = observer.gradients.on_step(optimizer, closure if callable(closure) else None, hooks)
-        if run is None:
-            return None
-        return (args, {**kwargs, "closure": run}) if is_named else ((args[0], run, *args[2:]), kwargs)
-
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if mine():
-            observer.gradients.after_step(optimizer)
-
-    replace(torch.optim.Optimizer, "__init__", made)
-    stack.callback(register_optimizer_step_pre_hook(before).remove)
-    stack.callback(register_optimizer_step_post_hook(after).remove)
-
-
-def _report_scalers(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
-    """Scalers of gradients."""
-    scaler = torch.amp.GradScaler
-    begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
-
-    def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
-        with eager() if mine() else contextlib.nullcontext():
-            begin(self, device)
-        if mine():
-            observer.gradients.on_scaler(self)
-
-    def scales(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        if mine():
-            observer.gradients.on_scaler(self)
-        return scale(self, outputs)
-
-    def decides(
-        self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if not mine():
-            return decide(self, optimizer, state, *args, **kwargs)
-        found = state["found_inf_per_device"].values()
-        return observer.gradients.on_scaled_step(optimizer, found, functools.partial(optimizer.step, *args, **kwargs))
-
-    replace(scaler, "_lazy_init_scale_growth_tracker", begins)
-    replace(scaler, "scale", scales)
-    replace(scaler, "_maybe_opt_step", decides)
-
-
-def _report_schedulers(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
-    """Schedulers of learning rates, by what their `step` calls, since that may be bound before the trace."""
-
-    def reported(run: Callable[..., Any], scheduler_of: Callable[..., LRScheduler]) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if mine():
-                scheduler = scheduler_of(*args)
-                observer.gradients.on_python_step(scheduler, scheduler.optimizer)
-            return run(*args, **kwargs)
-
-        return method
-
-    def first(scheduler: LRScheduler, *_: Any) -> LRScheduler:
-        return scheduler
-
-    def second(_: Any, scheduler: LRScheduler) -> LRScheduler:
-        return scheduler
-
-    replace(ReduceLROnPlateau, "_is_better", reported(ReduceLROnPlateau._is_better, first))
-    replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, second))
-
-
-def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
-    """What a scaler has noted of optimizers since its last `update()` is put back when the stack ends."""
-    check = torch.amp.GradScaler._check_scale_growth_tracker
-    used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
-
-    def checks(self: torch.amp.GradScaler, asker: str) -> Any:
-        if mine() and id(self) not in used:
-            if self._per_optimizer_states:
-                observer.gradients.on_begun_scaler("GradScaler.unscale_ or step was called before what is traced")
-            used[id(self)] = self, self._per_optimizer_states
-        return check(self, asker)
-
-    def put_back(kind: type[BaseException] | None, *_: object) -> None:
-        left = [self for self, _ in used.values() if self._per_optimizer_states]
-        for self, states in used.values():
-            states.clear()
-            self._per_optimizer_states = states
-        if left and kind is None:
-            observer.gradients.on_begun_scaler("GradScaler.update is not called after unscale_ or step")
-
-    replace(torch.amp.GradScaler, "_check_scale_growth_tracker", checks)
-    stack.push(put_back)
 
 
 def _report_modes(replace: Replace, observer: Observer, mine: Mine) -> None:
