@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.testing._internal.custom_tensor import CustomTensorPlainOut
 
 import scopetrace as st
@@ -58,7 +59,7 @@ def test_suggested_fixes(model, args, dynamic_shapes, fix):
 @pytest.mark.parametrize(
     ("args", "dim", "error"),
     [
-        ((torch.ones(3),), Dim("n", min=6), torch.fx.experimental.symbolic_shapes.ConstraintViolationError),
+        ((torch.ones(3),), Dim("n", min=6), ConstraintViolationError),
         ((torch.ones(8),), 2 * Dim("n") + 1, torch._dynamo.exc.UserError),
         ((torch.ones(3),), Dim.STATIC(min=6, max=8), ValueError),
     ],
