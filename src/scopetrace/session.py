@@ -294,9 +294,7 @@ class Recording:
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads = [*tape.reads, *guards]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
-        found, after = (
-            numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
-        )
+        found, after = (numbers_read(*pair, names, self.object_types, reads.names) for pair in ((args, kwargs), fakes))
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
         new = {n.name: n.value for n in after}
         tape.argument_numbers = [
@@ -406,11 +404,11 @@ class Recording:
                 self._errors_explained(),
                 self._unseeded(),
                 noting_errors(self.builder.raised),
+                contextlib.closing(calls),  # what this puts back is nothing that the forward does
                 observing(calls, autograd, self.reads, self.model.modules) as mine,
                 self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
-                contextlib.closing(calls),
             ):
                 before = settings()
                 out = calls.run_root(self.ops.finishing(run), *tape.args)

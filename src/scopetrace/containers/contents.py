@@ -18,7 +18,6 @@ import collections
 import contextlib
 import contextvars
 import functools
-import itertools
 import operator
 import queue
 import random
@@ -32,8 +31,6 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.questions import MISSING, Missing
-from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
 
 ATOMS = frozenset(
@@ -137,7 +134,8 @@ def _write_list(x: Any, before: Iterable[Any]) -> None:
     _base_of(x).extend(x, before)
 
 
-def _write_dict(x: Any, before: Mapping[Any, Any]) -> None:
+def write_dict(x: Any, before: Mapping[Any, Any]) -> None:
+    """Give a dict these entries, past the methods of its class."""
     _base_of(x).clear(x)
     for key, item in before.items():
         _base_of(x).__setitem__(x, key, item)
@@ -197,7 +195,12 @@ def is_iterator(x: Any) -> bool:
     return hasattr(type(x), "__next__") and type(x) not in weakref.ProxyTypes
 
 
-_DICT = Form(lambda x: dict(_base_of(x).items(x)), _write_dict, "[]")
+def entries_of(x: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries of a dict, past the methods of its class."""
+    return dict(_base_of(x).items(x))
+
+
+_DICT = Form(entries_of, write_dict, "[]")
 _LIST = Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)
 ATTRIBUTES = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects whose attributes are what code of users gives them."""
@@ -207,7 +210,7 @@ _OPTIMIZER = Form(attributes_and_slots, _write_attributes, ".", by_identity=True
 _ITERATOR = Form(_position, _write_nothing)
 _FORMS: dict[type, Form] = {
     list: _LIST,
-    collections.deque: Form(lambda x: [*collections.deque.__iter__(x), x.maxlen], lambda x, c: _write_list(x, c[:-1])),
+    collections.deque: Form(lambda x: list(collections.deque.__iter__(x)), _write_list),
     dict: _DICT,
     types.MappingProxyType: Form(dict, _write_nothing, "[]"),
     set: Form(lambda x: set(set.__iter__(x)), _write_set),
@@ -345,7 +348,7 @@ def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
     """`known` has the ids of containers that are equal: those in many places are compared once."""
     if then is now:
         return True
-    kind = type(then)
+    kind: Any = type(then)
     if kind is TensorLike:
         return isinstance(now, torch.Tensor) and then == TensorLike.of(now)
     if kind is not type(now):
@@ -424,6 +427,8 @@ class Change(NamedTuple):
     """Of a buffer that is new or another one, whether it is in the state dict."""
     is_generator: bool = False
     """Whether it is the state of a random generator."""
+    place: Callable[[Any], None] | None = None
+    """Of the content of a list or set: puts another object where it was found."""
 
 
 class _Saved(NamedTuple):
@@ -434,6 +439,7 @@ class _Saved(NamedTuple):
     owner: Any
     before: Any
     form: Form
+    place: Callable[[Any], None] | None = None
 
 
 class Contents:
@@ -451,8 +457,8 @@ class Contents:
         self.classes: dict[type, None] = {}
         """The classes of the objects with attributes."""
 
-    def add(self, name: str, x: Any, holder: Any = None) -> None:
-        """Save what `x` holds, and what its items and attributes hold."""
+    def add(self, name: str, x: Any, holder: Any = None, place: Callable[[Any], None] | None = None) -> None:
+        """Save what `x` holds, and what its items and attributes hold; `place` puts another object in its place."""
         kind = type(x)
         if kind in ATOMS or id(x) in self._saved:
             return
@@ -461,12 +467,12 @@ class Contents:
             self._pass(name, x)
             return
         content = form.read(x)
-        self._saved[id(x)] = _Saved(name, holder, x, content, form)
+        self._saved[id(x)] = _Saved(name, holder, x, content, form, place)
         if form.entries == ".":
             self.classes[kind] = None
         for entry, item, part in _items(name, content, form):
             if type(item) not in ATOMS:
-                self.add(part, item, x if form.entries == "." and entry else holder)
+                self.add(part, item, x if form.entries == "." and entry else holder, _place_in(x, form, entry))
         more = extra_attributes(x)
         if more:
             self._saved[id(more)] = _Saved(name, holder, x, dict(more), _EXTRA)
@@ -544,10 +550,11 @@ def _same_objects(before: Any, now: Any) -> bool:
 
 def _entries(saved: _Saved, now: Any) -> Iterator[Change]:
     """The entries of a content that are other objects, or the content as a whole."""
-    name, holder, owner, before, form = saved
+    name, holder, owner, before, form, place = saved
     if not form.entries:
         put = functools.partial(form.write, owner)
-        yield Change(name, before, now, holder, "", put, (id(owner), None), is_generator=form.is_generator)
+        entry = (id(owner), None)
+        yield Change(name, before, now, holder, "", put, entry, is_generator=form.is_generator, place=place)
         return
     for key in dict.fromkeys((*before, *now)):
         old, new = before.get(key, MISSING), now.get(key, MISSING)
@@ -559,6 +566,11 @@ def _entries(saved: _Saved, now: Any) -> Iterator[Change]:
         else:
             put = functools.partial(put_entry, owner, key)
             yield Change(f"{name}[{short(key)}]", old, new, holder, "", put, (id(owner), key))
+
+
+def _place_in(owner: Any, form: Form, key: Any) -> Callable[[Any], None] | None:
+    """Puts another object in the place of an entry; None for an item of a list or set."""
+    return functools.partial(_put_attribute if form.entries == "." else put_entry, owner, key) if form.entries else None
 
 
 def _put_attribute(owner: Any, key: str, value: Any) -> None:
@@ -584,16 +596,12 @@ def is_memo(owner: Any, name: Any, old: Any) -> bool:
     return isinstance(known, functools.cached_property)
 
 
-def holds_fake(x: Any, depth: int = 5) -> bool:
-    """Whether there is a fake tensor, or a number of one, in containers, at most `depth` deep."""
-    if isinstance(x, (FakeTensor, *Symbolic)):
-        return True
-    form = form_of(type(x)) if depth else None
-    if form is None or form.is_generator or form is _ITERATOR:
-        return False
-    content = form.read(x)
-    items = content.values() if type(content) is dict else content if type(content) in (list, tuple, set) else ()
-    return any(holds_fake(item, depth - 1) for item in itertools.chain(items, extra_attributes(x).values()))
+def fill_cell(cell: types.CellType, value: Any) -> None:
+    """Give a variable of an enclosing function a value; MISSING takes it away."""
+    if value is MISSING:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
 
 
 _SHOWN, _WIDTH = 8, 60

@@ -11,6 +11,10 @@ from typing import Any
 from scopetrace._compat.ops import OPS
 from scopetrace.files.records import RECORDS, fields_of
 from scopetrace.ir.reads import Place
+from scopetrace.ir.tape import Op
+
+_OF_AN_OP = {"args": tuple, "kwargs": dict, "outputs": Any}
+"""Leaf modules take and give objects of any class, and an op of a pickle an object of C++; `names` checks arguments."""
 
 
 def checked_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +36,7 @@ def checked_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
-    return {name: hints[name] for name in fields_of(kind)} | {"frames": Any}  # those are made apart
+    return {name: hints[name] for name in fields_of(kind)} | {"frames": Any} | (_OF_AN_OP if kind is Op else {})
 
 
 def _fits(x: Any, hint: Any) -> bool:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from scopetrace.containers.contents import MEMO, content_of, is_library, is_users_class
+from scopetrace.containers.contents import MEMO, content_of, fill_cell, is_library, is_users_class, put_entry
 
 
 class Names(NamedTuple):
@@ -93,11 +93,16 @@ _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in na
 _LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap)
 _ATTRIBUTE_FLAG = 1 if sys.version_info >= (3, 12) else 0
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
-Visit = Callable[[str, Any], None]
+Visit = Callable[..., None]
+Place = Callable[[Any], None]
+"""Puts another object where one was found."""
 
 
 class Reach:
-    """Follows names from functions and classes. `visit` gets each object that a variable holds, with its name."""
+    """Follows names from functions and classes.
+
+    `visit` gets each object that a variable holds: its name, the object, None, and what puts another in its place.
+    """
 
     def __init__(self, visit: Visit) -> None:
         self._visit = visit
@@ -157,7 +162,7 @@ class Reach:
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
                 if name[:2] != "__" and not callable(member) and not hasattr(type(member), "__get__"):
-                    self._visit(f"{base.__name__}.{name}", member)
+                    self._visit(f"{base.__name__}.{name}", member, None, functools.partial(setattr, base, name))
 
     def _name(self, names: set[str] | frozenset[str]) -> None:
         new = names - self.names
@@ -181,32 +186,32 @@ class Reach:
         code, table = function.__code__, function.__globals__
         names = names_of(code)
         self._name(names.all)
-        for name in names.bound:
-            self.variables[id(table), name] = table, name
-        for name in names.globals & table.keys():
+        for name in names.bound | (names.globals & table.keys()):
             if (id(table), name) not in self.variables:
                 self.variables[id(table), name] = table, name
-                self._look_at(name, table[name], depth)
+                if name in table:
+                    self._look_at(name, table[name], depth, functools.partial(put_entry, table, name))
         for name, attribute in names.dotted:
             module = table.get(name)
             if isinstance(module, types.ModuleType) and not is_library(module.__name__):
                 own = vars(module)
                 if attribute in own and (id(own), attribute) not in self.variables:
                     self.variables[id(own), attribute] = own, attribute
-                    self._look_at(f"{module.__name__}.{attribute}", own[attribute], depth)
+                    place = functools.partial(put_entry, own, attribute)
+                    self._look_at(f"{module.__name__}.{attribute}", own[attribute], depth, place)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self.cells:
                 self.cells[id(cell)] = name, cell
-                self._look_at(name, content_of(cell), depth)
+                self._look_at(name, content_of(cell), depth, functools.partial(fill_cell, cell))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._look_at(f"a default argument of {function.__name__}", default, depth)
 
-    def _look_at(self, name: str, value: Any, depth: int) -> None:
+    def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
             self._add(value, depth)
         elif not isinstance(value, types.ModuleType):
-            self._visit(name, value)
+            self._visit(name, value, None, place)
 
 
 _DEPTH = 2

@@ -677,9 +677,9 @@ def numbers_read(
     kwargs: dict[str, Any],
     names: Sequence[str],
     object_types: Collection[type],
-    attributes: Collection[str],
+    attributes: Collection[str] | None,
 ) -> list[ArgumentNumber]:
-    """The numbers in objects that stand in one of `attributes`; `names` are those of the positional arguments."""
+    """The numbers in objects that stand in one of `attributes`, or in any; `names` are of the positional arguments."""
     search = _Search(object_types, attributes)
     found = [
         n for i, (name, x) in enumerate(zip(names, args, strict=True)) for n in search.of(x, name, ("[0]", f"[{i}]"))
@@ -688,7 +688,7 @@ def numbers_read(
 
 
 class _Search:
-    def __init__(self, object_types: Collection[type], attributes: Collection[str]) -> None:
+    def __init__(self, object_types: Collection[type], attributes: Collection[str] | None) -> None:
         self._object_types = object_types
         self._attributes = attributes
 
@@ -698,7 +698,7 @@ class _Search:
             yield from self._in_object(x, name, path, (), [])
         for key, child in children or ():
             if key[0] == "." and type(child) in (int, float):
-                if key[1:] in self._attributes:
+                if self._attributes is None or key[1:] in self._attributes:
                     yield ArgumentNumber(name + key, child, (*path, key), ())
             else:
                 yield from self.of(child, name + key, (*path, key))
@@ -711,7 +711,7 @@ class _Search:
         for key, value in vars(x).items():
             if type(value) not in (int, float):
                 yield from self._in_object(value, f"{name}.{key}", path, (*attributes, key), [*outer, x])
-            elif key in self._attributes:
+            elif self._attributes is None or key in self._attributes:
                 yield ArgumentNumber(f"{name}.{key}", value, path, (*attributes, key))
 
 

@@ -360,7 +360,7 @@ class SavedModule:
         self.contents = {k: own[k] for k in layout.own if type(own[k]) not in ATOMS} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
-            contents.add(f"{name}.{key}", x, module)
+            contents.add(f"{name}.{key}", x, module, functools.partial(put_entry, own, key))
         has_hooks = any(map(own.get, _HOOK_TABLES))
         self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)} if has_hooks else _EMPTY
         for hooks in HOOKS if has_hooks else ():
@@ -442,9 +442,22 @@ class SavedModule:
             table, old = own.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
-                    hooks, put = name.strip("_").replace("_", " "), functools.partial(_fill, table)
+                    hooks, put = name.strip("_").replace("_", " "), self._put_hooks(name)
                     yield Change(f"{hooks} of {self.name}", old, dict(table), self.module, name, put)
                 _fill(table, old)
+
+    def _put_hooks(self, name: str) -> Callable[[dict[Any, Any]], None]:
+        """Gives the module such hooks, and says how each is called, as before or after the forward."""
+        own = self.module.__dict__
+        ways = [t for t in (f"{name}_with_kwargs", f"{name}_always_called") if t in own]
+        entries = {way: {**self.hooks.get(way, {}), **own[way]} for way in ways}
+
+        def put(hooks: dict[Any, Any]) -> None:
+            _fill(own[name], hooks)
+            for way, known in entries.items():
+                _fill(own[way], {key: x for key, x in known.items() if key in hooks})
+
+        return put
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes

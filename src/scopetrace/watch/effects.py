@@ -19,7 +19,7 @@ import torch
 from scopetrace._compat.gradients import hooks_of
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import parameters_of, tags_of
-from scopetrace.containers.contents import ATTRIBUTES, Change, content_of, form_of, put_entry, same, snapshot
+from scopetrace.containers.contents import ATTRIBUTES, Change, content_of, fill_cell, form_of, put_entry, same, snapshot
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.guards.reach import Reach
 from scopetrace.record.model import Model
@@ -56,7 +56,10 @@ class EffectWatch:
             if module is not None:
                 self._contents.add(name, getattr(module.random, "__self__", None))  # somebody may replace it
         tensors = [*inputs, *zip(model.names_of_tensors(model.tensors), model.tensors, strict=True)]
-        self._tagged = [(name, t, tags_of(t) if vars(t) else _NO_TAGS) for name, t in tensors]
+        self._tagged: list[tuple[str, Any, dict[str, Any]]] = [
+            (name, t, tags_of(t) if vars(t) else _NO_TAGS) for name, t in tensors
+        ]
+        """Tensors and functions with the attributes that users have set on them."""
         for path, t, tags in self._tagged:
             for name, x in tags.items():
                 self._contents.add(f"{path}.{name}", x, t)
@@ -66,6 +69,7 @@ class EffectWatch:
         self._variables = [(table, name, table.get(name, MISSING)) for table, name in self.reach.variables.values()]
         self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes]
+        self._tagged += [(f.__name__, f, dict(vars(f))) for f in self.reach.functions.values()]
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
@@ -118,7 +122,8 @@ class EffectWatch:
         for name, cell, old in self._cells:
             new = content_of(cell)
             if new is not old:
-                yield Change(f"closure {name}", old, new, None, "", functools.partial(_fill, cell), (id(cell), None))
+                put = functools.partial(fill_cell, cell)
+                yield Change(f"closure {name}", old, new, None, "", put, (id(cell), None))
 
     def _of_classes(self) -> Iterator[Change]:
         for kind, before in self._classes:
@@ -131,19 +136,12 @@ class EffectWatch:
 
     def _of_tags(self) -> Iterator[Change]:
         for path, t, before in self._tagged:
-            now = tags_of(t) if vars(t) else _NO_TAGS
+            now = (tags_of(t) if isinstance(t, torch.Tensor) else vars(t)) if vars(t) else _NO_TAGS
             for key in dict.fromkeys((*before, *now)) if now or before else ():
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 if new is not old:
                     put = functools.partial(put_entry, vars(t), key)
                     yield Change(f"{path}.{key}", old, new, t, key, put, (id(t), key))
-
-
-def _fill(cell: types.CellType, value: Any) -> None:
-    if value is MISSING:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = value
 
 
 def _set_attribute(kind: type, name: str, value: Any) -> None:

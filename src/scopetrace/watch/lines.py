@@ -9,6 +9,7 @@ Only a run that is made again to judge changes is watched in this way: it takes 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import sys
 import types
@@ -68,7 +69,8 @@ class _Value:
     def has_changed(self) -> bool:
         """Whether it holds something else than when it was asked last."""
         now = self._get()
-        is_other = now is not self._last and not (type(now) is list and now == self._last)
+        is_plain = type(now) is type(self._last) and type(now) in (int, _Ids)  # a stand-in would be asked
+        is_other = now is not self._last and not (is_plain and now == self._last)
         self._last = now
         return is_other
 
@@ -77,24 +79,33 @@ def _getter(change: Change) -> Callable[[], Any]:
     owner, *key = getattr(change.put, "args", (None,))
     if isinstance(change.holder, torch.nn.Module) and change.attribute:
         return lambda: _of_module(change.holder, change.attribute)
+    if change.is_generator:
+        form = form_of(type(owner))
+        return lambda: hash(str(form.read(owner))) if form is not None else None
+    if change.place is not None and type(owner) is list:  # which may have a stand-in there
+        get = _in_place(*getattr(change.place, "args", ()))
+        return lambda: _ids(get())
+    return _in_place(owner, *key)
+
+
+def _in_place(owner: Any, *key: Any) -> Callable[[], Any]:
     if key and isinstance(owner, dict):
         return lambda: dict.get(owner, key[0], MISSING)
     if key:
         return lambda: getattr(owner, key[0], MISSING)
     if isinstance(owner, types.CellType):
         return lambda: owner.cell_contents
-    if change.is_generator:
-        form = form_of(type(owner))
-        return lambda: hash(str(form.read(owner))) if form is not None else None
-    if isinstance(change.holder, torch.nn.Module):  # where it has a stand-in
-        return lambda: [_ids(x) for x in current_attributes(change.holder).values() if isinstance(x, list)]
     return lambda: _ids(owner)
 
 
-def _ids(x: Any) -> list[int]:
+class _Ids(tuple[int, ...]):
+    """The ids of the items of a list or set."""
+
+
+def _ids(x: Any) -> _Ids:
     """The ids of the items of a list or set, without asking a stand-in."""
-    base = next((base for base in (list, set) if isinstance(x, base)), None)
-    return [] if base is None else list(map(id, base.__iter__(x)))
+    base = next((base for base in (list, set, collections.deque) if isinstance(x, base)), None)
+    return _Ids(() if base is None else map(id, base.__iter__(x)))
 
 
 def _of_module(module: torch.nn.Module, name: str) -> Any:

@@ -31,16 +31,16 @@ from scopetrace.containers.contents import (
     Change,
     TensorLike,
     attributes_and_slots,
+    entries_of,
     form_of,
     is_iterator,
-    own_dict,
-    put_entry,
     same,
     short,
     snapshot,
+    write_dict,
 )
-from scopetrace.containers.stand_ins import StandIn, is_watched, plain, stand_in
-from scopetrace.ir.reads import NO_CALL, Read
+from scopetrace.containers.stand_ins import is_watched, plain, stand_in
+from scopetrace.ir.reads import HOOKS, NO_CALL, Read
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
@@ -73,15 +73,15 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
     matter = set[str]()
     for _ in range(0 if any(map(_advances, first.changes)) else _RUNS - 1):
         with _state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
-            run = again()
+            run = _if_it_runs(again)
         lines |= noted
-        if never:
+        if never or run is None:
             break
         changes = [c for c in run.changes if not same(snapshot(plain(c.old)), snapshot(plain(c.new)))]
         runs.append(run)
         is_same = is_same_program(runs[0].tape, run.tape)
         if not changes and _is_settled(runs, lefts, is_same=is_same):
-            return _settled(first, run, lefts, lines, is_same=is_same)
+            return _settled(runs, lefts, lines)
         if not changes:
             break
         reads = [c for c in changes if _was_read(c, run)]
@@ -103,6 +103,14 @@ def _was_read(change: Change, run: Run) -> bool:
     if isinstance(change.old, torch.Tensor):
         return any(t is change.old for t in run.tape.attributes.values())
     return not is_watched(plain(change.old)) and run.was_read(change)
+
+
+def _if_it_runs(again: Callable[[], Run]) -> Run | None:
+    """None where the forward fails on the state that it left, as one does that deletes an attribute."""
+    try:
+        return again()
+    except Exception:
+        return None
 
 
 def _advances(change: Change) -> bool:
@@ -160,23 +168,42 @@ def random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
         return torch.empty_like(t).normal_(generator=generator)
 
 
-_Before = list[tuple[Callable[[Any], None], Any]]
-"""What puts values back, and the values."""
+@contextlib.contextmanager
+def _put_back(lefts: list[list[_Left]]) -> Iterator[None]:
+    """After it, what the runs changed is as before, also the order of entries."""
+    changes = [left.change for run in lefts for left in run]
+    tables = [(table, entries_of(table)) for table in map(_owner, changes) if isinstance(table, dict)]
+    try:
+        yield
+    finally:
+        for change in reversed(changes):
+            change.put(change.old)
+        for table, entries in tables:
+            write_dict(table, entries)
 
 
 @contextlib.contextmanager
 def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
     """Inside, Python's state is what the runs left, with stand-ins. Gives the names of those that were asked."""
     asked: list[str] = []
-    before: _Before = []
-    try:
+    replaced: list[tuple[Callable[[Any], None], Any]] = []
+    with _put_back(lefts):
         for change, value in _last(lefts):
-            before.append((change.put, change.old))
-            change.put(_standing_for(change, value, asked, before))
-        yield asked
-    finally:
-        for put, value in reversed(before):
-            put(plain(value) if isinstance(value, StandIn) else value)
+            ask = functools.partial(asked.append, change.name)
+            if not _is_content(change):
+                change.put(stand_in(value, ask))
+                continue
+            change.put(value)
+            if type(_owner(change)) is list and change.place is not None:
+                replaced.append((change.place, _owner(change)))
+                change.place(stand_in(value, ask))
+            else:  # nobody can see what is asked of it
+                ask()
+        try:
+            yield asked
+        finally:
+            for place, owner in reversed(replaced):
+                place(owner)
 
 
 def _last(lefts: list[list[_Left]]) -> list[tuple[Change, Any]]:
@@ -198,39 +225,13 @@ def _owner(change: Change) -> Any:
     return getattr(change.put, "args", (None,))[0]
 
 
-def _standing_for(change: Change, value: Any, asked: list[str], before: _Before) -> Any:
-    """What the next run finds in the place of a changed value. A content is that of its container again."""
-    if _is_content(change):
-        _watch_container(change, value, asked, before)
-        return value
-    return stand_in(value, lambda: asked.append(change.name))
-
-
-def _watch_container(change: Change, value: Any, asked: list[str], before: _Before) -> None:
-    """A list that grows is watched where its holder has it; one that is elsewhere counts as asked."""
-    owner = _owner(change)
-    table = None if change.holder is None else own_dict(change.holder)
-    names = [] if table is None else [key for key, x in table.items() if x is owner]
-    if type(owner) is not list or not names or table is None:
-        asked.append(change.name)
-        return
-    watched = stand_in(list(value), lambda: asked.append(change.name))
-    for name in names:
-        before.append((functools.partial(put_entry, table, name), owner))
-        table[name] = watched
-
-
 @contextlib.contextmanager
 def _plain_state(lefts: list[list[_Left]]) -> Iterator[None]:
     """Inside, Python's state is what the runs left, with plain values."""
-    before = [(left.change.put, left.change.old) for run in lefts for left in run]
-    try:
+    with _put_back(lefts):
         for left in (left for run in lefts for left in run):
             left.change.put(left.value)
         yield
-    finally:
-        for put, value in reversed(before):
-            put(value)
 
 
 # What it means -------------------------------------------------------------------------------------------------------
@@ -258,20 +259,29 @@ def _stored(first: Run, lefts: list[list[_Left]]) -> dict[int, Value]:
 def _is_settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> bool:
     """Whether the first program is right on the state that it leaves too; the last run has changed nothing."""
     first, last, stored = runs[0], runs[-1], _stored(runs[0], lefts)
-    if is_same or len(runs) > 2:
+    if is_same or len(runs) > 2 or _writes_to_state(last.tape):
         return is_same
     if not _depends_on_data(first.tape, stored.values()) and holds_when_filled(first.tape, last.tape, stored):
         return True
     return not first.values_differ(last.tape)
 
 
-def _settled(first: Run, last: Run, lefts: list[list[_Left]], lines: dict[str, str], *, is_same: bool) -> RecordedTape:
-    """The last run changed nothing: a call may find what the first did, or what that left."""
+def _writes_to_state(tape: RecordedTape) -> bool:
+    """Whether a forward writes into tensors that were there, as `self.total += x` does once there is one."""
+    return not tape.written_storages().isdisjoint(v.storage for _, v in tape.attribute_reads())
+
+
+def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -> RecordedTape:
+    """The last run changed nothing: a call may find what the first did, or what that and the next ones left."""
+    first, last = runs[0], runs[-1]
     tape, stored = first.tape, _stored(first, lefts)
-    with _plain_state(lefts):
-        for i, read in enumerate(tape.reads):
-            if read.place.kind in ("attribute", "global", "closure") and not same(read.value, read.now()):
-                tape.reads[i] = dataclasses.replace(read, others=(_without_tensors(read.now(), stored),))
+    for count in range(1, len(runs)):
+        if count < len(lefts) and not is_same_program(tape, runs[count].tape):
+            continue
+        with _plain_state(lefts[:count]):
+            for i, read in enumerate(tape.reads):
+                if read.place.kind in ("attribute", "global", "closure") and not same(read.value, now := read.now()):
+                    tape.reads[i] = dataclasses.replace(read, others=(*read.others, _without_tensors(now, stored)))
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
@@ -346,4 +356,5 @@ def _effect(change: Change, run: Run, lines: dict[str, str], *, baked_in: bool) 
         return SideEffect(f"next({change.name})", "", "an item", call.scope.path, line, baked_in)
     if change.is_generator:
         return SideEffect(change.name, "in one state", "in another", call.scope.path, line, baked_in)
-    return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, line, baked_in)
+    text = (lambda x: str(len(x))) if change.attribute in HOOKS else short
+    return SideEffect(change.name, text(change.old), text(change.new), call.scope.path, line, baked_in)

@@ -139,7 +139,7 @@ class StateReads:
             fn = fn.func
         owner = getattr(fn, "__self__", fn)
         objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
-        of_objects = [Read(n, snapshot(x, self._names), OfArgument(x), names=self._names) for n, x in objects]
+        of_objects = [Read(n, snapshot(x, self.names), OfArgument(x), names=self.names) for n, x in objects]
         others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
         return [*variables, *attributes, *others, *self._of_members(changed, held)]
 
@@ -152,11 +152,12 @@ class StateReads:
             yield Read(name, _shared(places), Asked(_shared, (places,)), (), path)
 
     def _variable(self, name: str, table: dict[str, Any], key: str) -> Read:
-        value = snapshot(table[key], self._names)
-        return Read(name, value, InTable(table, key), (), self._builder.tape.root.path, names=self._names)
+        value = snapshot(table[key], self.names)
+        return Read(name, value, InTable(table, key), (), self._builder.tape.root.path, names=self.names)
 
     @property
-    def _names(self) -> frozenset[str] | None:
+    def names(self) -> frozenset[str] | None:
+        """Of objects with attributes, those that code which ran names; None for all. Known after `guards`."""
         return self._ran.names
 
     def _attributes(self, changed: Set[tuple[int, str]], held: list[_Held]) -> Iterator[Read]:
@@ -178,7 +179,7 @@ class StateReads:
                 if isinstance(place, InTable) and place.table is module.__dict__:
                     held.append((id(value), name, place.table, key))
                 continue
-            read = Read(name, snapshot(value, self._names), place, frames, path, names=self._names)
+            read = Read(name, snapshot(value, self.names), place, frames, path, names=self.names)
             if (id(module), key) in changed:
                 self.overwritten[id(module), key] = read
             yield read
@@ -211,7 +212,7 @@ class StateReads:
         saved = [(self._model.saved(m), m) for m in plain]
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
         for aspect in OfModules.ASPECTS:
-            place = OfModules(named, aspect, self._names, frozenset(name for _, name in changed))
+            place = OfModules(named, aspect, self.names, frozenset(name for _, name in changed))
             yield Read(f"{aspect} of the modules", place.now(NO_CALL), place, (), path)
         yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
 
