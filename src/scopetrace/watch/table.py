@@ -213,7 +213,7 @@ class StateReads:
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
         for aspect in OfModules.ASPECTS:
             place = OfModules(named, aspect, self.names, frozenset(name for _, name in changed))
-            yield Read(f"{aspect} of the modules", place.now(NO_CALL), place, (), path)
+            yield Read(f"{aspect} of the modules", snapshot(place.now(NO_CALL)), place, (), path)
         yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
 
     # ---------------------------------------------------------------- tensors
