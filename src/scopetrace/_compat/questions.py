@@ -73,7 +73,10 @@ FLAGS = (
 
 METHODS = (
     *("stride", "is_contiguous", "contiguous", "storage_offset", "is_inference", "is_conj", "is_neg", "is_coalesced"),
+    "dim_order",
 )
+_BY_KEYWORD = {"is_contiguous": "memory_format", "dim_order": "ambiguity_check"}
+"""The methods that take no positional argument, with that which they take."""
 PROPERTIES = ("requires_grad", "is_leaf", "grad_fn", "_version")
 """What a tensor is asked beside its shape, dtype and device, which every call is compared with anyway."""
 
@@ -238,8 +241,8 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
         return vars(t).get(name[1:], MISSING)
     if name == "storage_nbytes":
         return t.untyped_storage().nbytes()
-    if name == "is_contiguous" and args:  # it takes no positional argument
-        return _methods[name](t, memory_format=args[0])
+    if name in _BY_KEYWORD and args:
+        return _methods[name](t, **{_BY_KEYWORD[name]: args[0]})
     if name in _methods:
         return _methods[name](t, *args)
     found = _properties[name](t)

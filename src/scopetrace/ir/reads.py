@@ -612,7 +612,7 @@ def _of_modules(place: OfModules, then: dict[str, Any]) -> Iterator[Condition]:
         for name, entries in then.items():
             if "forward" in entries:
                 module = dict(place.modules)[name]
-                yield Condition("{}['forward'] == {}", (module.__dict__, entries["forward"]))
+                yield is_entry(module.__dict__, "forward", module.__dict__["forward"])
         free = [place.names_in(type(m)).difference(then.get(name, ())) for name, m in place.modules]
         yield Condition("all(map({}, {}, {}))", (frozenset.isdisjoint, free, [m.__dict__ for m in modules]))
     else:

@@ -286,7 +286,7 @@ class ReadRecorder:
             owner = self._model.owner(t)
             if owner is not None:
                 self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
-        elif name in ("stride", "is_contiguous", "storage_offset"):
+        elif name in ("stride", "is_contiguous", "dim_order", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
             self.on_layout_of_model(t, name, (self._builder.frames(), self._builder.state.current_scope.path))
         elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history

@@ -213,7 +213,7 @@ class StateReads:
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
         for aspect in OfModules.ASPECTS:
             place = OfModules(named, aspect, self.names, frozenset(name for _, name in changed))
-            yield Read(f"{aspect} of the modules", place.now(NO_CALL), place, (), path)
+            yield Read(f"{aspect} of the modules", snapshot(place.now(NO_CALL)), place, (), path)
         yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
 
     # ---------------------------------------------------------------- tensors
@@ -382,7 +382,7 @@ class RanFunctions:
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
         for kind, name in itertools.product(called, ("forward", "__call__")):
             place = OfClass(kind, name)
-            yield Read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path)
+            yield Read(f"{kind.__name__}.{name}", snapshot(place.now(NO_CALL)), place, (), path)
         for kind in filter(is_users_class, dict.fromkeys((*called, *self._reach.classes))):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
