@@ -389,10 +389,60 @@ def test_bytes_are_parameters_and_results():
     assert points.weights == (4 * (4 * 8 + 8) + 4 * 2 * 8, 4 * (8 * 8 + 8) + 4 * 2 * 8)
 
 
-def test_parameters_of_several_stages_are_named():
-    points = st.distributed.split_points(st.trace(Llama(tied=True), (IDS,)), 2)
+def test_weights_that_are_tied_stay_in_one_stage():
+    """torch gives each stage a copy of its own, which it trains."""
+    tied = (
+        r"embed\.weight is used in embed and head, and each stage would train a copy of it: .*requires_grad_\(False\)"
+    )
+    with pytest.raises(st.PlanError, match=tied):
+        st.distributed.split_points(st.trace(Llama(tied=True), (IDS,)), 2)
+    points = st.distributed.split_points(st.trace(Llama(tied=True).requires_grad_(False), (IDS,)), 2)
     assert points.shared == {"embed.weight": [0, 1]}
     assert "embed.weight is used in stages 0, 1" in str(points)
+
+
+def test_tied_weights_in_the_middle_are_no_cut():
+    net = Net(lambda m, x: m.d(m.c(m.b(m.a(x)))), **four())
+    net.c.weight = net.b.weight
+    for stages, cuts in ((2, (["b"], ["d"])), (3, (["b", "d"],))):
+        assert list(st.distributed.split_points(st.trace(net, (torch.ones(2, 6),)), stages)) in cuts
+    with pytest.raises(st.PlanError, match=r"b\.weight is used in b and c"):
+        st.distributed.split_points(st.trace(net, (torch.ones(2, 6),)), 4)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("balance", ["params", "flops", "bytes"])
+def test_cuts_stand_between_layers(stages, balance):
+    """Also where stages would be more even otherwise: the embedding is as large as a layer."""
+    points = st.distributed.split_points(st.trace(Llama(order=range(4)), (IDS,)), stages, balance)
+    assert all(cut.depth == 1 or cut.module.count(".") == 1 for cut in points.cuts)
+    assert all(name.startswith("layers.") or name in ("norm", "head") for name in points)
+
+
+def test_cuts_in_layers_where_there_are_too_few_between():
+    tr = st.trace(Llama(order=range(2)), (IDS,))
+    points = st.distributed.split_points(tr, 6)
+    assert any(name.count(".") > 1 for name in points)
+
+
+def test_classes_say_with_which_modules_stages_begin():
+    tr = st.trace(Llama(order=range(2)), (IDS,))
+    assert all(name.endswith(".mlp") for name in st.distributed.split_points(tr, 3, classes=SwiGLU))
+    assert list(st.distributed.split_points(tr, 2, classes=(Layer,))) == ["layers.1"]
+    with pytest.raises(st.PlanError, match="3 stages need 2 cuts; there are 1 modules"):
+        st.distributed.split_points(st.trace(Llama(order=(0,)), (IDS,)), 3, classes=Layer)
+    with pytest.raises(st.PlanError, match="names Conv2d, and the trace calls no module of that class"):
+        st.distributed.split_points(tr, 2, classes=nn.Conv2d)
+    with pytest.raises(st.PlanError, match=r"takes classes of modules, such as nn\.Linear, and 'Layer' is a str"):
+        st.distributed.split_points(tr, 2, classes="Layer")
+
+
+def test_what_passes_a_stage_by_is_said_at_the_cut():
+    net, x = Net(skips, **four()), torch.ones(2, 6)
+    points = st.distributed.split_points(st.trace(net, (x,)), 4)
+    assert [cut.past for cut in points.cuts] == [(), (), ("a",)]
+    assert "stage 3 reads what stages before the one before it make, in a: ScheduleGPipe" in str(points)
+    assert [cut.past for cut in st.distributed.split_points(st.trace(net, (x,)), 2).cuts] == [()]
 
 
 def test_modules_called_twice_are_no_cut():

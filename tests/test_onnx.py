@@ -13,8 +13,9 @@ from torch.export import Dim
 
 import scopetrace as st
 
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")
+onnxscript = pytest.importorskip("onnxscript")
 ir = pytest.importorskip("onnx_ir")
 
 F = nn.functional
@@ -1368,3 +1369,100 @@ def test_attention_without_a_batch(shape, functions):
     sizes = ({len(shape) - 2: length},)
     trace = st.trace(nn.Sequential(HeadsFirst(), HeadsFirst()), (torch.randn(shape),), dynamic_shapes=sizes)
     assert len(trace.to_onnx(functions=functions, verify=True).functions) == len(functions[:1])
+
+
+# Ops that torch.onnx translates to something else than torch computes -----------------------------------------------
+
+HALF = {
+    "sum": lambda x: x.sum(),
+    "sum of a dimension": lambda x: x.sum(1, keepdim=True) * x,
+    "sum with a dtype": lambda x: x.sum(dtype=torch.float32),
+    "prod": lambda x: x.prod(),
+    "prod of a dimension": lambda x: x.prod(-1) + 1,
+    "mean": lambda x: x.mean((2, 3)),
+    "cumsum": lambda x: x.cumsum(1),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear") * x.sum(),
+    "bilinear, aligned": lambda x: F.interpolate(x * 2, size=(5, 7), mode="bilinear", align_corners=True),
+    "softmax": lambda x: x.softmax(-1),
+    "norm": lambda x: x.norm(dim=1),
+    "var": lambda x: x.var(1),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "std_mean": lambda x: torch.std_mean(x, 1)[0],
+    "amax": lambda x: x.amax(1),
+    "count": lambda x: x.count_nonzero(),
+    "comparison": lambda x: x > x.sum(),
+    "int sum": lambda x: x.to(torch.int32).sum(),
+    "bool sum": lambda x: (x > 0).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_results_have_the_element_type_of_the_trace(name, tmp_path):
+    x = torch.randn(1, 2, 3, 4).half()
+    try:
+        st.trace(HALF[name], (x,)).to_onnx(tmp_path / "half.onnx")
+    except st.errors.OnnxExportError as error:
+        assert "torch.onnx gives FLOAT for FLOAT16" in str(error)
+        assert name not in ("sum", "prod", "bilinear")
+        return
+    session = onnxruntime.InferenceSession(tmp_path / "half.onnx")
+    found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    torch.testing.assert_close(found, HALF[name](x), rtol=2e-2, atol=2e-2)
+
+
+def test_a_result_of_another_element_type_is_refused(tmp_path):
+    def doubled(self, dim, dtype=-1):
+        return onnxscript.opset18.Cast(self, to=11)
+
+    table = {torch.ops.aten.cumsum.default: doubled}
+    with pytest.raises(st.errors.OnnxExportError, match=r"(?s)torch.onnx gives DOUBLE for FLOAT of the model.*cumsum"):
+        st.trace(lambda x: x.cumsum(0), (torch.ones(3),)).to_onnx(tmp_path / "a.onnx", custom_translation_table=table)
+
+
+SCATTERED = {
+    "floats": (torch.zeros(4), torch.tensor([0, 0, 1, 0]), torch.tensor([1.0, 2.0, 3.0, 5.0])),
+    "integers": (torch.tensor([0, -3, 0, 5]), torch.tensor([0, 0, 1, 0]), torch.tensor([-1, -2, 3, -5])),
+    "one": (torch.tensor(3.0), torch.tensor(0), torch.tensor(8.0)),
+    "rows": (torch.randn(3, 4), torch.tensor([[0, 0, 1], [3, 3, 3]]), torch.randn(3, 5)),
+}
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["mean", "sum", "prod", "amax", "amin"])
+@pytest.mark.parametrize("name", SCATTERED)
+def test_scatter_reduce_with_indices_that_are_there_twice(name, reduce, include_self, tmp_path):
+    args = SCATTERED[name]
+
+    def forward(x, index, src):
+        return x.scatter_reduce(-1, index, src, reduce, include_self=include_self)
+
+    st.trace(forward, args).to_onnx(tmp_path / "scatter.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "scatter.onnx")
+    inputs = {i.name: x.numpy() for i, x in zip(session.get_inputs(), args, strict=True)}
+    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), forward(*args))
+
+
+ATTENDED = {
+    "two": ((5, 8), (7, 8), (5, 7)),
+    "three": ((2, 5, 8), (2, 7, 8), (2, 5, 7)),
+    "three, one mask": ((2, 5, 8), (2, 7, 8), (5, 7)),
+    "four": ((2, 3, 5, 8), (2, 3, 7, 8), (2, 1, 5, 7)),
+    "five": ((2, 2, 3, 5, 8), (2, 2, 3, 7, 8), (5, 7)),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("name", ATTENDED)
+def test_attention_of_any_number_of_dimensions(name, computed, masked, tmp_path):
+    of_query, of_key, of_mask = ATTENDED[name]
+
+    def forward(query, key, mask):
+        query = query * 2 if computed else query
+        return F.scaled_dot_product_attention(query, key, key, mask if masked else None) + 1 + mask.sum()
+
+    args = torch.randn(of_query), torch.randn(of_key), torch.randn(of_mask)
+    st.trace(forward, args).to_onnx(tmp_path / "attention.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "attention.onnx")
+    inputs = {i.name: x.numpy() for i, x in zip(session.get_inputs(), args, strict=True)}
+    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), forward(*args))

@@ -111,11 +111,13 @@ def _is_smoothed(node: torch.fx.Node) -> bool:
     return bool(smoothing != 0 or value is None or value.is_floating_point())
 
 
+OTHER_DIMS = "other_dims"
+"""A key of `node.meta` of such attention."""
+
+
 def _has_other_dims(node: torch.fx.Node) -> bool:
-    """Whether query, key or value of attention is known to be not 4-d, which torch.onnx does not take."""
-    operands: Any = node.args[:3]
-    known = [value for value in (x.meta.get("val") for x in operands) if value is not None]
-    return any(value.dim() != 4 for value in known)
+    """Whether query, key or value of attention is not 4-d, which torch.onnx does not take."""
+    return OTHER_DIMS in node.meta
 
 
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {

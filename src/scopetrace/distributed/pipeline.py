@@ -1,7 +1,8 @@
 """Where to cut a model into pipeline stages.
 
 Data flow:
-    ops of the trace -> cost of each; possible cuts: ops with which a module that is called once begins
+    ops of the trace -> cost of each; possible cuts: ops with which a module that is called once begins, between layers,
+                        and which have all uses of each parameter that is trained on one side
     values made before a cut and read after it -> the bytes sent across it
     cuts -> the most even stages; among those nearly as even, the ones with the fewest bytes sent
 """
@@ -20,16 +21,18 @@ import torch
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.containers.structure import leaves
+from scopetrace.distributed.classes import Classes, read_classes
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, columns
-from scopetrace.ir.tape import ProgramTape, Value
+from scopetrace.ir.tape import Call, Op, ProgramTape, Value
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
 
 Balance = Literal["params", "flops", "bytes"]
 Alive = dict[Value, tuple[int, int]]
+Places = dict[int, tuple[str, int]]
 _COSTS = {"params": op_params, "flops": op_flops, "bytes": op_bytes}
 
 
@@ -47,6 +50,8 @@ class Cut:
     """Bytes of the tensors sent to the later stage (made before it, read in it), at the sizes of the example."""
     shapes: tuple[tuple[int, ...], ...]
     """The shapes of these tensors."""
+    past: tuple[str, ...] = ()
+    """The modules that make those of them that come from further back than the stage before."""
 
 
 class SplitPoints(Printed, dict[str, "SplitPoint"]):
@@ -55,7 +60,7 @@ class SplitPoints(Printed, dict[str, "SplitPoint"]):
     Attributes:
         cuts: the cuts in order.
         weights: the cost of each stage in the unit of `balance`: elements, FLOPs or bytes.
-        shared: parameters that several stages use, and which stages: each gets a copy, whose gradients must be added.
+        shared: frozen parameters that several stages use, and which stages: each gets a copy.
     """
 
     def __init__(
@@ -81,10 +86,23 @@ class SplitPoints(Printed, dict[str, "SplitPoint"]):
             tensors = " ".join("x".join(map(str, shape)) or "scalar" for shape in cut.shapes)
             rows.append((str(i + 1), cut.module, f"{weight:,}", f"{cut.nbytes:,}", tensors))
         notes = [f"{name} is used in stages {', '.join(map(str, stages))}" for name, stages in self.shared.items()]
+        notes += [
+            f"stage {i} reads what stages before the one before it make, in {', '.join(cut.past)}: ScheduleGPipe and "
+            "Schedule1F1B send that, torch's schedules with several stages for a rank do not"
+            for i, cut in enumerate(self.cuts, 1)
+            if cut.past
+        ]
         return "\n".join([columns(rows), *notes])
 
 
-def split_points(tr: Trace, stages: int, balance: Balance = "params", *, tolerance: float = 0.1) -> SplitPoints:
+def split_points(
+    tr: Trace,
+    stages: int,
+    balance: Balance = "params",
+    *,
+    classes: Classes | None = None,
+    tolerance: float = 0.1,
+) -> SplitPoints:
     """The modules at which to cut a model into pipeline stages.
 
     Args:
@@ -92,15 +110,20 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
         stages: how many stages, two or more.
         balance: what to divide evenly: `params`, elements of parameters; `flops` of a forward, as
             `torch.utils.flop_counter` counts them; `bytes` of parameters and results.
+        classes: one or several module classes, with whose modules stages begin. None for modules that are in no layer:
+            in no module of a class of which there are several calls. Where that leaves too few cuts, or a stage twice
+            as large as it could be, the modules in the outermost layers count too, and so on.
         tolerance: the fraction by which the largest stage may exceed that of the most even division, where this
             reduces the bytes sent.
 
     torch.distributed.pipelining passes the inputs of the model to the first stage only, in the order in which it reads
     them, and returns the outputs of the last stage. So no cut lies between an input and its last use, or between a
-    result and the end.
+    result and the end. Each stage has its own copy of a parameter, so that no cut lies between two uses of one that is
+    trained, such as tied weights.
 
-    Raises PlanError for a trace with too few possible cuts, with the reason; for a model that reads its inputs in
-    another order than that of its signature; for dynamic sizes; for a model that was split before.
+    Raises PlanError for a trace with too few possible cuts, with the reason; for `classes` of which none is called;
+    for a model that reads its inputs in another order than that of its signature; for dynamic sizes; for a model that
+    was split before.
     """
     if balance not in _COSTS:
         raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
@@ -115,10 +138,16 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
     if tape.sizes is not None:
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
     _refuse_order_of_inputs(tape)
-    alive = _alive(tape)
-    cuts = _possible_cuts(tape, alive)
-    _refuse_few(tape, alive, cuts, stages)
+    alive, kinds = _alive(tape), None if classes is None else read_classes(classes)
+    if kinds is not None and not any(_is_a(call, kinds) for call in tape.calls):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise PlanError(f"classes= names {names}, and the trace calls no module of that class")
+    places = _places(tape, kinds)
+    cuts = _possible_cuts(tape, alive, places)
+    _refuse_few(tape, alive, places, cuts, stages)
     before = [0, *itertools.accumulate(_COSTS[balance](tape))]
+    if kinds is None:
+        cuts = _between_layers(tape, cuts, stages, before)
     at = [0, *(before[cut.at] for cut in cuts), before[-1]]
     chosen = _cheapest(at, cuts, stages, _most_even(at, stages) * (1 + tolerance))
     picked = _with_what_is_sent(tape, alive, [cuts[i] for i in chosen])
@@ -162,10 +191,9 @@ def _cloned(inputs: Sequence[Value]) -> str:
     return f"begin the forward with {', '.join(names)} = {', '.join(f'{name}.clone()' for name in names)}"
 
 
-def _refuse_few(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut], stages: int) -> None:
+def _refuse_few(tape: ProgramTape, alive: Alive, places: Places, cuts: Sequence[Cut], stages: int) -> None:
     if len(cuts) >= stages - 1:
         return
-    places = _places(tape)
     need = f"{stages} stages need {stages - 1} cuts; there are"
     if len(places) < stages - 1:
         raise PlanError(f"{need} {len(places)} modules that are called once, and begin after others: take fewer stages")
@@ -180,40 +208,87 @@ def _refuse_few(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut], stages: in
             f"{_cloned(_inputs(tape))}, which are sent on"
         )
     if early:
-        made = ", ".join(dict.fromkeys((op.call and op.call.fqn) or "the root" for op in early))
+        made = ", ".join(dict.fromkeys(map(_call_of, early)))
         reasons.append(
             f"torch returns what the last stage returns, and a result is made before it, in {made}: end the forward "
             "with a clone() of it"
         )
-    raise PlanError(f"{text}, with all inputs used before and all results made after: " + "; ".join(reasons))
+    tied = {name: uses for name, uses in _trained(tape).items() if any(uses[0] < at <= uses[-1] for at in places)}
+    if tied:
+        name, uses = max(tied.items(), key=lambda item: item[1][-1] - item[1][0])
+        users = " and ".join(dict.fromkeys(_call_of(tape.ops[i]) for i in uses))
+        reasons.append(
+            f"{name} is used in {users}, and each stage would train a copy of it: give each its own weights, or for "
+            "inference freeze it with requires_grad_(False)"
+        )
+    where = "with all inputs used before, all results made after, and all uses of a trained parameter on one side"
+    raise PlanError(f"{text}, {where}: " + "; ".join(reasons))
 
 
-def _possible_cuts(tape: ProgramTape, alive: Alive) -> list[Cut]:
+def _trained(tape: ProgramTape) -> dict[str, list[int]]:
+    """By parameter that requires grad, the ops that read it."""
+    uses: dict[str, list[int]] = {}
+    for i, names in enumerate(params_read(tape)):
+        for name in names:
+            uses.setdefault(name, []).append(i)
+    held = tape.attributes
+    return {name: at for name, at in uses.items() if name not in held or held[name].requires_grad}
+
+
+def _possible_cuts(tape: ProgramTape, alive: Alive, places: Places) -> list[Cut]:
     """The possible cuts in order; the outermost module where several begin with the same op."""
-    places = _places(tape)
     crossing = _crossing(alive, sorted(places))
     results = {id(v) for v in leaves(tape.outputs, Value)}
+    trained = [(uses[0], uses[-1]) for uses in _trained(tape).values() if len(uses) > 1]
     return [
         _cut(*places[at], at, values)
         for at, values in crossing.items()
         if not any(v.op.kind == "placeholder" or id(v) in results for v in values)
+        and not any(first < at <= last for first, last in trained)
     ]
 
 
-def _cut(module: str, depth: int, at: int, values: Sequence[Value]) -> Cut:
-    return Cut(module, at, depth, sum(map(nbytes, values)), tuple(tuple(v.fake.shape) for v in values))
+def _cut(module: str, depth: int, at: int, values: Sequence[Value], past: Sequence[str] = ()) -> Cut:
+    shapes = tuple(tuple(v.fake.shape) for v in values)
+    return Cut(module, at, depth, sum(map(nbytes, values)), shapes, tuple(dict.fromkeys(past)))
 
 
-def _places(tape: ProgramTape) -> dict[int, tuple[str, int]]:
-    """By first op, the module that begins with it and is called once, and its depth."""
+def _places(tape: ProgramTape, kinds: tuple[type, ...] | None) -> Places:
+    """By first op, the module that begins with it and is called once, and its depth; of these classes alone."""
     names = [tape.registered.module(call.fqn) for call in tape.calls]
     counts = collections.Counter(names)
     first = next((i for i, op in enumerate(tape.ops) if op.kind.startswith("call")), len(tape.ops))
-    outermost: dict[int, tuple[str, int]] = {}
+    outermost: Places = {}
     for call, name in zip(tape.calls, names, strict=True):
-        if name and counts[name] == 1 and first < call.start < call.stop:
+        is_chosen = kinds is None or _is_a(call, kinds)
+        if name and is_chosen and counts[name] == 1 and first < call.start < call.stop:
             outermost.setdefault(call.start, (name, len([*call.ancestors()]) - 1))
     return outermost
+
+
+def _is_a(call: Call, kinds: tuple[type, ...]) -> bool:
+    return call.module_type is not None and issubclass(call.module_type, kinds)
+
+
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+_TOO_UNEVEN = 2
+"""Stages of whole layers are less than twice as large as the most even ones, where there is a layer for each."""
+
+
+def _between_layers(tape: ProgramTape, cuts: list[Cut], stages: int, before: Sequence[int]) -> list[Cut]:
+    """The cuts that are in as few layers as possible: between layers, if these are enough and divide evenly."""
+    counts = collections.Counter(call.module_type for call in tape.calls)
+    layers = [c for c in tape.calls if counts[c.module_type] > 1 and c.module and not _is_a(c, _CONTAINERS)]
+    inside = {cut: sum(c.start < cut.at < c.stop for c in layers) for cut in cuts}
+
+    def largest(chosen: Sequence[Cut]) -> int:
+        return _most_even([0, *(before[cut.at] for cut in chosen), before[-1]], stages)
+
+    for level in sorted(set(inside.values())):
+        chosen = [cut for cut in cuts if inside[cut] <= level]
+        if len(chosen) >= stages - 1 and largest(chosen) <= _TOO_UNEVEN * largest(cuts):
+            return chosen
+    return cuts
 
 
 def _alive(tape: ProgramTape) -> Alive:
@@ -243,7 +318,15 @@ def _with_what_is_sent(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut]) -> 
         stage = bisect.bisect_right(places, i)
         if stage:
             read[stage - 1] |= {v: None for v in op.inputs() if v in alive and alive[v][0] < places[stage - 1]}
-    return [_cut(cut.module, cut.depth, cut.at, list(values)) for cut, values in zip(cuts, read, strict=True)]
+    stages = zip(cuts, [0, *places], read, strict=False)
+    return [
+        _cut(cut.module, cut.depth, cut.at, list(values), [_call_of(v.op) for v in values if alive[v][0] < before])
+        for cut, before, values in stages
+    ]
+
+
+def _call_of(op: Op) -> str:
+    return (op.call and op.call.fqn) or "the root"
 
 
 def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:

@@ -8,13 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch.utils import _pytree as pytree
 
+from scopetrace.distributed.classes import Classes, read_classes
 from scopetrace.distributed.groups import ROOT, Group, Grouping, by_bytes, by_classes, first_call, without_ties
 from scopetrace.distributed.plan import Plan, ShardGroup, order_of, refuse_another_model, refuse_sharded
 from scopetrace.distributed.schedule import Pass, backward_events, forward_schedule
 from scopetrace.errors import PlanError
 from scopetrace.order.execution import ExecutionOrder
-
-Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
 
 
 def plan(
@@ -69,12 +68,7 @@ def plan(
 
 
 def _chosen(model: torch.nn.Module, classes: Classes) -> set[str]:
-    kinds = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
-    for kind in kinds:
-        if not isinstance(kind, type):
-            raise PlanError(
-                f"classes= takes classes of modules, such as nn.Linear, and {kind!r} is a {type(kind).__name__}"
-            )
+    kinds = read_classes(classes)
     for kind in kinds:
         if not any(isinstance(module, kind) for module in model.modules()):
             present = sorted({type(module).__name__ for module in model.modules()})

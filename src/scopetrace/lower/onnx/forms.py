@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
-from onnxscript.function_libs.torch_lib.ops.core import aten_histc, aten_sort
+from onnxscript.function_libs.torch_lib.ops.core import aten_histc, aten_scatter_reduce, aten_sort
 
 from scopetrace._compat.onnx import loop, scan
 from scopetrace.errors import OnnxExportError
@@ -28,6 +28,7 @@ def forms() -> Table:
         torch.ops.aten.cumprod.default: _cumprod,
         torch.ops.aten.histc.default: _histc,
         torch.ops.aten._grouped_mm.default: _grouped_mm,
+        torch.ops.aten.scatter_reduce.two: _scatter_reduce,
     }
     of_experts = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     if of_experts is not None:  # what transformers calls where torch has no kernel, as on CPU
@@ -91,6 +92,26 @@ def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
         value.name, value.type = name, product.type
     body = ir.Graph([product, factor], outputs, nodes=nodes, name="multiply")
     return scan(ones, given, body, dim)
+
+
+def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
+    """`aten.scatter_reduce.two`: of a mean torch.onnx keeps the last of several elements, since ONNX has none."""
+    rank = len(self.shape)
+    if rank and tuple(index.shape) != tuple(src.shape):  # as much of it as there are indices
+        src = op.Slice(src, _ints(*[0] * rank), op.Shape(index))
+    if reduce != "mean":
+        return aten_scatter_reduce(self, dim, index, src, reduce, include_self)
+    one = op.CastLike(_int(1), self)
+    if rank:
+        total = aten_scatter_reduce(self, dim, index, src, "sum", include_self)
+        ones, rest = op.Expand(one, op.Shape(index)), op.Expand(one, op.Shape(self))
+        before = rest if include_self else op.Sub(rest, rest)
+        count = op.Max(op.ScatterElements(before, index, ones, axis=dim, reduction="add"), one)
+    else:  # one element, and one index
+        total, count = (op.Add(self, src), op.Add(one, one)) if include_self else (src, one)
+    if self.dtype.is_integer():  # rounded down: Mod has the sign of the count
+        total = op.Sub(total, op.Mod(total, count))
+    return op.Div(total, count)
 
 
 def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> Any:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import onnx_ir as ir
 import torch
 import torch.fx
 from torch.export import ExportedProgram
@@ -19,7 +21,14 @@ from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, without_misread
+from scopetrace._compat.onnx import (
+    OTHER_DIMS,
+    decomposed,
+    node_in_error,
+    onnx_type,
+    op_library_read_once,
+    without_misread,
+)
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.calls import argument_of
@@ -31,12 +40,16 @@ from scopetrace.program.graph import node_value, scope_path, set_node_value, set
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
     """The ExportedProgram of a graph whose nodes have fake values in `meta["val"]`."""
+    for node in list(graph.nodes):
+        _REWRITTEN.get(node.target, _as_it_is)(graph, node)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         if node_value(node).is_complex():  # for others torch.onnx has a form
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    outputs = next(n for n in graph.nodes if n.op == "output").args[0]
+    output = next(n for n in graph.nodes if n.op == "output")
+    outputs = output.args[0]
+    output.meta[_ELEMENT_TYPES] = [_element_type(n) for n in outputs]
     ins, outs = [argument_of(n) for n in inputs], [argument_of(n) for n in outputs]
     for node in graph.nodes:
         if node.op != "placeholder":
@@ -51,6 +64,61 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
     in_spec = pytree.tree_structure(((0,) * len(ins), {}))
     call = ModuleCallSignature([], [], in_spec, pytree.tree_structure((0,) * len(outs)))
     return ExportedProgram(root, graph, signature, {}, {}, [ModuleCallEntry("", call)])
+
+
+def _as_it_is(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Most nodes."""
+
+
+def _sum_in_float32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """`sum` and `prod` of float16: torch.onnx computes them in float32, as torch does, and leaves the result there."""
+    dtype = node_value(node).dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        users, node.kwargs = list(node.users), {**node.kwargs, "dtype": torch.float32}
+        with graph.inserting_after(node):
+            _have_instead(users, node, graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype}))
+
+
+def _attention_of_four_dims(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Attention of tensors without a dimension for heads, or for batches, where torch.onnx takes those with both."""
+    dims = {node_value(n).dim() for n in node.args[:3] if isinstance(n, torch.fx.Node)}
+    missing = 4 - min(dims)
+    if len(dims) > 1 or missing < 0:
+        node.meta[OTHER_DIMS] = True
+        return
+    users = list(node.users)
+
+    def widened(x: torch.fx.Node) -> torch.fx.Node:
+        for _ in range(missing if node_value(x).dim() == 4 - missing else 0):
+            x = graph.call_function(torch.ops.aten.unsqueeze.default, (x, 0))
+        return x
+
+    with graph.inserting_before(node):
+        node.args = torch.fx.node.map_arg(node.args, widened)
+        node.kwargs = torch.fx.node.map_arg(node.kwargs, widened)
+    narrowed = node
+    for _ in range(missing):
+        with graph.inserting_after(narrowed):
+            narrowed = graph.call_function(torch.ops.aten.squeeze.dim, (narrowed, 0))
+    _have_instead(users, node, narrowed)
+
+
+def _have_instead(users: list[torch.fx.Node], node: torch.fx.Node, last: torch.fx.Node) -> None:
+    """Let `users` take `last`, which is made of a node, in its place."""
+    last.meta = dict(node.meta)
+    for user in users if last is not node else ():
+        user.replace_input_with(node, last)
+
+
+_REWRITTEN: dict[Any, Callable[[torch.fx.Graph, torch.fx.Node], None]] = {
+    **dict.fromkeys((torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList), _sum_in_float32),
+    **dict.fromkeys((torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int), _sum_in_float32),
+    torch.ops.aten.scaled_dot_product_attention.default: _attention_of_four_dims,
+}
+"""How ops are changed that torch.onnx translates to something else than torch computes."""
+
+_ELEMENT_TYPES = "element_types"
+"""In the `meta` of the output node of what is translated: those of the results."""
 
 
 def translate(
@@ -76,10 +144,32 @@ def translate(
     except torch.onnx.errors.OnnxExporterError as error:
         raise _explained(error, program, opset_version, {**forms(), **ops.table}) from error
     assert result.exported_program is not None
+    _refuse_other_types(program, result.model)
     version = result.model.opset_imports.get("")
     if opset_version is not None and version not in (None, opset_version):
         raise OnnxOptionError(f"torch.onnx has no opset {opset_version} for this model: write opset_version={version}")
     return result
+
+
+def _element_type(node: Any) -> ir.DataType | None:
+    value = node_value(node) if isinstance(node, torch.fx.Node) else None
+    return ir.DataType(onnx_type(value)[0]) if isinstance(value, torch.Tensor) else None
+
+
+def _refuse_other_types(program: ExportedProgram, model: ir.Model) -> None:
+    """Raise OnnxExportError for a result of another element type than in the trace: torch.onnx is wrong about an op."""
+    output = next(n for n in program.graph.nodes if n.op == "output")
+    given: Any = output.args[0]
+    for node, wanted, value in zip(given, output.meta[_ELEMENT_TYPES], model.graph.outputs, strict=True):
+        if wanted is not None and value.dtype is not None and value.dtype != wanted:
+            raise OnnxExportError(
+                f"torch.onnx gives {value.dtype} for {wanted} of the model",
+                op=_op(node),
+                module=scope_path(node),
+                source=_source(node),
+                hint="cast what this op takes to float32 in the model, and its result back; or give its form in "
+                "custom_translation_table=",
+            )
 
 
 @contextlib.contextmanager
