@@ -1001,24 +1001,6 @@ def test_scopes_and_phases_of_backward(tmp_path):
     assert {c.fqn for c in decomposed.calls if c.backward_nodes} == {c.fqn for c in trace.calls if c.backward_nodes}
 
 
-class Attention(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv = torch.nn.LayerNorm(4), torch.nn.Linear(4, 12)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return (q @ k.mT / 2).softmax(-1) @ v
-
-
-def test_backward_of_copied_layers_has_views_of_their_values():
-    model, x = torch.nn.Sequential(*(Attention() for _ in range(4))), torch.randn(2, 5, 4)
-    traces = [st.trace(step_of(model), (x,), reuse=reuse) for reuse in (True, False)]
-    assert "replayed" in str(traces[0].reuse)
-    traces[0].lint()
-    assert str(traces[0].memory()) == str(traces[1].memory())
-
-
 def test_what_a_call_saves():
     torch.manual_seed(0)
     model, x = Net(), torch.randn(5, 4)
