@@ -142,6 +142,11 @@ def can_decompose(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel(op.name()) and op._can_decompose()
 
 
+def has_kernel_of_its_own(op: OpOverload) -> bool:
+    """Whether autograd takes an op as it is, though torch could decompose it, as `silu_backward`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
+
+
 def op_overloads(namespace: str, name: str) -> list[OpOverload]:
     """All overloads of an op; empty when there is no such op."""
     packet = getattr(getattr(torch.ops, namespace), name, None)

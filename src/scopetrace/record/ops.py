@@ -36,6 +36,7 @@ from scopetrace._compat.ops import (
     custom_function_call,
     eager_kernel,
     function_in_transform,
+    has_kernel_of_its_own,
     in_transform,
     interrupts,
     is_op,
@@ -107,7 +108,7 @@ class OpFacts:
         self.positions = tuple(enumerate(schema.names))
         self.comes_apart = can_decompose(func)
         """Whether it is a composition of others."""
-        self.is_atomic = not (self.is_custom or self.comes_apart)
+        self.is_atomic = not self.is_custom and (not self.comes_apart or has_kernel_of_its_own(func))
         """Whether autograd runs it as this op, and its schema says which results lie in the memory of an argument."""
         self.may_alias = not self.is_atomic or any(a.aliases for a in schema.arguments)
         self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
@@ -398,7 +399,7 @@ class OpRecorder:
 
         It keeps views of all tensors: a write may give them a history.
         """
-        grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.in_place
+        grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
         return (grad and view) or ((grad or view) and any(requires_grad_of(v.fake) for v in call.inputs))
 
     def _answer(self, call: OpCall) -> Any:
@@ -707,10 +708,12 @@ class OpRecorder:
                     return self.inference.below_autograd(func, call.args, call.kwargs, call.inputs, run)
             if func is _aten.detach.default and self.inference.key_of(args[0]) is not None:
                 return self.factory.detached(args[0])  # what autograd saves of a result
-            out = run()
             value, version = written.get(id(args[0]), (None, 0)) if func is _aten.clone.default else (None, 0)
-            if value is not None and version == _version(value.fake):
-                self.values.append_op(func, (value,), out)
+            if value is None or version != _version(value.fake):
+                return run()
+            with torch.no_grad():
+                out = self.inference.below_autograd(func, (value,), kwargs, [value], run)
+            self.values.append_op(func, (value,), out)
             return out
 
         return BelowAutograd(on_op)
