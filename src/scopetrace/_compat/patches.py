@@ -201,9 +201,17 @@ def _report_module_calls(
         attributes, owner = vars(module), _owner(type(module))
         outer = attributes.get("forward")  # that of an outer trace tells the wrong one
         if owner is not None and (outer is None or _original(outer) is not outer):
-            attributes["forward"] = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
-            put_back = (attributes.pop, "forward", None) if outer is None else (attributes.update, {"forward": outer})
-            stack.callback(*put_back)
+            attributes["forward"] = ours = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
+            stack.callback(_put_forward_back, attributes, ours, outer)
+
+
+def _put_forward_back(attributes: dict[str, Any], ours: Any, outer: Any) -> None:
+    if attributes.get("forward") is not ours:
+        return  # the model has set another one
+    if outer is None:
+        del attributes["forward"]
+    else:
+        attributes["forward"] = outer
 
 
 def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
