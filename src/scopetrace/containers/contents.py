@@ -325,7 +325,7 @@ class _Snapshots:
         if type(content) in (list, tuple):
             return type(content)((*map(self.of, content), *self._more(x).items()))
         if type(content).__module__ == "numpy" and hasattr(content, "tobytes"):
-            return str(content.dtype), content.shape, content.tobytes()
+            return ArrayContent(str(content.dtype), content.shape, content.tobytes())
         return content if form.is_generator or type(content) is set else self.of(content)
 
     def _more(self, x: Any) -> dict[str, Any]:
@@ -371,6 +371,17 @@ def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
         return is_equal and repr(then) == repr(now)
     except Exception:  # objects of others may raise anything, as tables of numbers do
         return False
+
+
+class ArrayContent(NamedTuple):
+    """The snapshot of an array of NumPy."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"an array of {self.dtype} {list(self.shape)}"
 
 
 class TensorLike(NamedTuple):

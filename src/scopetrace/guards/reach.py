@@ -131,6 +131,11 @@ class Reach:
         self._add_class(kind, 0)
         self._follow_all()
 
+    def function_of(self, code: types.CodeType) -> types.FunctionType | None:
+        """The function that has run some code, as far as it is known; a method may have a computed name."""
+        unnamed = (unwrapped(function) for function, _ in self._unnamed.get(code.co_name, ()))
+        return self.functions.get(code) or next((f for f in unnamed if getattr(f, "__code__", None) is code), None)
+
     def _add(self, x: Any, depth: int) -> None:
         while isinstance(x, functools.partial):
             self._visit("partial", (*x.args, *x.keywords.values()))

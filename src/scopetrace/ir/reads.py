@@ -257,7 +257,12 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 def _hooks_of(module: torch.nn.Module) -> dict[str, list[Any]]:
     tables = module.__dict__
-    return {name.strip("_").replace("_", " "): [*tables[name].values()] for name in HOOKS if tables.get(name)}
+    return {words_of_hooks(name): [*tables[name].values()] for name in HOOKS if tables.get(name)}
+
+
+def words_of_hooks(table: str) -> str:
+    """What people call the hooks in a table of a module: `forward pre-hooks`."""
+    return table.strip("_").replace("_", " ").replace("pre ", "pre-")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -690,7 +690,7 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
     at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
     text = str if words is not None else (isinstance(read.place, Asked) and read.place.text) or _text
     then, present = text(value), text(now)
-    problem = f"{name}{at}: {then} when traced and {'not the same' if then == present else present} now"
+    problem = f"{name}{at}: {then} when traced and {'another one' if then == present else present} now"
     if read.place.kind == "input":
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
     if isinstance(read.place, OfFunctions):
@@ -708,5 +708,7 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, torch.nn.Module):
+        return type(value).__name__
     text = short(value) if isinstance(value, torch.Tensor) else " ".join(repr(value).split())
     return text if len(text) < 80 else f"{text[:76]} ..."

@@ -37,7 +37,7 @@ from scopetrace.containers.contents import (
     same_entries,
 )
 from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_watchable
-from scopetrace.ir.reads import HOOKS
+from scopetrace.ir.reads import HOOKS, words_of_hooks
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 
@@ -442,7 +442,7 @@ class SavedModule:
             table, old = own.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
-                    hooks, put = name.strip("_").replace("_", " "), self._put_hooks(name)
+                    hooks, put = words_of_hooks(name), self._put_hooks(name)
                     yield Change(f"{hooks} of {self.name}", old, dict(table), self.module, name, put)
                 _fill(table, old)
 

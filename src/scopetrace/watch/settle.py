@@ -259,17 +259,18 @@ def _stored(first: Run, lefts: list[list[_Left]]) -> dict[int, Value]:
 def _is_settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> bool:
     """Whether the first program is right on the state that it leaves too; the last run has changed nothing."""
     first, last, stored = runs[0], runs[-1], _stored(runs[0], lefts)
-    if is_same or len(runs) > 2 or _writes_to_stored(last.tape, stored):
+    if is_same or len(runs) > 2:
         return is_same
     if not _depends_on_data(first.tape, stored.values()) and holds_when_filled(first.tape, last.tape, stored):
         return True
-    return not first.values_differ(last.tape)
+    return not _writes_to_state(last.tape) and not first.values_differ(last.tape)
 
 
-def _writes_to_stored(tape: RecordedTape, stored: Mapping[int, Value]) -> bool:
-    """Whether a forward writes into tensors that the first run stored, as `self.total += x` does once there is one."""
-    read = (v.storage for _, v in tape.attribute_reads() if id(v.real) in stored)
-    return not tape.written_storages().isdisjoint(read)
+def _writes_to_state(tape: RecordedTape) -> bool:
+    """Whether a forward writes into tensors that were there or puts others there, as `self.total += x` does."""
+    return bool(tape.attribute_writes) or not tape.written_storages().isdisjoint(
+        v.storage for _, v in tape.attribute_reads()
+    )
 
 
 def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -> RecordedTape:

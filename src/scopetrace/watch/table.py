@@ -129,7 +129,8 @@ class StateReads:
         changed = {(id(change.holder), change.attribute) for change in changes if change.attribute}
         skip = {change.entry for change in changes if change.entry is not None}
         tape, held = self._builder.tape, list[_Held]()
-        ran = self._ran = RanFunctions(fn, tape, self._reach)
+        values = [module.__dict__.get(key) for module, key, _ in self._read.values()]
+        ran = self._ran = RanFunctions(fn, tape, self._reach, values)
         attributes = list(self._attributes(changed, held))
         variables = list(ran.guards(skip, tape.root.path))
         objects = [*self._objects]
@@ -303,7 +304,8 @@ class StateReads:
 class RanFunctions:
     """The functions that ran, since ops and calls were in them, and what they read of variables."""
 
-    def __init__(self, fn: Any, tape: RecordedTape, reach: Reach) -> None:
+    def __init__(self, fn: Any, tape: RecordedTape, reach: Reach, held: Sequence[Any]) -> None:
+        """`held` are the values of the attributes that were read."""
         frames = [op.frames for op in tape.ops if op.kind == "call_function"] + [call.frames for call in tape.calls]
         codes = {id(code): code for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
         for call in tape.calls:
@@ -313,26 +315,28 @@ class RanFunctions:
         code = getattr(getattr(fn, "__func__", fn), "__code__", None)
         if code is not None:
             codes[id(code)] = code
-        self.functions = {code: reach.functions[code] for code in codes.values() if code in reach.functions}
+        functions = [(code, reach.function_of(code)) for code in codes.values()]
+        self.functions = {code: function for code, function in functions if function is not None}
         """By code, those of users."""
         self._reach, self._tape = reach, tape
         named = {name for code in self.functions for name in names_of(code).all}
-        self.inner = self._named_by(named)
+        self.inner = self._named_by(named, held)
         """By code, functions of users that these name, which may have run too."""
         inner = (code for code, function in self.inner.items() if function.__name__ not in _OF_ALL_ATTRIBUTES)
         names = named.union(*(names_of(code).all for code in inner))
         self.names = None if names & {"vars", "__dict__"} else frozenset(names)
         """Of objects with attributes, those that code which ran names; None where it may take all."""
 
-    def _named_by(self, names: Set[str]) -> dict[types.CodeType, types.FunctionType]:
-        """Functions that those which ran name: by variables, and what these hold; methods of users' classes."""
+    def _named_by(self, names: Set[str], held: Sequence[Any]) -> dict[types.CodeType, types.FunctionType]:
+        """Functions that those which ran name: by variables and attributes, and what these hold; users' methods."""
         inner: dict[types.CodeType, types.FunctionType] = {}
+        values = [*held]
         for function in self.functions.values():
-            named = [function.__globals__.get(name) for name in names_of(function.__code__).globals]
-            for value in [*named, *map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]:
-                for each in map(unwrapped, _with_items(value)):
-                    if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
-                        inner[each.__code__] = each
+            values += [function.__globals__.get(name) for name in names_of(function.__code__).globals]
+            values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
+        for each in map(unwrapped, itertools.chain.from_iterable(map(_with_items, values))):
+            if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
+                inner[each.__code__] = each
         for code, function in self._reach.functions.items():
             if "." in function.__qualname__ and (function.__name__ in names or function.__name__[:2] == "__"):
                 inner[code] = function
@@ -378,7 +382,8 @@ class RanFunctions:
 
     def _of_classes(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
-        names = {name for code in (*self.functions, *self.inner) for name in names_of(code).all}
+        ran = {*self.functions, *self.inner}
+        names = {name for code in ran for name in (*names_of(code).all, code.co_name)}
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
         for kind, name in itertools.product(called, ("forward", "__call__")):
             place = OfClass(kind, name)
@@ -388,7 +393,7 @@ class RanFunctions:
             for name, (base, member) in members.items():
                 code = getattr(getattr(member, "__func__", member), "__code__", None)
                 is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
-                if (is_value or code in self.functions) and (id(base), name) not in skip and is_users_class(base):
+                if (is_value or code in ran) and (id(base), name) not in skip and is_users_class(base):
                     place = OfClass(kind, name)
                     yield self._read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path, skip)
 
