@@ -37,7 +37,9 @@ def shown(model, args):
     objects = [tr, outlined, order, tr.write_back, tr.summary(), diff, *tr.calls, *scopes, *outlined.functions]
     if mutations:
         plan = st.distributed.plan(model, order, classes=[type(model.layers[0])])
-        objects += [plan, plan.schedule, st.distributed.split_points(tr, 2), *tr.activations(*args).values()]
+        frozen = copy.deepcopy(model).requires_grad_(False)  # its embedding and head are tied
+        points = st.distributed.split_points(st.trace(frozen, args), 2)
+        objects += [plan, plan.schedule, points, *tr.activations(*args).values()]
         objects += [st.distributed.simulate(plan, tr, ranks=8, bandwidth=1e9, flops=1e12)]
     return objects
 

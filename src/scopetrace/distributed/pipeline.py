@@ -198,6 +198,8 @@ def _refuse_few(tape: ProgramTape, alive: Alive, places: Places, cuts: Sequence[
     if len(places) < stages - 1:
         raise PlanError(f"{need} {len(places)} modules that are called once, and begin after others: take fewer stages")
     text = f"{need} {len(cuts)} modules that are called once"
+    if len(_possible_cuts(tape, alive, places, in_ties=True)) >= stages - 1:
+        raise PlanError(f"{text}, with all uses of a trained parameter on one side: {_tie(tape, places)}")
     last = max(places)
     late = [v.op.name for v, (start, stop) in alive.items() if v.op.kind == "placeholder" and min(places) <= stop]
     early = [v.op for v in leaves(tape.outputs, Value) if v in alive and alive[v][0] < last]
@@ -213,16 +215,17 @@ def _refuse_few(tape: ProgramTape, alive: Alive, places: Places, cuts: Sequence[
             f"torch returns what the last stage returns, and a result is made before it, in {made}: end the forward "
             "with a clone() of it"
         )
-    tied = {name: uses for name, uses in _trained(tape).items() if any(uses[0] < at <= uses[-1] for at in places)}
-    if tied:
-        name, uses = max(tied.items(), key=lambda item: item[1][-1] - item[1][0])
-        users = " and ".join(dict.fromkeys(_call_of(tape.ops[i]) for i in uses))
-        reasons.append(
-            f"{name} is used in {users}, and each stage would train a copy of it: give each its own weights, or for "
-            "inference freeze it with requires_grad_(False)"
-        )
-    where = "with all inputs used before, all results made after, and all uses of a trained parameter on one side"
-    raise PlanError(f"{text}, {where}: " + "; ".join(reasons))
+    raise PlanError(f"{text}, with all inputs used before and all results made after: " + "; ".join(reasons))
+
+
+def _tie(tape: ProgramTape, places: Places) -> str:
+    """Of the parameter that is in the way of most cuts: who uses it, and what to do."""
+    name, uses = max(_trained(tape).items(), key=lambda item: sum(item[1][0] < at <= item[1][-1] for at in places))
+    users = " and ".join(dict.fromkeys(_call_of(tape.ops[i]) for i in uses))
+    return (
+        f"{name} is used in {users}, and each stage would train a copy of it: give each its own weights, or for "
+        "inference freeze it with requires_grad_(False)"
+    )
 
 
 def _trained(tape: ProgramTape) -> dict[str, list[int]]:
@@ -235,11 +238,11 @@ def _trained(tape: ProgramTape) -> dict[str, list[int]]:
     return {name: at for name, at in uses.items() if name not in held or held[name].requires_grad}
 
 
-def _possible_cuts(tape: ProgramTape, alive: Alive, places: Places) -> list[Cut]:
-    """The possible cuts in order; the outermost module where several begin with the same op."""
+def _possible_cuts(tape: ProgramTape, alive: Alive, places: Places, *, in_ties: bool = False) -> list[Cut]:
+    """The possible cuts in order; with `in_ties`, those between uses of a trained parameter too."""
     crossing = _crossing(alive, sorted(places))
     results = {id(v) for v in leaves(tape.outputs, Value)}
-    trained = [(uses[0], uses[-1]) for uses in _trained(tape).values() if len(uses) > 1]
+    trained = [] if in_ties else [(uses[0], uses[-1]) for uses in _trained(tape).values()]
     return [
         _cut(*places[at], at, values)
         for at, values in crossing.items()
