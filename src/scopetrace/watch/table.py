@@ -30,7 +30,6 @@ from scopetrace._compat.patches import replacing
 from scopetrace._compat.questions import MISSING, Mine
 from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace.containers.contents import (
-    ATOMS,
     ATTRIBUTES,
     MEMO,
     Change,
@@ -319,48 +318,52 @@ class RanFunctions:
         self.functions = {code: function for code, function in functions if function is not None}
         """By code, those of users."""
         self._reach, self._tape = reach, tape
-        named = {name for code in self.functions for name in names_of(code).all}
-        self.inner = self._named_by(named, held)
+        self.inner = self._named_by(held)
         """By code, functions of users that these name, which may have run too."""
         inner = (code for code, function in self.inner.items() if function.__name__ not in _OF_ALL_ATTRIBUTES)
-        names = named.union(*(names_of(code).all for code in inner))
+        names = set[str]().union(*(names_of(code).all for code in (*self.functions, *inner)))
         self.names = None if names & {"vars", "__dict__"} else frozenset(names)
         """Of objects with attributes, those that code which ran names; None where it may take all."""
 
-    def _named_by(self, names: Set[str], held: Sequence[Any]) -> dict[types.CodeType, types.FunctionType]:
-        """Functions that those which ran name: by variables and attributes, and what these hold; users' methods."""
-        inner: dict[types.CodeType, types.FunctionType] = {}
-        values = [*held]
-        for function in self.functions.values():
-            values += [function.__globals__.get(name) for name in names_of(function.__code__).globals]
-            values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
-        for each in map(unwrapped, itertools.chain.from_iterable(map(_with_items, values))):
-            if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
-                inner[each.__code__] = each
-        for code, function in self._reach.functions.items():
-            if "." in function.__qualname__ and (function.__name__ in names or function.__name__[:2] == "__"):
-                inner[code] = function
-        return {code: function for code, function in inner.items() if code not in self.functions}
+    def _named_by(self, held: Sequence[Any]) -> dict[types.CodeType, types.FunctionType]:
+        """Functions that those which ran name, and these: by variables and attributes, and what these hold."""
+        found, new, values = dict(self.functions), dict(self.functions), [*held]
+        while new or values:
+            for function in new.values():
+                values += [function.__globals__.get(name) for name in names_of(function.__code__).globals]
+                values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
+            names = {name for code in new for name in names_of(code).all}
+            new = {}
+            for each in map(unwrapped, itertools.chain.from_iterable(map(_with_items, values))):
+                if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
+                    new[each.__code__] = each
+            for code, function in self._reach.functions.items():
+                if "." in function.__qualname__ and (function.__name__ in names or function.__name__[:2] == "__"):
+                    new[code] = function
+            new = {code: function for code, function in new.items() if code not in found}
+            found |= new
+            values = []
+        return {code: function for code, function in found.items() if code not in self.functions}
 
     def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """What the functions read of variables, beside entries in `skip`, which the forward changes."""
-        functions = list(self.functions.values())
+        functions = [*self.functions.values(), *self.inner.values()]
         if functions:
             place = OfFunctions(tuple(functions))
             yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
         known = set[tuple[int, str]]()
-        for function, deep in [*((f, True) for f in functions), *((f, False) for f in self.inner.values())]:
+        for function in functions:
             frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
             for name, table, key in self._variables_of(function):
                 if (id(table), key) in known or (id(table), key) in skip:
                     continue
                 value = table[key]
-                if (deep and _is_state(value)) or type(value) in ATOMS:
+                if _is_state(value):
                     known.add((id(table), key))
                     yield self._read(name, value, InTable(table, key), frames, path, skip)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 value, is_new = content_of(cell), (id(cell), "") not in known and (id(cell), None) not in skip
-                if is_new and (_is_state(value) if deep else type(value) in ATOMS):
+                if is_new and _is_state(value):
                     known.add((id(cell), ""))
                     yield self._read(name, value, InClosure(cell), frames, path, skip)
         yield from self._of_classes(skip, path)
