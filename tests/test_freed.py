@@ -190,18 +190,19 @@ def test_a_class_of_a_function_is_freed():
 
 def test_an_interrupt_waits_for_the_next_op():
     said = []
+    note = said.append  # a list that the forward names would be put back
 
     def interrupted(x):
         signal.raise_signal(signal.SIGINT)
-        said.append("before the op")
+        note("before the op")
         y = x * 2
-        said.append("after the op")
+        note("after the op")
         return y
 
     def interrupted_twice(x):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        said.append("after two")
+        note("after two")
 
     handler = signal.getsignal(signal.SIGINT)
     for forward in (interrupted, interrupted_twice):

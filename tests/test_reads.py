@@ -565,8 +565,6 @@ def test_what_the_model_read_is_among_the_specializations():
         ("input.is_contiguous()", True, "input", "Sequential/Reader[0]", "0"),
         ("FACTOR", 2.0, "global", "Sequential", ""),
         ("0.scale", 3.0, "attribute", "Sequential/Reader[0]", "0"),
-        ("hooks of the modules", {}, "hooks", "Sequential", ""),
-        ("hooks of all modules", {}, "hooks", "Sequential", ""),
     ]
     assert "test_reads.py:" in tr.specializations[2].source
 

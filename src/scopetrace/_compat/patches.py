@@ -540,7 +540,7 @@ class _InThisThread(int):
     """A flag of the process that is True in the thread that makes it alone, until `ended`."""
 
     def __eq__(self, other: object) -> bool:
-        return bool(self) == other
+        return bool(self) == bool(other)
 
     def __hash__(self) -> int:
         return hash(bool(self))

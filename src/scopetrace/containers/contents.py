@@ -289,7 +289,10 @@ def snapshot(x: Any, names: Set[str] | None = None, skip: Set[tuple[int, Any]] =
         names: of objects with attributes, those that count; None for all.
         skip: entries that do not count: the id of what holds them, and their key.
     """
-    return _Snapshots(names, skip).of(x)
+    try:
+        return _Snapshots(names, skip).of(x)
+    except RecursionError:  # nested deeper than Python can follow: compared by identity
+        return x
 
 
 class _Snapshots:

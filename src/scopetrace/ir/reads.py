@@ -25,6 +25,7 @@ import operator
 import os
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -265,12 +266,17 @@ def words_of_hooks(table: str) -> str:
     return table.strip("_").replace("_", " ").replace("pre ", "pre-")
 
 
-@functools.lru_cache(maxsize=4096)
 def _names_of_class(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     """What users gave a class of modules: `forward` and methods; other attributes."""
+    if kind in _names:
+        return _names[kind]
     members = {k: x for base in kind.__mro__ if is_users_class(base) for k, x in vars(base).items() if k[:2] != "__"}
     methods = frozenset(k for k, x in members.items() if type(x) is types.FunctionType)
-    return methods | {"forward"}, frozenset(members) - methods
+    _names[kind] = methods | {"forward"}, frozenset(members) - methods
+    return _names[kind]
+
+
+_names: weakref.WeakKeyDictionary[type, tuple[frozenset[str], frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -586,7 +592,12 @@ def _is_there(place: Any) -> Iterator[Condition]:
     elif isinstance(place, InClosure):
         yield is_attribute(place.cell, "cell_contents", now)
     elif isinstance(place, OfClass):
-        yield is_attribute(place.owner, place.key, now)
+        of_torch = now is torch.nn.Module
+        yield (
+            Condition(f"{{}}.{place.key} is {{}}.{place.key}", (place.owner, now))
+            if of_torch
+            else is_attribute(place.owner, place.key, now)
+        )
 
 
 def _of_place(place: Any, then: Any) -> Iterator[Condition]:

@@ -686,7 +686,10 @@ def _in_numbers(value: Any, number: Number) -> Any:
 
 def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
     words = getattr(read.place, "words", None)
-    name, value, now = difference(value, now, read.name) if words is None else words(value, now)
+    if isinstance(read.place, Asked) and read.place.text:
+        name = read.name
+    else:
+        name, value, now = difference(value, now, read.name) if words is None else words(value, now)
     at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
     text = str if words is not None else (isinstance(read.place, Asked) and read.place.text) or _text
     then, present = text(value), text(now)

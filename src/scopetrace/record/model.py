@@ -42,13 +42,13 @@ from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredPar
 from scopetrace.ir.tape import Value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_OF_RECURRENT_LAYERS = BOOKKEEPING | {"_flat_weights", "_flat_weight_refs"}
+RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 """They list their parameters anew where these are others than at the last call, as under `functional_call`."""
 
 
 def bookkeeping_of(kind: type) -> frozenset[str]:
     """The attributes of a class of modules by which the classes of torch work."""
-    return _OF_RECURRENT_LAYERS if issubclass(kind, torch.nn.RNNBase) else BOOKKEEPING
+    return BOOKKEEPING | RECURRENT if issubclass(kind, torch.nn.RNNBase) else BOOKKEEPING
 
 
 @functools.lru_cache(maxsize=4096)

@@ -65,7 +65,7 @@ from scopetrace.ir.reads import (
 from scopetrace.ir.scopes import Frames, source_of
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import Model, is_torchs
+from scopetrace.record.model import RECURRENT, Model, is_torchs
 
 Noted = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
@@ -112,7 +112,7 @@ class StateReads:
             asker = asker.f_back
         if asker.f_code.co_filename.startswith(_RECORDER):
             return False
-        if key not in self._read and name not in _SKIPPED:
+        if key not in self._read and name not in _SKIPPED and name not in RECURRENT:
             self._read[key] = module, name, noted_at(self._builder, asker)
         return True
 
@@ -192,7 +192,7 @@ class StateReads:
                 continue
             is_open = not saved.is_watched
             for key in self._reach.names & saved.module.__dict__.keys():
-                if (is_open or hasattr(saved.kind, key)) and key not in _SKIPPED and key not in saved.hooks:
+                if (is_open or hasattr(saved.kind, key)) and key not in _SKIPPED | RECURRENT and key not in saved.hooks:
                     self._read.setdefault((id(saved.module), key), (saved.module, key, ((), saved.name)))
 
     @staticmethod
