@@ -56,8 +56,8 @@ next(iter(s.cfg.values()))  next(iter(s.lst))  list(enumerate(s.lst))[1][1]  fun
 1. in s.st_  s.dq[0]  s.cnt['a']  s.nt.f  s.dc.f  s.enum.value  s.arr.sum()  float(s.arr[0])
 torch.from_numpy(s.arr).sum()  torch.tensor(s.lst).sum()  s.plain.sum()  s.tensors[0].sum()  s.tdict['t'].sum()
 s.dtype_==torch.float32  s.dev.type=='cpu'  s.size_[0]  s.gen is None  s.slots.v  s.single(3.)  s.memo(3)
-s.path.name=='a'  s.dt.year  len(s.bytes_)  s.rng.start  s.sl.start  len(s._buffers)  len(s._parameters)
-'nb' in s._buffers  (1. if s._buffers.get('nb') is None else 2.)
+s.path.name=='a'  s.dt.year  len(s.bytes_)  s.rng.start  s.sl.start
+(1. if s._buffers.get('nb') is None else 2.)
 s.a._parameters.keys()=={'weight','bias'}  s.a.weight is s.b.weight
 len(s._non_persistent_buffers_set)  s.buf is s.bn.running_mean
 """
