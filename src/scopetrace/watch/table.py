@@ -334,7 +334,8 @@ class RanFunctions:
                 values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
             names = {name for code in new for name in names_of(code).all}
             new = {}
-            for each in map(unwrapped, itertools.chain.from_iterable(map(_with_items, values))):
+            items = itertools.chain.from_iterable(map(_with_items, values))
+            for each in [unwrapped(x) for x in items if issubclass(type(x), (types.FunctionType, MEMO))]:
                 if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
                     new[each.__code__] = each
             for code, function in self._reach.functions.items():
@@ -347,7 +348,8 @@ class RanFunctions:
 
     def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """What the functions read of variables, beside entries in `skip`, which the forward changes."""
-        functions = [*self.functions.values(), *self.inner.values()]
+        inner = [f for f in self.inner.values() if f.__name__ not in _OF_ALL_ATTRIBUTES]
+        functions = [*self.functions.values(), *inner]
         if functions:
             place = OfFunctions(tuple(functions))
             yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
@@ -388,6 +390,7 @@ class RanFunctions:
         ran = {*self.functions, *self.inner}
         names = {name for code in ran for name in (*names_of(code).all, code.co_name)}
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
+        called = {kind: None for kind in called if not issubclass(kind, torch.fx.GraphModule)}  # made at its first call
         for kind, name in itertools.product(called, ("forward", "__call__")):
             place = OfClass(kind, name)
             yield Read(f"{kind.__name__}.{name}", snapshot(place.now(NO_CALL)), place, (), path)
