@@ -276,7 +276,6 @@ class Recording:
         try:
             with self._expecting_backward():
                 fakes = self._run_forward(fn, effects, reads)
-            self.values.foreign.refuse_changes()
         except Retrace:
             effects.restore(outside=True)
             tape.module_tables.restore()
@@ -379,6 +378,8 @@ class Recording:
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
+            for tensor in self.values.foreign:
+                tensor.refuse_change()
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
             missed = (calls.result_types | tensor_holders(fakes)) - object_types
@@ -418,8 +419,9 @@ class Recording:
         tape = self.tape
         if self.builder.deferred:
             raise self.builder.deferred[0]
-        self.values.foreign.refuse_changes()
-        self.values.foreign.refuse_writes(tape)
+        for tensor in self.values.foreign:
+            tensor.refuse_change()
+            tensor.refuse_write(tape, self.values.foreign)
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device
