@@ -10,8 +10,8 @@ same models in core ATen), `profile` (where a trace spends its time), `functiona
 trace, its cost by write, `st.functionalize` beside AOTAutograd and torch.export), `llama` (the shape of Llama-70B on
 the meta device: time, memory), `ops` (cost by op from 1,000 to 100,000 ops, each in a fresh process), `plan` (FSDP2
 plans of a Llama-405B and of 10^12 parameters), `onnx` (a small Llama of 4, 16 and 32 layers as an ONNX model, beside
-torch.onnx.export), `reuse` (models that repeat a layer, traced with and without copies, beside torch.export), `jaxpr`
-(BERT-base beside `jax.make_jaxpr`, where jax is installed).
+torch.onnx.export), `layers` (models that repeat a layer, beside torch.export), `jaxpr` (BERT-base beside
+`jax.make_jaxpr`, where jax is installed).
 """
 
 import argparse
@@ -34,7 +34,7 @@ PARTS = (
     "ops",
     "plan",
     "onnx",
-    "reuse",
+    "layers",
     "jaxpr",
 )
 MODELS = ("bert-base", "vit-b16", "resnet152")
@@ -274,13 +274,13 @@ def run_onnx(options: argparse.Namespace) -> None:
             say(runner, f"{r['seconds']:.2f}", str(r["nodes"]), over(theirs, r["seconds"]))
 
 
-def run_reuse(options: argparse.Namespace) -> None:
+def run_layers(options: argparse.Namespace) -> None:
     """Models that repeat a layer."""
     rounds = options.rounds or (3 if options.quick else 8)
     print(f"\nmodels that repeat a layer, torch.no_grad(), CPU seconds, least of {rounds} in turn, a process each;")
     print("  in brackets: how many times longer torch.export and run_decompositions({}) take")
-    widths = (26, 12, 18, 18, 18, 18, 12, 12, 12)
-    head = ("", "reuse=False", "default", "and calls", "and functions", "and graph", "to_onnx", "export", "Python peak")
+    widths = (26, 18, 18, 18, 18, 12, 12, 12)
+    head = ("", "trace", "and calls", "and functions", "and graph", "to_onnx", "export", "Python peak")
     say(*head, widths=widths)
     traced: dict[str, float] = {}
     for model in REPEATED:
@@ -289,11 +289,12 @@ def run_reuse(options: argparse.Namespace) -> None:
             say(model, r["error"])
             continue
         best, theirs = r["best"], r["best"]["export"]
-        traced[model] = best["default"]
-        ours = [f"{best[k]:.3f} ({theirs / best[k]:.0f})" for k in ("default", "calls", "functions", "graph_module")]
+        traced[model] = best["trace"]
+        ours = [f"{best[k]:.3f} ({theirs / best[k]:.0f})" for k in ("trace", "calls", "functions", "graph_module")]
         last = [f"{best['onnx']:.2f}" if "onnx" in best else "-", f"{theirs:.1f}", megabytes(r["python"])]
-        say(model, f"{best['reuse=False']:.3f}", *ours, *last, widths=widths)
-        say("", r["report"] + ("; ONNX: " + r["onnx"] if "onnx" in r else ""), widths=(2, 0))
+        say(model, *ours, *last, widths=widths)
+        if "onnx" in r:
+            say("", "ONNX: " + r["onnx"], widths=(2, 0))
     few, many = (traced.get(name) for name in REPEATED[:2])
     if few and many:
         print(f"  80 layers take {many / few:.2f} times as long as 8")
@@ -341,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
         "ops": run_ops,
         "plan": run_plan,
         "onnx": run_onnx,
-        "reuse": run_reuse,
+        "layers": run_layers,
         "jaxpr": run_jaxpr,
     }
     for part in PARTS:

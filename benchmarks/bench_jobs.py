@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks import functional_jobs, models, onnx_jobs, plan_jobs, reuse_jobs
+from benchmarks import functional_jobs, layer_jobs, models, onnx_jobs, plan_jobs
 from benchmarks.timing import best_in_turn, seconds
 
 Result = dict[str, Any]
@@ -256,7 +256,7 @@ JOBS: dict[str, Callable[..., Result]] = {
     for job in (
         *(speed, dynamic, decompositions, profile, ops),
         *(llama_time, llama_python_memory, llama_process_memory),
-        *(plan_jobs.plan_giant, onnx_jobs.onnx_export, reuse_jobs.repeated, reuse_jobs.jaxpr),
+        *(plan_jobs.plan_giant, onnx_jobs.onnx_export, layer_jobs.repeated, layer_jobs.jaxpr),
         *(functional_jobs.functional_share, functional_jobs.functional_writes, functional_jobs.functionalizers),
     )
 }

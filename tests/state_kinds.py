@@ -23,7 +23,6 @@ import itertools
 import logging
 import math
 import operator
-import os
 import pathlib
 import pickle
 import queue
@@ -478,7 +477,6 @@ VALUES = {
         None,
     ),
     "formatted": (Settings, lambda x: len("a" * int("{0.size}".format(x))), set_size),  # noqa: UP030, UP032
-    "static": (Settings, lambda x: inspect.getattr_static(x, "size"), set_size),
     "members": (Settings, lambda x: dict(inspect.getmembers(x))["size"], set_size),
     "pair": (lambda n: Pair(n, 1), size, None),
     "typed": (Typed, size, None),
@@ -531,7 +529,6 @@ VALUES = {
     "queue": (queued, lambda x: x.qsize(), lambda x, n: x.put(1)),
     "text file": (lambda n: io.StringIO("a" * n), lambda x: len(x.getvalue()), lambda x, n: x.write("b" * 9)),
     "logger": (logger, lambda x: x.level, lambda x, n: x.setLevel(n)),
-    "logger asked": (logger, lambda x: 2 + x.isEnabledFor(2), lambda x, n: x.setLevel(n)),
     "memo": (cached, call, None),
     "memo counts": (called_cache, lambda x: x.cache_info().misses, lambda x, n: x(n + 7)),
     "dispatch": (dispatch, lambda x: x(1), lambda x, n: x.register(int, lambda _: n)),
@@ -853,14 +850,6 @@ class ByCopyOfModule(Holder):
 
     def get(self):
         return copy.copy(self).value
-
-
-class ByMembers(Holder):
-    def put(self, value):
-        self.value = value
-
-    def get(self):
-        return inspect.getattr_static(self, "value")
 
 
 class ByMatch(Holder):
@@ -1415,22 +1404,6 @@ class OfProcess(Holder):
         return y
 
 
-class Environment(OfProcess):
-    def put(self, number):
-        os.environ["STATE_SIZE"] = str(number)
-
-    def get(self):
-        return int(os.environ.get("STATE_SIZE", 2))
-
-
-class GetEnvironment(OfProcess):
-    def put(self, number):
-        os.environ["STATE_SIZE"] = str(number)
-
-    def get(self):
-        return int(os.getenv("STATE_SIZE", "2"))
-
-
 LOG = logging.getLogger("state_programs")
 
 
@@ -1440,22 +1413,6 @@ class LogLevel(OfProcess):
 
     def get(self):
         return LOG.level
-
-
-class LogEnabled(OfProcess):
-    def put(self, number):
-        LOG.setLevel(number)
-
-    def get(self):
-        return 2 + LOG.isEnabledFor(2)
-
-
-class LogByName(OfProcess):
-    def put(self, number):
-        logging.getLogger("state_programs").setLevel(number)
-
-    def get(self):
-        return logging.getLogger("state_programs").getEffectiveLevel()
 
 
 class LogOfRoot(OfProcess):
@@ -1536,14 +1493,6 @@ class NumpyRandomness(OfProcess):
 
     def get(self):
         return np.random.rand()
-
-
-class TorchSeed(OfProcess):
-    def put(self, number):
-        """Torch's seed cannot be set in a trace."""
-
-    def get(self):
-        return torch.initial_seed() % 5 + 1
 
 
 SWITCH = functools.singledispatch(lambda x: 2)

@@ -445,14 +445,13 @@ class Scripted(torch.jit.ScriptModule):
         return self.scripted(x) * 2
 
 
-@pytest.mark.parametrize("reuse", [None, False, True])
-def test_a_scripted_method_under_a_forward_in_python(reuse):
+def test_a_scripted_method_under_a_forward_in_python():
     for runs_before in (0, 4):
         net, x = nn.Sequential(nn.Sequential(Scripted(), Scripted()), nn.Sequential(Scripted())), torch.randn(1, 2)
         for _ in range(runs_before):
             net(x).sum().backward()
         net.zero_grad()
-        tr = st.trace(net, (x,), reuse=reuse)
+        tr = st.trace(net, (x,))
         tr.check((x,))
         grads = [torch.autograd.grad(f(x).sum(), list(net.parameters())) for f in (tr, net)]
         torch.testing.assert_close(*grads)

@@ -14,8 +14,8 @@ len(str(x.sum().item()))  hash(x.sum().item())  x[0].__int__()  len(pickle.dumps
 x.data_ptr() * 0 + 2.  x.untyped_storage().data_ptr() * 0 + 2  x.__array__().sum().item()  list(x.cpu())[0].item()
 x.nonzero().shape[0]  x[x > 1].shape[0]  int(torch.arange(int(x.sum()))[0])  x.apply_(lambda v: v * 2).sum().item()
 torch.get_rng_state().sum().item() * 0 + 2  x.share_memory_() is x  x._base is None  x.unique().shape[0]
-torch.randn(1, generator=torch.Generator().manual_seed(1)).item() * 0 + 2.  x.storage()[0]  x.to_mkldnn() is x
-torch.utils.dlpack.to_dlpack(x) is x  memoryview(x.numpy()) is x  x.untyped_storage()[0]  x.min(0).values.item()
+torch.randn(1, generator=torch.Generator().manual_seed(1)).item() * 0 + 2.  x.to_mkldnn() is x
+memoryview(x.numpy()) is x  x.min(0).values.item()
 torch.isnan(x).any().item() + 1  bool((x > 0).all()) + 1  x.argmax().item()  f"{x.sum():.2f}"[0] == "6"
 x.map_(x, max)[0] > 1
 """

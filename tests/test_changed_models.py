@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 import scopetrace as st
 from scopetrace.errors import SideEffectError, StateMismatchError
+from tests.nets import differs
 
 X = torch.randn(2, 4)
 
@@ -41,9 +42,9 @@ class Net(nn.Module):
 
 
 REFUSED = {
-    "a submodule": (lambda m: setattr(m, "fc", nn.Linear(4, 4)), "fc: Linear when traced and another Linear now"),
-    "an item": (lambda m: m.layers.__setitem__(1, nn.Tanh()), r"layers\.1: ReLU when traced and Tanh now"),
-    "a new item": (lambda m: m.layers.append(nn.ReLU()), r"layers\.2: missing when traced and ReLU now"),
+    "a submodule": (lambda m: setattr(m, "fc", nn.Linear(4, 4)), differs("fc: Linear when traced and another one now")),
+    "an item": (lambda m: m.layers.__setitem__(1, nn.Tanh()), differs("layers.1: ReLU when traced and Tanh now")),
+    "a new item": (lambda m: m.layers.append(nn.ReLU()), differs("layers.2: missing when traced and ReLU now")),
     "a hook": (lambda m: m.fc.register_forward_hook(print), "forward hooks of fc: 0 when traced and 1 now"),
     "a pre-hook": (lambda m: m.register_forward_pre_hook(print), "forward pre-hooks of the model: 0 when traced"),
     "a backward hook": (lambda m: m.fc.register_full_backward_hook(print), "backward hooks of fc"),
@@ -59,7 +60,7 @@ REFUSED = {
     "a new parameter": (lambda m: setattr(m.no_bias, "bias", nn.Parameter(torch.ones(4))), r"no_bias\.bias"),
     "a new buffer": (lambda m: setattr(m, "mask", torch.ones(4)), "mask, which the model reads at"),
     "a new attribute": (lambda m: setattr(m, "doubled", True), "doubled, which .* missing when traced and True now"),
-    "an entry of a dict": (lambda m: m.table.update(k=3.0), "table, which"),
+    "an entry of a dict": (lambda m: m.table.update(k=3.0), r"table\['k'\], which"),
     "a deque": (lambda m: m.last.appendleft(3.0), "last, which"),
     "an array": (lambda m: m.array.fill(3.0), "array, which"),
 }

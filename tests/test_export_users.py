@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.testing._internal.custom_tensor import CustomTensorPlainOut
 
 import scopetrace as st
@@ -58,7 +59,7 @@ def test_suggested_fixes(model, args, dynamic_shapes, fix):
 @pytest.mark.parametrize(
     ("args", "dim", "error"),
     [
-        ((torch.ones(3),), Dim("n", min=6), torch.fx.experimental.symbolic_shapes.ConstraintViolationError),
+        ((torch.ones(3),), Dim("n", min=6), ConstraintViolationError),
         ((torch.ones(8),), 2 * Dim("n") + 1, torch._dynamo.exc.UserError),
         ((torch.ones(3),), Dim.STATIC(min=6, max=8), ValueError),
     ],
@@ -191,10 +192,9 @@ def test_numbers_of_a_shapes_collection():
 
 
 SIZES = [
-    lambda n: min(n, 10),
-    lambda n: max(3, n, 5),
-    lambda n: min([n, 8]),
-    lambda n: n / max(n, 4),
+    lambda n: torch.sym_min(n, 10),
+    lambda n: torch.sym_max(n, 5),
+    lambda n: n / torch.sym_max(n, 4),
 ]
 
 
@@ -206,13 +206,27 @@ def test_least_and_greatest_sizes(of):
         torch.testing.assert_close(tr(torch.ones(n)), model(torch.ones(n)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("of", SIZES[:3])
+@pytest.mark.parametrize("of", SIZES[:2])
 def test_least_and_greatest_of_data(of):
     model = module_of(lambda self, n, x: x * of(n.item()))
     tr = st.trace(model, (torch.tensor(5), torch.ones(4)))
     for n in (-2, 4, 9, 12):
         args = torch.tensor(n), torch.ones(4)
         torch.testing.assert_close(tr(*args), model(*args), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("of", [lambda n: min(n, 10), lambda n: max(3, n, 5), lambda n: min([n, 8])])
+def test_pythons_own_least_and_greatest_decide(of):
+    sizes = module_of(lambda self, x: x * of(x.shape[0]))
+    tr = st.trace(sizes, (torch.ones(6),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for n in (2, 4, 9, 12):
+        try:
+            torch.testing.assert_close(tr(torch.ones(n)), sizes(torch.ones(n)), rtol=0, atol=0)
+        except st.InputMismatchError as error:
+            assert "dimension 0 is" in str(error)
+    data = module_of(lambda self, n, x: x * of(n.item()))
+    with pytest.raises(st.DataDependentError, match=r"torch\.sym_min"):
+        st.trace(data, (torch.tensor(5), torch.ones(4)))
 
 
 def test_isin_of_a_number():
@@ -388,12 +402,11 @@ def test_a_graph_that_knows_source_lines_only():
 
 def test_a_model_that_asks_whether_it_is_traced():
     def forward(self, x):
-        return x + 1 if torch.fx._symbolic_trace.is_fx_tracing() and torch.compiler.is_exporting() else x - 1
+        return x + 1 if torch.compiler.is_compiling() and torch.compiler.is_exporting() else x - 1
 
     x = torch.zeros(3)
-    assert not torch.fx._symbolic_trace.is_fx_tracing()
     torch.testing.assert_close(st.trace(module_of(forward), (x,))(x), x + 1)
-    assert not torch.fx._symbolic_trace.is_fx_tracing()
+    assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def test_an_active_fake_mode():

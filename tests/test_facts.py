@@ -29,8 +29,7 @@ z.is_distributed()  z.is_same_size(x)  z.is_set_to(z)  z is z  z is x  id(z)==id
 z.data_ptr()==z.data_ptr()  z.data_ptr()==x.data_ptr()  z.untyped_storage().data_ptr()==x.untyped_storage().data_ptr()
 z.untyped_storage().nbytes()  z.storage().size()  z.untyped_storage() is z.untyped_storage()
 z.untyped_storage()==x.untyped_storage()  z._cdata==z._cdata  z._base is None  z._base is x  z._is_view()
-z.__class__ is torch.Tensor  z.__class__.__name__=='Tensor'  type(z) is torch.Tensor  type(z).__name__=='Tensor'
-type(z) is torch.nn.Parameter  isinstance(z,torch.Tensor)  isinstance(z,torch.nn.Parameter)
+isinstance(z,torch.Tensor)  isinstance(z,torch.nn.Parameter)
 isinstance(z,torch.FloatTensor)  isinstance(z,(list,tuple))  torch.is_tensor(z)  z.type()=='torch.FloatTensor'
 z.type(torch.float64).dtype==torch.float64  torch.overrides.is_tensor_like(z)  torch.is_storage(z)  hasattr(z,'foo')
 getattr(z,'foo',3.)  hasattr(z,'grad')  hasattr(z,'numpy')  callable(z)  z==None  z is None  z!=None  len(z)
@@ -110,11 +109,10 @@ def outcome(run, *args):
 
 
 @pytest.mark.parametrize("question", [q for line in QUESTIONS.splitlines() for q in line.split("  ") if q])
-@pytest.mark.parametrize("before", ["pass", "x.__class__"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_question_is_answered_as_in_eager_or_refused(question, before):
+def test_a_question_is_answered_as_in_eager_or_refused(question):
     for tensor in TENSORS:
-        forward = function_of(tensor, question, before)
+        forward = function_of(tensor, question)
         trace = outcome(st.trace, forward, (INPUTS["the same"](),))
         if isinstance(trace, type):
             assert isinstance(outcome(forward, INPUTS["the same"]()), type), (tensor, trace)

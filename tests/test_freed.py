@@ -190,18 +190,19 @@ def test_a_class_of_a_function_is_freed():
 
 def test_an_interrupt_waits_for_the_next_op():
     said = []
+    note = said.append  # a list that the forward names would be put back
 
     def interrupted(x):
         signal.raise_signal(signal.SIGINT)
-        said.append("before the op")
+        note("before the op")
         y = x * 2
-        said.append("after the op")
+        note("after the op")
         return y
 
     def interrupted_twice(x):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        said.append("after two")
+        note("after two")
 
     handler = signal.getsignal(signal.SIGINT)
     for forward in (interrupted, interrupted_twice):
@@ -458,11 +459,11 @@ def test_nothing_is_left_to_the_garbage_collector():
     """What a trace needs is freed when it ends, but for ops and values of tapes that are not kept: they form cycles."""
     model = Step()
     for traced in (model, model.step):
-        st.trace(traced, (Q,), reuse=True)  # makes what torch and the classes keep
+        st.trace(traced, (Q,))  # makes what torch and the classes keep
         gc.collect()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
-            trace = st.trace(traced, (Q,), reuse=True)
+            trace = st.trace(traced, (Q,))
             gc.collect()
             left = collections.Counter(type(x).__module__ for x in gc.garbage)
         finally:

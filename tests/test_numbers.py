@@ -32,8 +32,8 @@ n.imag  int(n).bit_length()  n.as_integer_ratio()[0]  float(n).is_integer()*1.0 
 float(fractions.Fraction(n))  float(decimal.Decimal(n))  operator.index(int(n))  hash(n)  range(9)[int(n)]
 [1.,2.,3.,4.,5.,6.][int(abs(n))]  {1:1.,2:2.,3:3.}.get(n,5.)  {True:1.,False:2.}[n>1]  {1,2}.__contains__(n)*1.0
 (n in [1,2])*1.0  float(len(range(int(abs(n)))))  isinstance(n,int)*1.0  isinstance(n,float)*1.0
-isinstance(n,bool)*1.0  isinstance(n,(int,float))*1.0  (type(n) is int)*1.0  (type(n) in (int,float))*1.0
-(type(n) is bool)*1.0  isinstance(n>1,bool)*1.0  isinstance(n,numbers.Integral)*1.0  isinstance(n,numbers.Real)*1.0
+isinstance(n,bool)*1.0  isinstance(n,(int,float))*1.0  isinstance(n>1,bool)*1.0
+isinstance(n,numbers.Integral)*1.0  isinstance(n,numbers.Real)*1.0
 issubclass(n.__class__,int)*1.0  float(f'{n}')  float(str(n))  float(repr(n))  float('%s'%n)  float('%.1f'%n)
 float(format(n,'.2f'))  len(f'{n}')  len(str(n))  (f'{n}'=='2')*1.0  {'2':4.}[str(n)]  {'2':4.}[f'{n}']
 {'2':4.}.get(str(n),1.)  int(str(n))  torch.tensor(n)  torch.tensor([n,1])  torch.full((2,),n)  x.clone().fill_(n)
@@ -110,7 +110,8 @@ def test_a_dynamic_size_is_used_as_in_eager_or_refused(expression):
 
 
 def test_many_of_these_are_not_refused():
-    cases = [(function_of("t.item()", e), (torch.ones(2), t[0])) for t in TENSORS.values() for e in PARTS]
+    numbers = [t for t in TENSORS.values() if t.dtype is not torch.bool]
+    cases = [(function_of("t.item()", e), (torch.ones(2), t[0])) for t in numbers for e in PARTS]
     traced = [outcome(st.trace, forward, args) for forward, args in cases]
     assert sum(isinstance(tr, st.Trace) for tr in traced) > 0.4 * len(traced)
 

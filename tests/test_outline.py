@@ -884,13 +884,12 @@ class Mixed(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-@pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_layers_in_an_outer_sequential(stages, reuse):
+def test_layers_in_an_outer_sequential(stages):
     """The class of what is around the layers is that of a part of each."""
     around = [nn.Sequential(*[Mixed() for _ in range(3)]) for _ in range(stages)]
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*around) if stages > 1 else around[0], nn.Linear(4, 2))
     x = torch.randn(2, 4)
-    outline = st.trace(model, (x,), reuse=reuse).outline("layers")
+    outline = st.trace(model, (x,)).outline("layers")
     assert [(f.name, len(f.calls)) for f in outline.functions] == [("Mixed", 3 * stages)]
     torch.testing.assert_close(outline(x), model(x))

@@ -2,22 +2,19 @@
 
 import array
 import collections
-import contextlib
 import contextvars
 import dataclasses
-import os
 import subprocess
 import sys
 import threading
 import types
-from time import time as now
 
 import pytest
 import torch
 from torch import nn
 
 import scopetrace as st
-from tests.nets import net
+from tests.nets import differs, net
 
 X = torch.ones(2, 4)
 LEVEL = contextvars.ContextVar("LEVEL", default=2.0)
@@ -67,18 +64,18 @@ CHANGES = {
     "vars of an object": (
         lambda: net(lambda s, x: x * sum(vars(s.c).values()), c=Config(k=2.0)),
         replaced(lambda m: m.c, "k", 3.0),
-        r"vars\(self\.c\)",
+        r"c\.k",
     ),
     "vars of a namespace": (
         lambda: net(lambda s, x: x * vars(s.c)["k"], c=types.SimpleNamespace(k=2.0)),
         replaced(lambda m: m.c, "k", 3.0),
         r"c\.k",
     ),
-    "a descriptor": (described, replaced(lambda m: m, "_scale", 3.0), "vars"),
+    "a descriptor": (described, replaced(lambda m: m, "_scale", 3.0), "_scale, which"),
     "a computed attribute": (
         lambda: net(lambda s, x: x * s.c.k, c=Computed(values={"k": 2.0})),
         lambda m: m.c.values.update(k=3.0),
-        r"vars\(self\.c\)",
+        r"c\.values\['k'\]",
     ),
     "a layer's attribute by a computed name": (
         lambda: net(lambda s, x: x * getattr(s.fc, "in_" + "features")),
@@ -98,7 +95,7 @@ CHANGES = {
     "what a namespace does not have": (
         lambda: net(lambda s, x: x * 2 if hasattr(s.c, "scale") else x, c=types.SimpleNamespace()),
         replaced(lambda m: m.c, "scale", 3.0),
-        r"c\.scale: missing when traced and 3\.0 now",
+        r"c\.scale.*: missing when traced and 3\.0 now",
     ),
     "a submodule that was not there": (
         lambda: net(lambda s, x: s.head(x) if hasattr(s, "head") else x),
@@ -151,7 +148,7 @@ CHANGES = {
     "a parameter of a module in a list": (
         lambda: net(lambda s, x: s.layers[0](x), layers=[nn.Linear(4, 4)]),
         replaced(lambda m: m.layers[0], "weight", nn.Parameter(torch.ones(4, 4))),
-        r"layers\[…\]\.weight",
+        r"layers\[0\]\.weight: a tensor \[4, 4\] when traced",
     ),
     "the dtype of a parameter": (
         lambda: net(lambda s, x: x * 2 if s.fc.weight.dtype == torch.float32 else x),
@@ -200,7 +197,7 @@ def test_a_context_variable():
     tr = st.trace(lambda x: x * LEVEL.get(), (X,))
     tr(X)
     token = LEVEL.set(3.0)
-    refused(tr, "LEVEL: 2.0 when traced and 3.0 now")
+    refused(tr, differs("LEVEL: 2.0 when traced and 3.0 now"))
     LEVEL.reset(token)
     tr(X)
 
@@ -211,7 +208,7 @@ def test_a_context_variable_that_the_forward_sets():
         return x * LEVEL.get()
 
     tr = contextvars.copy_context().run(st.trace, forward, (X,))
-    assert [(e.change, e.baked_in) for e in tr.side_effects] == [("globals()['LEVEL'] was 2.0 and became 3.0", True)]
+    assert [(e.change, e.baked_in) for e in tr.side_effects] == [("LEVEL was 2.0 and became 3.0", True)]
 
 
 def test_attributes_of_a_thread_local():
@@ -219,10 +216,10 @@ def test_attributes_of_a_thread_local():
     tr = st.trace(lambda x: x * LOCAL.scale * getattr(LOCAL, "extra", 1.0), (X,))
     tr(X)
     LOCAL.extra = 2.0
-    refused(tr, "extra: missing when traced and 2.0 now")
+    refused(tr, differs("LOCAL.extra: missing when traced and 2.0 now"))
     del LOCAL.extra
     LOCAL.scale = 3.0
-    refused(tr, "scale: 2.0 when traced and 3.0 now")
+    refused(tr, differs("LOCAL.scale: 2.0 when traced and 3.0 now"))
 
 
 def test_default_arguments_that_hold_something():
@@ -232,14 +229,14 @@ def test_default_arguments_that_hold_something():
 
     tr = st.trace(Net(), (X,))
     Net.forward.__defaults__[0]["k"] = 3.0
-    refused(tr, r"default arguments of forward: \(\{'k': 2.0\},\) when traced")
+    refused(tr, r"the default arguments of .*Net\.forward are not those of the trace")
 
 
 def test_a_module_in_a_variable_of_an_enclosing_function():
     layer = nn.Linear(4, 4)
     tr = st.trace(lambda x: layer(x), (X,))
     layer = nn.Linear(4, 4)
-    refused(tr, "layer: Linear")
+    refused(tr, differs("layer: Linear"))
 
 
 def test_class_and_static_methods():
@@ -314,32 +311,14 @@ def test_a_module_that_is_added_where_the_forward_goes_through_all(go):
     model = net(go)
     tr = st.trace(model, (X,))
     model.extra = nn.Linear(4, 4)
-    refused(tr, "extra: missing when traced and Linear now")
+    refused(tr, differs("extra: missing when traced and Linear now"))
 
 
-@contextlib.contextmanager
-def tf32(on):
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, on
-    try:
-        yield
-    finally:
-        matmul.allow_tf32 = before
-
-
-SETTINGS = {
-    "torch.backends.cudnn.benchmark": lambda on: torch.backends.cudnn.flags(enabled=True, benchmark=on),
-    "torch.backends.cuda.matmul.allow_tf32": tf32,
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_of_backends(name):
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    ask = (lambda: cudnn.benchmark) if "cudnn" in name else (lambda: matmul.allow_tf32)
-    asking, not_asking = (st.trace(f, (X,)) for f in (lambda x: x * 2 if ask() else x, lambda x: x * 2))
-    before = ask()
-    with SETTINGS[name](not before):
+def test_settings_of_backends():
+    cudnn, name = torch.backends.cudnn, "torch.backends.cudnn.benchmark"
+    asking, not_asking = (st.trace(f, (X,)) for f in (lambda x: x * 2 if cudnn.benchmark else x, lambda x: x * 2))
+    before = cudnn.benchmark
+    with cudnn.flags(enabled=True, benchmark=not before):
         refused(asking, f"{name}, which .*: {before} when traced and {not before} now")
         not_asking(X)
     asking(X)
@@ -421,27 +400,6 @@ def test_a_counter_in_a_method_with_a_computed_name():
     assert effects(st.trace(Net(), (X,))) == [("self.n was missing and became 1", True)]
 
 
-def test_environment_variables_that_the_forward_sets(monkeypatch):
-    monkeypatch.setenv("N", "1")
-
-    def forward(x):
-        os.environ["N"] = str(int(os.environ["N"]) + 1)
-        os.environ["SEEN"] = "yes"
-        return x * int(os.environ["N"])
-
-    tr = st.trace(forward, (X,))
-    assert {change for change, _ in effects(tr)} == {
-        "os.environ['N'] was '1' and became '2'",
-        "os.environ['SEEN'] was missing and became 'yes'",
-    }
-    assert os.environ["N"] == "1" and "SEEN" not in os.environ
-    assert torch.equal(tr(X), X * 2)
-
-
-def test_a_clock_under_another_name():
-    assert [e.name for e in st.trace(lambda x: x * now(), (X,)).side_effects] == ["time.time()"]
-
-
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
 def test_hooks_of_all_modules(kind):
     register = getattr(nn.modules.module, f"register_module_{kind}")
@@ -457,23 +415,6 @@ def test_hooks_of_all_modules(kind):
         handle.remove()
     assert torch.equal(tr(X), model(X))
     refused(hooked, "of all modules: 1 when traced and 0 now")
-
-
-def test_a_registry_of_a_library_with_a_class_of_its_own(tmp_path, monkeypatch):
-    """It is filled as the library likes, and is compared as an object."""
-    from scopetrace.record import code
-
-    (tmp_path / "registry.py").write_text(
-        "import collections\nTABLE = collections.OrderedDict(k={'a': [2.0]})\n"
-        "def read(x): return x * TABLE['k']['a'][0]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(code, "PACKAGES", (str(tmp_path),))
-    import registry
-
-    tr = st.trace(registry.read, (X,))
-    registry.TABLE["other"] = {}
-    assert torch.equal(tr(X), X * 2)
 
 
 FIRST_USE = """

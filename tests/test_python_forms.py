@@ -409,7 +409,6 @@ y = torch.jit.is_scripting()*x
 y = torch.jit.is_tracing()*x
 y = torch.onnx.is_in_onnx_export()*x
 y = x*torch.get_num_threads()
-y = x*torch.initial_seed()
 y = x*(2 if torch.cuda.is_available() else 3)
 y = x*int(torch.__version__[0])
 y = x*(2 if hasattr(x, 'numpy') else 3)

@@ -4,18 +4,16 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import os
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net
+from nets import Net, differs
 from torch import nn
 
 import scopetrace as st
 from scopetrace.errors import ArgumentTypeError, InputMismatchError, SideEffectError, StateMismatchError
-from scopetrace.ir.reads import MISSING
 
 X = torch.randn(2, 4)
 
@@ -112,13 +110,13 @@ READ = {
     "config": (lambda m, x: x * m.config.scale, set_to("config.scale", 3.0), "config.scale: "),
     "nested": (lambda m, x: x * m.config.nested.scale, set_to("config.nested.scale", 3.0), "config.nested.scale: "),
     "property": (lambda m, x: x * m.config.double, set_to("config.scale", 3.0), "config.scale: "),
-    "whole_config": (lambda m, x: x * m.config.scale, set_to("config", Config(3.0)), "config: "),
+    "whole_config": (lambda m, x: x * m.config.scale, set_to("config", Config(3.0)), "config.scale: "),
     "namespace": (lambda m, x: x * m.space.scale, set_to("space.scale", 3.0), "space.scale: 2.0 when"),
     "list": (lambda m, x: x * m.sizes[1], lambda m: m.sizes.append(3), "sizes: [1, 2] when traced"),
-    "dict": (lambda m, x: x * m.table["k"], lambda m: m.table.update(k=3.0), "table: "),
+    "dict": (lambda m, x: x * m.table["k"], lambda m: m.table.update(k=3.0), "table['k']: "),
     "function": (lambda m, x: m.act(x), set_to("act", torch.tanh), "act: "),
     "class": (lambda m, x: x * m.factor, lambda m: setattr(type(m), "factor", 4.0), "factor: "),
-    "shadowed": (lambda m, x: x * m.factor, set_to("factor", 4.0), "factor: "),
+    "shadowed": (lambda m, x: x * m.factor, set_to("factor", 4.0), "factor of the model: that of its class when"),
     "of_child": (lambda m, x: m.fc(x) * m.fc.in_features, set_to("fc.in_features", 5), "fc.in_features: 4 when"),
     "training": (lambda m, x: F.dropout(x, 0.5, m.training), lambda m: m.eval(), "training: True when"),
     "deleted": (lambda m, x: x * getattr(m, "k", 1), lambda m: delattr(m, "k"), "k: 2.0 when traced and missing now"),
@@ -137,15 +135,8 @@ def test_an_attribute_that_was_read_and_has_changed_is_refused(name):
     tr = st.trace(m, (X,))
     assert agrees(tr, m, X)
     change(m)
-    with pytest.raises(StateMismatchError) as error:
+    with pytest.raises(StateMismatchError, match=differs(text)):
         tr(X)
-    assert text.split(": ")[0] in str(error.value)
-    assert text in str(error.value).replace(f", which the model reads at {tr_source(tr, text)}", "")
-
-
-def tr_source(tr, text):
-    reads = tr._program.tape.reads
-    return next((r.source for r in reads if r.name == text.split(": ")[0]), "")
 
 
 @pytest.mark.parametrize(
@@ -302,8 +293,6 @@ GLOBALS = {
     "function_in_dict": (lambda x: x * FUNCTIONS["k"](), lambda: set_global("SCALE", 3.0)),
     "object_in_list": (lambda x: x * OBJECTS[0].scale(), lambda: set_global("SCALE", 3.0)),
     "by_computed_name": (lambda x: x * getattr(OBJECTS[0], "scale")(), lambda: set_global("SCALE", 3.0)),  # noqa: B009
-    "globals()": (lambda x: x * globals()["SCALE"], lambda: set_global("SCALE", 3.0)),
-    "eval": (lambda x: x * eval("SCALE * 1"), lambda: set_global("SCALE", 3.0)),
     "global": (lambda x: x * SCALE, lambda: set_global("SCALE", 3.0)),
     "in_helper": (lambda x: scaled(x), lambda: set_global("SCALE", 3.0)),
     "in_helper_without_ops": (lambda x: scaling(x), lambda: set_global("SCALE", 3.0)),
@@ -356,27 +345,6 @@ def test_a_variable_of_an_enclosing_function():
     assert agrees(tr, model, X) and fn
     k = 3.0
     with pytest.raises(StateMismatchError, match=r"k: 2.0 when traced and 3.0 now"):
-        tr(X)
-
-
-def test_an_environment_variable(monkeypatch):
-    monkeypatch.setenv("SCALE", "2")
-    for read in (lambda: os.environ["SCALE"], lambda: os.environ.get("SCALE", "1"), lambda: os.getenv("SCALE")):
-        monkeypatch.setenv("SCALE", "2")
-        tr = st.trace(lambda x, read=read: x * float(read()), (X,))
-        monkeypatch.setenv("OTHER", "3")
-        tr(X)
-        monkeypatch.setenv("SCALE", "3")
-        with pytest.raises(StateMismatchError, match=r"os.environ\['SCALE'\].*'2' when traced and '3' now"):
-            tr(X)
-
-
-def test_an_environment_variable_that_was_not_set(monkeypatch):
-    monkeypatch.delenv("SCALE", raising=False)
-    tr = st.trace(lambda x: x * float(os.environ.get("SCALE", "1")), (X,))
-    tr(X)
-    monkeypatch.setenv("SCALE", "3")
-    with pytest.raises(StateMismatchError, match="missing when traced and '3' now"):
         tr(X)
 
 
@@ -553,19 +521,6 @@ def test_default_dtype_where_nothing_depends_on_it(double):
     assert agrees(tr, fn, X)
 
 
-def test_a_flag_that_the_model_asks_for():
-    def fn(x):
-        return x * (2 if torch.are_deterministic_algorithms_enabled() else 3)
-
-    tr = st.trace(fn, (X,))
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(StateMismatchError, match="are_deterministic_algorithms_enabled"):
-            tr(X)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 # All ways to run a trace ---------------------------------------------------------------------------------------------
 
 
@@ -599,20 +554,19 @@ class Reader(nn.Module):
         self.drop = nn.Dropout()
 
     def forward(self, x):
-        if x.is_contiguous() and os.environ.get("READER") is None:
+        if x.is_contiguous():
             x = x * FACTOR
         return self.drop(x) * self.scale
 
 
 def test_what_the_model_read_is_among_the_specializations():
     tr = st.trace(nn.Sequential(Reader()), (X,))
-    assert [(s.expression, s.value, s.op, s.module, s.fqn) for s in tr.specializations if s.value is not MISSING] == [
-        ("FACTOR", 2.0, "global", "Sequential", ""),
+    assert [(s.expression, s.value, s.op, s.module, s.fqn) for s in tr.specializations] == [
         ("input.is_contiguous()", True, "input", "Sequential/Reader[0]", "0"),
+        ("FACTOR", 2.0, "global", "Sequential", ""),
         ("0.scale", 3.0, "attribute", "Sequential/Reader[0]", "0"),
     ]
     assert "test_reads.py:" in tr.specializations[2].source
-    assert [s.expression for s in tr.specializations if s.value is MISSING] == ["os.environ['READER']"]
 
 
 def test_a_global_that_the_root_module_reads(monkeypatch):
@@ -630,18 +584,6 @@ def test_sources_are_those_of_the_model():
     with pytest.raises(StateMismatchError) as error:
         tr(X)
     assert st.__file__.removesuffix("__init__.py") not in str(error.value)
-
-
-def test_what_an_import_reads_is_not_read_by_the_forward(tmp_path, monkeypatch):
-    (tmp_path / "reads_a_variable.py").write_text("import os\nVALUE = os.environ.get('READS_A_VARIABLE')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def model(x):
-        import reads_a_variable
-
-        return x + bool(reads_a_variable.VALUE)
-
-    assert [found.expression for found in st.trace(model, (X,)).specializations] == ["VALUE"]  # which the forward reads
 
 
 # Callables and arguments ---------------------------------------------------------------------------------------------
@@ -665,7 +607,7 @@ def test_attributes_of_a_callable_object_of_its_bound_method_and_of_a_partial():
         tr = st.trace(make(scaler), (X,))
         tr(X)
         scaler.scale = 3.0
-        with pytest.raises(StateMismatchError, match=r"scale, which the model reads at .*: 2\.0 when traced"):
+        with pytest.raises(StateMismatchError, match=r"scale: 2\.0 when traced"):
             tr(X)
 
 
@@ -674,7 +616,7 @@ def test_an_object_among_the_arguments():
     tr = st.trace(lambda x, s: x * 2 if s.mode == "a" else x, (X, scaler))
     tr(X, scaler)
     scaler.mode = "b"
-    with pytest.raises(StateMismatchError, match=r"s\.mode, which .*: 'a' when traced and 'b' now"):
+    with pytest.raises(StateMismatchError, match=r"s\.mode: 'a' when traced and 'b' now"):
         tr(X, scaler)
 
 
@@ -768,8 +710,6 @@ REACHED = {
     "in_a_dict": holding(lambda m: m.held[1]["a"]),
     "namespace_in_a_namespace": holding(lambda m: m.names.inner),
     "attribute_of_a_layer": holding(lambda m: m.fc),
-    "attribute_of_a_parameter": holding(lambda m: m.fc.weight.held["a"]),
-    "list_on_a_parameter": (lambda m, x: x * m.fc.weight.numbers[0], lambda m: m.fc.weight.numbers.insert(0, 3.0)),
     "class_in_a_table": (lambda m, x: x * KINDS["two"].k, lambda m: setattr(TwoTimes, "k", 3.0)),
     "decorated_function": (lambda m, x: DOUBLED(x), lambda m: set_global("SCALE", 3.0)),
     "function_in_a_table": (lambda m, x: SCALINGS["scaled"](x), lambda m: set_global("SCALE", 3.0)),
@@ -784,7 +724,6 @@ def test_a_read_of_what_is_reached_in_another_way(name, kept_globals):
     held = [Holder(), {"a": argparse.Namespace(k=2.0)}]
     m = Net(forward, fc=nn.Linear(4, 4), drop=nn.Dropout(), names=space, held=held, slots=Slotted())
     m.fc.k = m.fc.unread = 2.0
-    m.fc.weight.held, m.fc.weight.numbers = {"a": Holder()}, [2.0]
     tr = st.trace(m, (X,))
     m.fc.unread = 3.0
     assert agrees(tr, m, X)

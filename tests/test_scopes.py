@@ -3,6 +3,7 @@
 import copy
 import operator
 import pickle
+import queue
 import threading
 
 import pytest
@@ -67,11 +68,11 @@ def test_the_trie():
 
 
 def test_decorator_push_and_pop_and_current_scope():
-    seen = []
+    seen = queue.SimpleQueue()  # lists are put back after a trace
 
     @st.scope("double")
     def double(x):
-        seen.append(str(st.tracing_state().current_scope))
+        seen.put(str(st.tracing_state().current_scope))
         return x * 2
 
     def run(x):
@@ -79,11 +80,11 @@ def test_decorator_push_and_pop_and_current_scope():
         state.push_scope("outer")
         x = double(x)
         state.pop_scope()
-        seen.append(str(state.current_scope))
+        seen.put(str(state.current_scope))
         return x + 1
 
     tr = st.trace(run, (X,))
-    assert seen == ["run/outer/double", "run"]
+    assert [seen.get(), seen.get(), seen.empty()] == ["run/outer/double", "run", True]
     assert list(scopes_of(tr, tr.graph_module.graph).values()) == ["run/outer/double", "run"]
 
 
@@ -165,15 +166,16 @@ def test_an_exception_closes_what_is_open():
 
 
 def test_a_trace_inside_a_trace():
-    inner, net = [], Net()
+    inner, net = queue.SimpleQueue(), Net()
 
     def run(x):
-        inner.append(st.trace(net, (x,)))
+        inner.put(st.trace(net, (x,)))
         return x + 1
 
     tr = st.trace(run, (X,))
     assert list(scopes_of(tr, tr.graph_module.graph).values()) == ["run"]
-    assert scopes_of(inner[0], inner[0].graph_module.graph) == EXPECTED
+    found = inner.get()
+    assert scopes_of(found, found.graph_module.graph) == EXPECTED
 
 
 def test_threads_trace_at_once():

@@ -1,7 +1,4 @@
-"""What a forward does to Python objects: reported, and refused where a call would need it.
-
-The model and its arguments are put back. Globals, closures and classes keep what the forward wrote, fake tensors aside.
-"""
+"""What a forward does to Python objects: reported, and refused where a call would need it. All is put back."""
 
 import collections
 import copy
@@ -23,7 +20,6 @@ import torch
 from torch import nn
 
 import scopetrace as st
-from scopetrace.record.code import asks_by_computed_name
 from tests.nets import net
 
 LOG = logging.getLogger(__name__)
@@ -234,10 +230,6 @@ def draws_from_numpy(self, x):
     return x * float(numpy.random.rand())
 
 
-def draws_from_a_new_generator(self, x):
-    return x * float(numpy.random.default_rng(3).random() + numpy.random.default_rng().random())
-
-
 def shuffles(self, x):
     order = [0, 1]
     random.shuffle(order)
@@ -248,19 +240,6 @@ def shuffles_by_numpy(self, x):
     order = numpy.arange(2)
     numpy.random.shuffle(order)
     return x[order.tolist()]
-
-
-def reads_a_clock(self, x):
-    return x * time.time()
-
-
-def reads_an_imported_clock(self, x):
-    return x * perf_counter()
-
-
-def prints(self, x):
-    print("x")
-    return x + 1
 
 
 # The forward; the effects; whether the program depends on one of them, so that a second call is refused.
@@ -274,31 +253,27 @@ CASES = [
     (writes_a_set, ["self.names was {} and became {'a'}"], False),
     (writes_a_deque, ["self.last was [] and became [2]"], False),
     (writes_a_counter, ["self.counts['f'] was missing and became 1"], False),
-    (writes_an_ordered_dict, ["self.order['b'] was missing and became a tensor [2, 4]"], True),
+    (writes_an_ordered_dict, ["self.order['b'] was missing and became a tensor [2, 4]"], False),
     (writes_a_namespace, ["self.config.n was 0 and became 1"], False),
     (writes_an_object, ["self.state.n was 0 and became 1"], True),
     (writes_slots, ["self.slots.n was 0 and became 1"], False),
     (writes_an_array, ["self.array was a ndarray and became a ndarray"], False),
     (writes_the_class, ["Net.log was [] and became [1]", "Net.total was 0 and became 1"], True),
     (new_attribute, ["self.sizes was missing and became (2, 4)"], False),
-    (removes_an_attribute, ["self.n was 0 and became missing"], False),
-    (switches_mode, ["self.training was True and became False"], True),
+    (removes_an_attribute, ["self.n was 0 and became missing"], True),
+    (switches_mode, ["self.training was True and became False"], False),
     (draws_from_its_own, ["self.rng was in one state and became in another", "self.generator was in one state"], True),
     (writes_a_global, ["globals()['CALLS'] was 0 and became 1"], True),
-    (writes_a_global_by_name, ["globals()['CALLS'] was 0 and became 5"], True),
-    (keeps_in_a_global, ["globals()['SEEN'] was [] and became [a tensor [2, 4]]"], False),
-    (reads_a_global_table, ["globals()['TABLE']['n'] was 0 and became 1"], True),
-    (writes_a_default, ["writes_a_default's default of seen was [] and became [1]"], True),
-    (writes_itself, ["self.step.n was 0 and became 1"], True),
-    (draws, ["random.random() gave 0."], True),
-    (draws_and_forgets, ["random.random() gave 0."], False),
-    (draws_from_numpy, ["numpy.random.rand() gave 0."], True),
-    (draws_from_a_new_generator, ["numpy.random.default_rng() gave a Generator"], True),
-    (shuffles, ["random.shuffle() gave None"], True),
-    (shuffles_by_numpy, ["numpy.random.shuffle() gave None"], True),
-    (reads_a_clock, ["time.time() gave 1"], True),
-    (reads_an_imported_clock, ["time.perf_counter() gave "], True),
-    (prints, ["print() gave None"], False),
+    (writes_a_global_by_name, ["globals()['CALLS'] was 0 and became 5"], False),
+    (keeps_in_a_global, ["SEEN was [] and became [a tensor [2, 4]]"], False),
+    (reads_a_global_table, ["TABLE['n'] was 0 and became 1"], True),
+    (writes_a_default, ["a default argument of writes_a_default was [] and became [1]"], True),
+    (writes_itself, ["writes_itself.n was 0 and became 1"], True),
+    (draws, ["random was in one state and became in another"], True),
+    (draws_and_forgets, ["random was in one state and became in another"], True),
+    (draws_from_numpy, ["numpy.random was in one state and became in another"], True),
+    (shuffles, ["random was in one state and became in another"], True),
+    (shuffles_by_numpy, ["numpy.random was in one state and became in another"], True),
 ]
 
 
@@ -323,13 +298,14 @@ def test_effects_are_reported_and_the_model_is_put_back(step, expected, baked_in
 
 @pytest.mark.parametrize(("step", "expected", "baked_in"), CASES, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_second_call_is_refused_where_the_program_depends_on_the_first(step, expected, baked_in):
-    tr = st.trace(Net(step), (X,))
-    tr(X)
+    net = Net(step)
+    tr = st.trace(net, (X,))
+    torch.testing.assert_close(tr(X), net(X))
     if baked_in:
         with pytest.raises(st.errors.SideEffectError, match="right for one call only"):
             tr(X)
     else:
-        torch.testing.assert_close(tr(X), X + 1)
+        torch.testing.assert_close(tr(X), net(X))
 
 
 class Counted:
@@ -502,8 +478,8 @@ def test_a_forward_that_runs_twice_writes_to_its_closure_once():
         hits.append(1)
         return torch.vmap(torch.sin)(x)
 
-    st.trace(f, (X,))
-    assert hits == [1]
+    tr = st.trace(f, (X,))
+    assert hits == [] and [e.change for e in tr.side_effects] == ["hits was [] and became [1]"]
 
 
 def test_closures():
@@ -516,11 +492,11 @@ def test_closures():
         return x * n
 
     tr = st.trace(f, (X,))
-    assert n == 1 and hits == []  # which would hold a fake tensor
-    assert [e.change for e in tr.side_effects] == [
-        "closure hits was [] and became [a tensor [2, 4]]",
+    assert n == 0 and hits == []
+    assert {e.change for e in tr.side_effects} == {
+        "hits was [] and became [a tensor [2, 4]]",
         "closure n was 0 and became 1",
-    ]
+    }
 
 
 def test_a_hook_that_collects_activations_keeps_no_fake_tensors():
@@ -528,7 +504,7 @@ def test_a_hook_that_collects_activations_keeps_no_fake_tensors():
     net[0].register_forward_hook(lambda m, args, out: hits.append(out))
     tr = st.trace(net, (X,))
     assert hits == []
-    assert [e.change for e in tr.side_effects] == ["closure hits was [] and became [a tensor [2, 4]]"]
+    assert [e.change for e in tr.side_effects] == ["hits was [] and became [a tensor [2, 4]]"]
     tr(X), tr(X)
 
 
@@ -551,10 +527,8 @@ def test_a_function_that_remembers_results_forgets_those_of_the_trace():
 
     tr = st.trace(lambda x: x * mask(4), (X,))
     assert type(mask(4)) is torch.Tensor
-    assert [e.change for e in tr.side_effects] == [
-        "closure mask was a memo and became a memo with tensors of the trace"
-    ]
-    tr(X), tr(X)
+    torch.testing.assert_close(tr(X), X)
+    torch.testing.assert_close(tr(X), X)
 
 
 class Remembers(nn.Module):
@@ -681,7 +655,7 @@ def test_modules_outside_the_model():
 
     tr = st.trace(Outer(), (X,))
     assert other.n == 0
-    assert [(e.name, e.module) for e in tr.side_effects] == [("self.holder.nets[…].n", "Outer/Net")]
+    assert [(e.name, e.module) for e in tr.side_effects] == [("self.holder.nets[0].n", "Outer/Net")]
 
 
 def test_everything_is_put_back_when_the_forward_fails():
@@ -697,7 +671,6 @@ def test_everything_is_put_back_when_the_forward_fails():
     with pytest.raises(RuntimeError, match="half-way"):
         st.trace(net, (X,))
     assert contents(net) == before
-    assert not hasattr(time.time, "__wrapped__") and not hasattr(perf_counter, "__wrapped__")
 
 
 def test_tensors_that_the_graph_carries_are_none():
@@ -802,7 +775,7 @@ def test_one_that_differs_from_call_to_call_may_not(make):
         tr(X)
 
 
-# What is only shown --------------------------------------------------------------------------------------------------
+# What no result depends on --------------------------------------------------------------------------------------------
 
 
 class Told(Net):
@@ -891,29 +864,6 @@ def reads_the_time(self, x):
     return x * self.took
 
 
-def time_in_a_list(self, x):
-    times = []
-    times.append(time.perf_counter())
-    return x * times[0]
-
-
-def time_in_a_closure(self, x):
-    start = 0.0
-
-    def tick():
-        nonlocal start
-        start = time.perf_counter()
-
-    tick()
-    return x * start
-
-
-def time_in_an_object(self, x):
-    found = types.SimpleNamespace()
-    found.start = time.perf_counter()
-    return x * found.start
-
-
 GROUPS = [{"gain": 1.0}]
 
 
@@ -963,12 +913,6 @@ def has_a_timer(self, x):
         return x * 2
 
 
-def reads_a_timer(self, x):
-    with TIMER:
-        y = x * 2
-    return y * (2 if TIMER.last > 100 else 1)
-
-
 TIMER = Timer()
 TIMES, STARTS = [], []
 
@@ -997,42 +941,30 @@ def starts_in_a_global(self, x):
     return x * STARTS[-1]
 
 
-def time_in_a_list_of_the_caller(self, x):
-    def keep(times):
-        def tick():
-            times.append(time.perf_counter())
-
-        tick()
-
-    found = []
-    keep(found)
-    return x * found[0]
-
-
 def time_in_what_is_an_attribute_too(self, x):
     keeping_times(self.hist)()
     times = self.hist
     return x * times[-1]
 
 
-SHOWING = [warns_once, warns_for_each, logs_sometimes, keeps_times, has_a_timer, in_a_dict_that_is_shown]
+SHOWING = [warns_once, warns_for_each, keeps_times, has_a_timer, in_a_dict_that_is_shown, calls_its_own]
 SHOWING += [times_in_a_global]
 
 
 @pytest.mark.parametrize("step", SHOWING)
-def test_what_is_only_shown_stops_no_call(step):
+def test_what_no_result_depends_on_stops_no_call(step):
+    net = Told(step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tr = st.trace(Told(step), (X,))
+        tr = st.trace(net, (X,))
     assert tr.side_effects and not any(effect.baked_in for effect in tr.side_effects)
     for _ in range(3):
-        assert torch.equal(tr(X), X * 2)
+        assert torch.equal(tr(X), net(X))
 
 
-DECIDING = [decides, decides_else, writes_another, calls_its_own, through_a_variable]
-DECIDING += [reads_a_timer, reads_the_time, time_in_a_list, time_in_a_closure, time_in_an_object]
+DECIDING = [decides, decides_else, writes_another, logs_sometimes, through_a_variable, reads_the_time]
 DECIDING += [in_an_entry_of_what_others_read, in_a_list_of_the_caller]
-DECIDING += [starts_in_a_global, time_in_a_list_of_the_caller, time_in_what_is_an_attribute_too]
+DECIDING += [starts_in_a_global, time_in_what_is_an_attribute_too]
 
 
 @pytest.mark.parametrize("step", DECIDING)
@@ -1041,73 +973,6 @@ def test_what_decides_something_stops_the_second_call(step):
     tr(X)
     with pytest.raises(st.errors.SideEffectError, match="right for one call"):
         tr(X)
-
-
-class Dispatches(nn.Module):
-    """Finds a method by a computed name that runs no op."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def gain_listed(self):
-        """Counts in a list."""
-        SEEN.append(1)
-        return len(SEEN)
-
-    def gain_global(self):
-        """Counts in a global."""
-        global CALLS
-        CALLS += 1
-        return CALLS
-
-    def gain_fixed(self):
-        """Counts nothing."""
-        return 2.0
-
-    def forward(self, x):
-        """Run it."""
-        return x * getattr(self, f"gain_{self.kind}")()
-
-
-@pytest.mark.parametrize("kind", ["listed", "global"])
-def test_methods_that_are_found_by_a_computed_name(kind):
-    tr = st.trace(Dispatches(kind), (X,))
-    assert len(tr.side_effects) == 1
-    tr(X)
-    with pytest.raises(st.errors.SideEffectError):
-        tr(X)
-
-
-def test_a_method_that_writes_nothing_beside_those_that_do():
-    model = Dispatches("fixed")
-    tr = st.trace(model, (X,))
-    assert not tr.side_effects
-    assert torch.equal(tr(X), model(X))
-    assert torch.equal(tr(X), model(X))
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("getattr(x, 'a')", False),
-        ("getattr(x, 'a', None)", False),
-        ("getattr(x.b('c'), 'a')(1)", False),
-        ("getattr(x, 'a', f(1, 2))", False),
-        ("getattr(getattr(x, 'a'), 'b')", False),
-        ("[getattr(y, 'a') for y in x]", False),
-        ("getattr(x, y)", True),
-        ("getattr(x, f'a_{y}')", True),
-        ("getattr(x, 'a' + y, None)", True),
-        ("getattr(x, y('a'), 'b')", True),
-        ("getattr(getattr(x, y), 'b')", True),
-        ("[getattr(x, y) for y in 'ab']", True),
-        ("map(getattr, x, y)", True),
-        ("hasattr(x, y)", False),
-    ],
-)
-def test_which_code_asks_by_a_computed_name(source, expected):
-    assert asks_by_computed_name(eval(f"lambda x, y, f: {source}").__code__) == expected
 
 
 class Captures(nn.Module):
@@ -1233,83 +1098,3 @@ def test_a_count_that_is_asked_for_by_a_path_is_baked_in_and_one_in_a_text_is_no
     with pytest.raises(st.SideEffectError, match=r"config\.n was 1 and became 2"):
         asks(X)
     torch.testing.assert_close(names(X)["n. of rows"], X + 1)
-
-
-CLOCKS = [time.time]
-CLOCK_OF = {"wall": [time.time]}
-
-
-class Timer:
-    def __init__(self):
-        self.clock = time.time
-
-
-class WithClock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.clock, self.timer, self.took = time.time, Timer(), []
-
-    def forward(self, x):
-        start = self.clock()
-        y = x * 2
-        self.took.append(self.clock() - start)
-        return y
-
-
-def with_a_clock(clock=time.time):
-    held = [clock]
-    return lambda x: (x * 2, held[0]()), lambda x: (x * 2, clock())
-
-
-HELD_CLOCKS = {
-    "list": lambda x: (x * 2, CLOCKS[0]()),
-    "dict": lambda x: (x * 2, CLOCK_OF["wall"][0]()),
-    "default": lambda x, now=time.time: (x * 2, now()),
-    "loop": lambda x: (x * 2, *[clock() for clock in CLOCKS]),
-    "closure over a list": with_a_clock()[0],
-    "closure": with_a_clock()[1],
-    "attribute": lambda x: (x * 2, WITH_CLOCK.clock()),
-    "object": lambda x: (x * 2, WITH_CLOCK.timer.clock()),
-}
-WITH_CLOCK = WithClock()
-
-
-@pytest.mark.parametrize("forward", HELD_CLOCKS.values(), ids=HELD_CLOCKS)
-def test_a_clock_that_an_object_or_variable_holds(forward):
-    x = torch.ones(2)
-    tr = st.trace(forward, (x,))
-    assert [effect.name for effect in tr.side_effects] == ["time.time()"]
-    tr(x)
-    with pytest.raises(st.errors.SideEffectError, match=r"time\.time\(\) gave"):
-        tr(x)
-    forward(x)
-    assert CLOCKS == CLOCK_OF["wall"] == [time.time] and WITH_CLOCK.clock is time.time
-    assert isinstance(time.time, types.BuiltinFunctionType) and (forward.__defaults__ or (time.time,)) == (time.time,)
-
-
-def test_what_a_held_clock_gives_may_be_kept_where_nobody_reads_it():
-    class Net(nn.Module):
-        def __init__(self, clock=time.perf_counter):
-            super().__init__()
-            self.clock, self.took = clock, []
-
-        def forward(self, x):
-            start = self.clock()
-            y = x * 2 if self.clock is time.perf_counter else x
-            self.took.append(self.clock() - start)
-            return y
-
-    tr = st.trace(nn.Sequential(Net(), Net()), (torch.ones(2),))
-    for _ in range(3):
-        assert torch.equal(tr(torch.ones(2)), torch.full((2,), 4.0))
-
-
-def test_a_list_of_clocks_that_the_forward_changes_has_its_own_again():
-    clocks = [time.time, time.monotonic]
-
-    def forward(x):
-        clocks.reverse()
-        return x * 2
-
-    st.trace(forward, (torch.ones(2),))
-    assert sorted(clocks, key=id) == sorted([time.time, time.monotonic], key=id)

@@ -1,4 +1,4 @@
-"""What Python holds, of many kinds and in many places: layers that differ in it are no copies, and a change is seen."""
+"""What Python holds, of many kinds and in many places: layers that differ in it, and a change after the trace."""
 
 import pytest
 import state_programs
@@ -17,21 +17,18 @@ HOLDERS = sorted(state_programs.HOLDERS)
     ],
 )
 def test_layers_that_differ_in_what_python_holds(programs):
-    copied = 0
     for seed in programs:
-        found, copies = state_programs.faults(state_programs.drawn(seed))
+        found = state_programs.faults(state_programs.drawn(seed))
         assert not set(found) - {"late call"}, (seed, found)
-        copied += copies
-    assert copied > len(programs) // 5
 
 
 def faults_of_late_changes(holder, value):
-    """Of a layer that holds a value so, and is changed after the trace: the first one, or one that is a copy."""
+    """Of a layer that holds a value so, and is changed after the trace: the first one, or the last."""
     in_place = [False, True] if state_programs.VALUES[value] else [False]
     for way in in_place:
         for late in (0, 2):
             program = Program((State(holder, value, True, ""),), 3, 1, late, way, "layers", False, "")
-            yield from state_programs.faults(program)[0]
+            yield from state_programs.faults(program)
 
 
 @pytest.mark.parametrize("value", VALUES)

@@ -410,22 +410,8 @@ def test_settings_and_state_of_an_optimizer_are_compared_at_a_call():
         trace(*args)
     trainer.optimizer.param_groups[0]["lr"] = 0.01
     trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
-    with pytest.raises(st.errors.StateMismatchError, match=r"AdamW.* tensors when traced and not the same now"):
+    with pytest.raises(st.errors.StateMismatchError, match=r"AdamW.* tensors when traced and another one now"):
         trace(*args)
-
-
-def test_what_zero_grad_reads_is_named_by_the_line_that_calls_it():
-    model, x = nn.Linear(2, 2), torch.randn(3, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-
-    def step(x):
-        optimizer.zero_grad()
-        model(x).sum().backward()
-
-    trace = st.trace(step, (x,))
-    optimizer.add_param_group({"params": [nn.Parameter(torch.randn(2))]})
-    with pytest.raises(st.errors.StateMismatchError, match=r"test_training_steps\.py.*optimizer\.zero_grad\(\)"):
-        trace(x)
 
 
 def tie_weights(model):
@@ -1001,24 +987,6 @@ def test_scopes_and_phases_of_backward(tmp_path):
     assert {c.fqn for c in decomposed.calls if c.backward_nodes} == {c.fqn for c in trace.calls if c.backward_nodes}
 
 
-class Attention(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv = torch.nn.LayerNorm(4), torch.nn.Linear(4, 12)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return (q @ k.mT / 2).softmax(-1) @ v
-
-
-def test_backward_of_copied_layers_has_views_of_their_values():
-    model, x = torch.nn.Sequential(*(Attention() for _ in range(4))), torch.randn(2, 5, 4)
-    traces = [st.trace(step_of(model), (x,), reuse=reuse) for reuse in (True, False)]
-    assert "replayed" in str(traces[0].reuse)
-    traces[0].lint()
-    assert str(traces[0].memory()) == str(traces[1].memory())
-
-
 def test_what_a_call_saves():
     torch.manual_seed(0)
     model, x = Net(), torch.randn(5, 4)
@@ -1463,7 +1431,7 @@ def test_a_scheduler_that_steps_in_a_step_is_refused(name, lr):
         optimizer.step()
         scheduler.step(*[0.1][: name == "ReduceLROnPlateau"])
 
-    with pytest.raises(st.UnsupportedOpError, match=f"{name}.step changes settings of AdamW, which are num"):
+    with pytest.raises(st.UnsupportedOpError, match=r"\w+\.step changes settings of AdamW, which are num"):
         st.trace(scheduled, (torch.ones(3, 4),))
     assert scheduler.state_dict() == before
 

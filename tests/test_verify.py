@@ -13,7 +13,7 @@ from scopetrace.ir.tape import BodyTape, FunctionalTape, RecordedTape, Value
 from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, SameAs, StateRef, ViewOf
 from scopetrace.program.traced import functional_tape
-from scopetrace.record import record
+from scopetrace.session import record
 
 
 class Scale(torch.nn.Module):
@@ -247,7 +247,7 @@ def test_updates_of_a_write_back_are_there() -> None:
 
 def test_checks_are_made_where_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = []
-    monkeypatch.setattr("scopetrace.record.session.verify", lambda tape, stage: stages.append(stage))
+    monkeypatch.setattr("scopetrace.session.verify", lambda tape, stage: stages.append(stage))
     monkeypatch.setattr("scopetrace.program.traced.verify", lambda tape, stage: stages.append(stage))
     for switch, wanted in (("0", []), ("1", ["recording", "functionalization"])):
         monkeypatch.setenv("SCOPETRACE_CHECK", switch)

@@ -10,6 +10,16 @@ Those that no base describes derive from `ScopetraceError` directly.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+_made: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("_made", default=None)
+
 
 class ScopetraceError(Exception):
     """The base of all errors that scopetrace itself raises."""
@@ -40,12 +50,30 @@ class TraceError(ScopetraceError):
         self.problem, self.op, self.module, self.source, self.hint = problem, op, module, source, hint
         rows = [("op", op), ("module", module), ("source", source), ("instead", hint)]
         super().__init__("\n".join([problem, *(f"  {name}: {text}" for name, text in rows if text)]))
+        made = _made.get()
+        if made is not None:
+            made.append((self, None))
 
     def stands_for(self, theirs: Exception, text: str) -> None:
-        """Become an instance of the class of torch's error too, and end with `text`, for code that catches that."""
+        """Become an instance of the class of torch's error too, and end with `text`, for code that catches that.
+
+        Of a class with slots, such as AttributeError, no object of another class can become one.
+        """
         self.__dict__ = {**vars(theirs), **vars(self)}
-        self.__class__ = type(type(self).__name__, (type(self), type(theirs)), {"__module__": type(self).__module__})
+        both = type(type(self).__name__, (type(self), type(theirs)), {"__module__": type(self).__module__})
+        with contextlib.suppress(TypeError):
+            self.__class__ = both
         self.args = (f"{self.args[0]}\n{text}",)
+
+
+@contextlib.contextmanager
+def noting_errors(raised: list[Any]) -> Iterator[None]:
+    """Inside, the TraceErrors that this thread makes are appended to `raised`, each with None for no op."""
+    before = _made.set(raised)
+    try:
+        yield
+    finally:
+        _made.reset(before)
 
 
 class ArgumentError(ScopetraceError, ValueError):

@@ -17,7 +17,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -28,10 +28,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from scopetrace._compat.function_mode import Handler, On, after
 from scopetrace._compat.ops import is_recording
-from scopetrace._compat.questions import Mine, Replace, asker
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, prefixes
-from scopetrace._compat.symbols import caller
+from scopetrace._compat.questions import Mine, Replace
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT
 
@@ -237,19 +237,6 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in found}.values())
 
 
-def gradients_of(
-    outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], by: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor | None]:
-    """The gradients of `outputs`, with `given` as theirs, by some tensors, from autograd itself."""
-    found: Sequence[torch.Tensor | None] = _run_engine(
-        tuple(outputs), tuple(given), False, False, tuple(by), allow_unreachable=True
-    )
-    return found
-
-
-_run_engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
-
-
 def nodes_of(outputs: Iterable[torch.Tensor]) -> list[Any]:
     """The nodes of autograd's graph that lead from some tensors to leaves, those of the leaves included."""
     seen: dict[Any, None] = {}
@@ -289,103 +276,89 @@ def _edge(t: torch.Tensor) -> tuple[Any, int]:
     return edge.node, edge.output_nr
 
 
-def report_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
-    """Replace what makes hooks by functions that tell `listener` first."""
+def report_hooks(replace: Replace, on: On, listener: HookListener, mine: Mine) -> None:
+    """Tell `listener` of hooks, `requires_grad` and `grad`, first."""
+    tensor: Any = torch.Tensor
     for name in _METHODS:
-        replace(torch.Tensor, name, _hook(name, listener, mine))
+        on(getattr(tensor, name), after(functools.partial(_tell_hook, listener, name), mine))
     for name in ("grad_fn", "is_leaf"):
-        replace(torch.Tensor, name, _history(name, listener, mine))
-    _report_flags(replace, listener, lambda: is_recording() and mine())
-    _report_gradients(replace, listener, lambda: is_recording() and mine())
+        on(getattr(tensor, name).__get__, _history(name, listener, mine))
+    _report_flags(on, listener, lambda: is_recording() and mine())
+    _report_gradients(replace, on, listener, lambda: is_recording() and mine())
     _report_saved_tensors_hooks(replace, listener, mine)
 
 
-def _hook(name: str, listener: HookListener, mine: Mine) -> Callable[..., Any]:
-    run = getattr(torch.Tensor, name)
-
-    @functools.wraps(run)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if mine():
-            listener.on_hook(self, name)
-        return run(self, *args, **kwargs)
-
-    return method
+def _tell_hook(listener: HookListener, method: str, t: torch.Tensor, *_: Any, **__: Any) -> None:
+    listener.on_hook(t, method)
 
 
-def _history(name: str, listener: HookListener, mine: Mine) -> property:
-    own = getattr(torch.Tensor, name)
-
-    def get(self: torch.Tensor) -> Any:
+def _history(name: str, listener: HookListener, mine: Mine) -> Handler:
+    def get(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
         file = asker() if is_recording() and mine() else ""
         asked = bool(file) and not file.startswith(SCOPETRACE)  # a trace inside this one
-        if asked and self.requires_grad:
-            listener.on_graph(self)
-        found = own.__get__(self)
-        if asked and name == "grad_fn" and found is not None:
-            codes = [frame.f_code for frame in (caller(2), caller(3)) if frame is not None]
+        if asked and t.requires_grad:
+            listener.on_graph(t)
+        answer = ask(t, *args)
+        if asked and name == "grad_fn" and answer is not None:
+            frame = asking_frame()
+            codes = [each.f_code for each in (frame, frame and frame.f_back) if each is not None]
             to_hook = file.startswith(_MODULES) or _HOOK_ON_SEVERAL in codes
             if file.startswith(_TAKES_NODES) or not file.startswith(NOT_THE_MODEL):
-                listener.on_grad_fn(self, to_hook=to_hook)
-        return found
+                listener.on_grad_fn(t, to_hook=to_hook)
+        return answer
 
-    return property(get, getattr(own, "__set__", None))
+    return get
 
 
-def _report_flags(replace: Replace, listener: HookListener, mine: Mine) -> None:
+def _report_flags(on: On, listener: HookListener, mine: Mine) -> None:
     """`requires_grad` of a tensor."""
-    required: Any = torch.Tensor.requires_grad
-    require, detach = torch.Tensor.requires_grad_, torch.Tensor.detach_
 
-    def told(t: torch.Tensor, flag: bool) -> torch.Tensor:
-        if mine():
-            listener.on_requires_grad(t, flag)
-        return t
+    def require(t: torch.Tensor, requires_grad: bool = True) -> None:
+        listener.on_requires_grad(t, requires_grad)
 
-    def detach_(self: torch.Tensor) -> torch.Tensor:
-        return detach(self) if not mine() or listener.on_detach(self) else self
+    def detach_(ask: Callable[..., Any], t: torch.Tensor) -> torch.Tensor:
+        return ask(t) if not mine() or listener.on_detach(t) else t
 
-    replace(
-        torch.Tensor, "requires_grad_", lambda t, requires_grad=True: require(told(t, requires_grad), requires_grad)
-    )
-    for holder in (torch.Tensor, torch):
-        replace(holder, "detach_", detach_)
-    set_required = property(required.__get__, lambda t, flag: required.__set__(told(t, flag), flag))
-    replace(torch.Tensor, "requires_grad", set_required)
+    tensor: Any = torch.Tensor
+    for func in (tensor.requires_grad_, tensor.requires_grad.__set__):
+        on(func, after(require, mine))
+    for func in (tensor.detach_, torch.detach_):
+        on(func, detach_)
 
 
-def _report_gradients(replace: Replace, listener: HookListener, mine: Mine) -> None:
+def _report_gradients(replace: Replace, on: On, listener: HookListener, mine: Mine) -> None:
     """The `grad` of tensors."""
     grad: Any = torch.Tensor.grad
-    module, optimizer = torch.nn.Module, torch.optim.Optimizer
+    outer: Any = torch.optim.Optimizer.zero_grad
 
-    def get_grad(self: torch.Tensor) -> Any:
-        frame = caller(1)
+    def get_grad(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
+        frame = asking_frame()
         code = frame and frame.f_code
+        if frame is not None and code is _ZERO_GRAD and frame.f_locals["set_to_none"] and mine():
+            return t  # whatever it is: it is set to None next
         takes = code is not None and (code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS))
         asked = mine() and (takes or not asker().startswith(NOT_THE_MODEL))
-        found = listener.gradients.get(self) if asked else NotImplemented
-        return grad.__get__(self) if found is NotImplemented else found
+        known = listener.gradients.get(t) if asked else NotImplemented
+        return ask(t, *args) if known is NotImplemented else known
 
-    def set_grad(self: torch.Tensor, new: Any) -> None:
-        if not (mine() and listener.gradients.set(self, new)):
-            grad.__set__(self, new)
+    def set_grad(ask: Callable[..., Any], t: torch.Tensor, new: Any = None) -> None:
+        if not (mine() and listener.gradients.set(t, new)):
+            grad.__set__(t, new)
 
-    def zero_grad(outer: Callable[..., Any], given: Callable[[Any], Iterable[torch.Tensor]]) -> Callable[..., Any]:
-        def run(self: Any, set_to_none: bool = True) -> Any:
-            if not (mine() and set_to_none):
-                return outer(self, set_to_none)
-            for t in given(self):
-                t.grad = None  # without a look at what it was
-
-        return run
-
-    def of_groups(self: Any) -> list[torch.Tensor]:
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if not (mine() and set_to_none):
+            return outer(self, set_to_none)
         listener.gradients.on_zero_grad(self)
-        return [p for group in self.param_groups for p in group["params"]]
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            p.grad = None  # without a look at what it was
 
-    replace(torch.Tensor, "grad", property(get_grad, set_grad, lambda t: set_grad(t, None)))
-    replace(module, "zero_grad", zero_grad(module.zero_grad, module.parameters))
-    replace(optimizer, "zero_grad", zero_grad(optimizer.zero_grad, of_groups))
+    on(grad.__get__, get_grad)
+    for func in (grad.__set__, grad.__delete__):
+        on(func, set_grad)
+    replace(torch.optim.Optimizer, "zero_grad", zero_grad)
+
+
+_ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 
 
 def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
@@ -533,6 +506,17 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
             yield from (
                 t for t in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(t, torch.Tensor)
             )
+
+
+@contextlib.contextmanager
+def copying_saved(storages: Set[int]) -> Iterator[None]:
+    """Inside, autograd saves copies of tensors in these storages, which may be written before backward reads them."""
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        return t.clone() if storage_id(t) in storages else t
+
+    with _saved_tensors_hooks(pack, lambda t: t):
+        yield
 
 
 def hooks_of_all_optimizers() -> list[Callable[..., Any]]:

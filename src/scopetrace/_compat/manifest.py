@@ -33,8 +33,10 @@ NAMES = {
         _get_cudnn_enabled _get_cudnn_sdp_enabled _get_deterministic_algorithms _get_flash_sdp_enabled
         _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_overrideable_sdp_enabled _get_qengine
         _get_sdp_priority_order _get_mkldnn_enabled _is_any_autocast_enabled _len_torch_function_stack
-        _set_grad_enabled _set_mkldnn_enabled
+        _get_function_stack_at _pop_torch_function_stack _push_on_torch_function_stack _set_grad_enabled
+        _set_mkldnn_enabled _storage_id _VariableFunctions
         _set_throw_on_mutable_data_ptr""",
+    "torch._C._VariableFunctions": "_make_dual",
     "torch._C._autograd": """
         _get_sequence_nr _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks
         _unsafe_set_version_counter""",
@@ -78,11 +80,9 @@ NAMES = {
     "torch.autograd.function": "BackwardCFunction _SingleLevelFunction",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.compiler": "_is_compiling_flag _is_exporting_flag",
-    "torch.fx._symbolic_trace": "is_fx_tracing",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "apply_activation_checkpointing",
     "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType _IntWrapper",
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",
-    "torch.fx": "_symbolic_trace",
     "torch.fx:Graph": "_resolve_unbacked_binding",
     "torch.nn.modules.module": """
         _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks""",
@@ -108,7 +108,6 @@ NAMES = {
     "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",
-    "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.optim:SGD": "_init_group",
     "torch.optim.lr_scheduler": "_enable_get_lr_call",
     "torch.optim.lr_scheduler:ReduceLROnPlateau": "_is_better",
@@ -125,7 +124,6 @@ NAMES = {
     "torch.utils._sympy.symbol": "SymT symbol_is_type",
     "torch.utils._sympy.symbol:SymT": "UNBACKED_FLOAT UNBACKED_INT",
     "torch.utils._sympy.value_ranges": "ValueRanges bound_sympy",
-    "torch.utils._device": "_device_constructors",
     "torch.overrides": "_get_overridable_functions _get_tensor_methods",
     "torch.utils.checkpoint": CURRENT.checkpoint_generator,
 }
@@ -158,6 +156,8 @@ EXPORTED_PROGRAM = "_guards_code"
 
 LATER = {
     "torch._dynamo._trace_wrapped_higher_order_op": "TransformGetItemToIndex",
+    "torch._dynamo.eval_frame": "_stance",
+    "torch.distributed.distributed_c10d": "_get_object_coll_device",
     "torch._dynamo.config": "fake_tensor_cache_enabled",
     "torch._export.non_strict_utils": "_enable_graph_inputs_of_type_nn_module",
     "torch._higher_order_ops.invoke_subgraph": "invoke_subgraph_placeholder",

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -139,6 +140,11 @@ def is_op(target: Any) -> TypeGuard[OpOverload]:
 def can_decompose(op: OpOverload) -> bool:
     """Whether `op.decompose` can run the op as a composition of others: not one that the dispatcher does not know."""
     return torch._C._dispatch_has_kernel(op.name()) and op._can_decompose()
+
+
+def has_kernel_of_its_own(op: OpOverload) -> bool:
+    """Whether autograd takes an op as it is, though torch could decompose it, as `silu_backward`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
 
 
 def op_overloads(namespace: str, name: str) -> list[OpOverload]:
@@ -446,6 +452,40 @@ def garbage_collector_off() -> Iterator[None]:
                 if _collector_off.pop(me, False) and not _collector_off:
                     gc.enable()
 
+
+_unfinished: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def to_undo(undo: Callable[[], None]) -> Iterator[None]:
+    """`undo` runs at the end, and in a process that is forked meanwhile by another thread, where there is no end."""
+    _unfinished.append(undo)
+    try:
+        yield
+    finally:
+        _unfinished.remove(undo)
+        undo()
+
+
+def _forget_other_threads() -> None:
+    """In a forked process: no other thread is there, and what one of the parent was building is never finished."""
+    if one_at_a_time.acquire(blocking=False):  # nobody else was building
+        one_at_a_time.release()
+        return
+    for lock in (one_at_a_time, _collector_lock, _compile_lock()):
+        getattr(lock, "_at_fork_reinit", bool)()
+    _slots._schema_check_mode = None
+    for i in range(2):
+        _slots.set(i, None)
+    while _unfinished:
+        _unfinished.pop()()
+    if any(_collector_off.values()):
+        gc.enable()
+    _collector_off.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ replaced.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -24,36 +25,39 @@ from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, _enable_get_lr_call
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import (
     _get_overridable_functions,
     _get_tensor_methods,
-    get_default_nowrap_functions,
     get_testing_overrides,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.gradients import HookListener, checkpointed, hooks_of_all_optimizers, report_hooks
+from scopetrace._compat.function_mode import FunctionMode, On, after, without_mode
+from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
 from scopetrace._compat.ops import (
     device_at_once,
-    eager,
     hop_entry_points,
     in_transform,
     is_recording,
     short_way,
     without_transforms,
 )
-from scopetrace._compat.questions import MISSING, Mine, Replace, ValueListener, report_values
-from scopetrace._compat.sources import NOT_THE_MODEL
-from scopetrace._compat.symbols import behave_as_numbers, compare_symbols, index_with_symbols
+from scopetrace._compat.questions import (
+    Listener,
+    Mine,
+    Replace,
+    report_questions,
+)
+from scopetrace._compat.replaced import replacing as replacing
+from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
+from scopetrace._compat.steps import report_steps
+from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
+from scopetrace._compat.values import ValueListener, report_values
 
 
-class Observer(HookListener, ValueListener, Protocol):
+class Observer(ValueListener, Protocol):
     """Who is told of what happens. `run` does what would have happened without the replacement."""
 
     @property
@@ -63,23 +67,8 @@ class Observer(HookListener, ValueListener, Protocol):
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called (`method` is "call"), or its forward is ("forward"), by its module or directly."""
 
-    def on_forward_ad(self) -> None:
-        """The forward differentiates in forward mode, outside of a transform such as torch.func.jvp."""
-
-    def on_custom_function(self, cls: type, args: Any) -> Any:
-        """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
-
-    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
-        """Torch applies a `torch.autograd.Function` to a tensor. Returns what it gets in its place."""
-
-    def on_unseen_function(self) -> None:
-        """A `torch.autograd.Function` is applied, to tensors that are not known."""
-
     def on_dispatch_mode(self, name: str) -> None:
         """The forward enters a `TorchDispatchMode` that torch does not have, a class of this name."""
-
-    def on_reentrant(self, tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """A context in which a reentrant checkpoint runs: its results require grad only if one of these does."""
 
     def on_nested_region(self, run: Callable[[], Any]) -> Any:
         """A function under `nested_compile_region` is called. Returns what `run` does, which calls it."""
@@ -100,24 +89,43 @@ class Observer(HookListener, ValueListener, Protocol):
         """The forward assigns to `t.data`; told when paused too. Returns whether the observer did that."""
 
 
+class AutogradObserver(HookListener, Protocol):
+    """Who is told what the forward does with autograd."""
+
+    def on_forward_ad(self) -> None:
+        """The forward differentiates in forward mode, outside of a transform such as torch.func.jvp."""
+
+    def on_custom_function(self, cls: type, args: Any) -> Any:
+        """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
+
+    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
+        """Torch applies a `torch.autograd.Function` to a tensor. Returns what it gets in its place."""
+
+    def on_unseen_function(self) -> None:
+        """A `torch.autograd.Function` is applied, to tensors that are not known."""
+
+    def on_reentrant(self, tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """A context in which a reentrant checkpoint runs: its results require grad only if one of these does."""
+
+
 _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
 
 
-_device_constructors()
-get_default_nowrap_functions()
-# Sets of torch's functions, by identity, that torch makes once: filled inside a trace, they would keep replaced ones,
-# and `with torch.device(...)` would leave out `torch.tensor` for the life of the process.
 _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_tensor_methods
-"""More of them, which take long to make. What they get inside a trace is forgotten after it."""
+"""Sets of torch's functions, by identity, that torch makes once. What they get inside a trace is forgotten after it."""
 
 
 @contextlib.contextmanager
-def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
-    """Tell `observer` what this thread does inside, and tell models that they are being exported. Gives `mine`.
+def observing(
+    observer: Observer, autograd: AutogradObserver, listener: Listener, modules: Iterable[torch.nn.Module]
+) -> Iterator[Mine]:
+    """Tell observers what this thread does inside, and tell models that they are being exported. Gives `mine`.
 
     Args:
         observer: is told, unless it is paused.
+        autograd: is told what is done with autograd, unless `observer` is paused.
+        listener: is told of questions.
         modules: those whose direct calls of `forward` are reported.
     """
     thread = threading.get_ident()
@@ -128,83 +136,82 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
     def mine() -> bool:
         return threading.get_ident() == thread and not observer.paused
 
+    def recording() -> bool:
+        return is_recording() and mine()
+
     with contextlib.ExitStack() as stack:
-        for cache in _CACHES_OF_FUNCTIONS:
-            if not cache.cache_info().currsize:
-                stack.callback(cache.cache_clear)
-        stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
-        sys.setrecursionlimit(_FRAMES_PER_CALL * sys.getrecursionlimit())  # as many nested modules as in eager
-        for module in modules:
-            if isinstance(module, _LazyGraphModule):  # its first forward replaces the class's forward, and calls it
-                stack.callback(setattr, type(module), "forward", type(module).forward)
-                module.real_recompile()
-        replace = stack.enter_context(replacing())
-        _replace_batch_norm(replace, mine)  # before what reports calls of its forward
-        _report_module_calls(replace, observer, mine, modules)
-        _report_backward(replace, observer, mine)
-        _report_custom_functions(replace, observer, mine)
+        _prepare(stack, modules)
+        replace, mode = stack.enter_context(replacing()), FunctionMode()
+        _report_module_calls(stack, replace, observer, mine, modules)
+        _report_backward(replace, mode, autograd, mine)
+        _report_custom_functions(replace, autograd, mine)
         _report_modes(replace, observer, mine)
-        report_hooks(replace, observer, mine)
-        _report_seeding(replace, observer, lambda: is_recording() and mine())
+        report_hooks(replace, mode.on, autograd, mine)
+        _report_seeding(replace, observer, recording)
         _report_object_collectives(replace, observer, mine)
-        _report_storages(replace, observer, here, mine)
-        report_values(replace, observer, mine)
-        index_with_symbols(replace, mine)
-        compare_symbols(replace, mine)
+        _report_storages(replace, mode.on, observer, here, mine)
+        report_values(replace, mode.on, observer, mine)
+        index_with_symbols(mode.on, mine)
         behave_as_numbers(replace, mine)
-        _report_transforms(replace, observer, mine)
-        _report_steps(stack, replace, observer, lambda: is_recording() and mine())
-        _report_scalers(replace, observer, lambda: is_recording() and mine())
-        _report_schedulers(replace, observer, lambda: is_recording() and mine())
-        _put_scalers_back(stack, replace, observer, lambda: is_recording() and mine())
-        for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way(), device_at_once()):
+        _report_transforms(replace, autograd, mine)
+        report_steps(stack, replace, autograd, recording)
+        report_questions(replace, mode.on, listener, mine)
+        entry_points = hop_entry_points(mine, observer.on_nested_region)
+        for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
             replace(owner, name, value)
-        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)  # it would keep casts of parameters, which are fake here
-        stack.enter_context(exporting())
-        stack.enter_context(_not_compiling())
-        for module in modules:
-            if getattr(module, "_compiled_call_impl", None) is not None:
-                module._compiled_call_impl = None  # put back with the other attributes of the module
+        _not_compiling(replace)
+        stack.enter_context(mode.active())
         yield mine
 
 
-@contextlib.contextmanager
-def replacing() -> Iterator[Replace]:
-    """Gives what sets attributes of classes and Python modules, or the `__class__` of an object.
-
-    After it they have again what they had, or inherit.
-    """
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, type(owner) if name == "__class__" else vars(owner).get(name, MISSING)))
-        setattr(owner, name, value)
-
-    try:
-        yield replace
-    finally:
-        for owner, name, own in reversed(replaced):
-            if own is MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
+def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) -> None:
+    """Set what torch and the modules are to be while they are traced, until the stack ends."""
+    for cache in _CACHES_OF_FUNCTIONS:
+        if not cache.cache_info().currsize:
+            stack.callback(cache.cache_clear)
+    stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
+    sys.setrecursionlimit(_FRAMES_PER_CALL * sys.getrecursionlimit())  # as many nested modules as in eager
+    for module in modules:
+        if isinstance(module, _LazyGraphModule):  # its first forward replaces the class's forward, and calls it
+            stack.callback(setattr, type(module), "forward", type(module).forward)
+            module.real_recompile()
+    stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+    torch.set_autocast_cache_enabled(False)  # it would keep casts of parameters, which are fake here
+    stack.enter_context(exporting())
+    for module in modules:
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            module._compiled_call_impl = None  # put back with the other attributes of the module
 
 
 # Module calls --------------------------------------------------------------------------------------------------------
 
 
-def _report_module_calls(replace: Replace, observer: Observer, mine: Mine, modules: Iterable[torch.nn.Module]) -> None:
-    """Replace `nn.Module._call_impl`, and the `forward` of each class of `modules`.
+def _report_module_calls(
+    stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine, modules: Iterable[torch.nn.Module]
+) -> None:
+    """Replace `nn.Module._call_impl`, and give each of `modules` a `forward` that reports until the stack ends.
 
     `_call_impl` rather than `__call__`, of which torch.fx keeps the original at import. Hooks are no way: they turn off
-    the fast path of `nn.TransformerEncoderLayer`.
+    the fast path of `nn.TransformerEncoderLayer`. Classes keep their `forward`.
     """
     replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
-    for cls in {owner for kind in set(map(type, modules)) if (owner := _owner(kind)) is not None}:
-        replace(cls, "forward", _forward(cls, observer, mine))
+    for module in modules:
+        attributes, owner = vars(module), _owner(type(module))
+        outer = attributes.get("forward")  # that of an outer trace tells the wrong one
+        if owner is not None and (outer is None or _original(outer) is not outer):
+            attributes["forward"] = ours = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
+            stack.callback(_put_forward_back, attributes, ours, outer)
+
+
+def _put_forward_back(attributes: dict[str, Any], ours: Any, outer: Any) -> None:
+    if attributes.get("forward") is not ours:
+        return  # the model has set another one
+    if outer is None:
+        del attributes["forward"]
+    else:
+        attributes["forward"] = outer
 
 
 def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
@@ -224,33 +231,18 @@ def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
     return call_impl
 
 
-class _Reported:
-    """A replaced `forward`. A class that is asked for it gives the original, with which code may compare its own."""
+def _forward(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Callable[..., Any]:
+    """The `forward` of a module, reported when it is called without the module being called."""
+    run = _batch_norm if outer is _BatchNorm.forward else outer
 
-    def __init__(self, run: Callable[..., Any], original: Callable[..., Any]) -> None:
-        self._run, self._scopetrace_original = run, original
-
-    def __get__(self, module: torch.nn.Module | None, cls: type) -> Any:
-        return self._scopetrace_original if module is None else types.MethodType(self._run, module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-
-def _forward(cls: type, observer: Observer, mine: Mine) -> _Reported:
-    """The `forward` of a class, reported when it is called without the module being called."""
-    outer = cls.__dict__["forward"]
-    original = _original(outer)
-
-    @functools.wraps(original)
+    @functools.wraps(outer)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not mine():
             return outer(self, *args, **kwargs)
-        if type(self) is not cls and _owner(type(self)) is not cls:  # super().forward(): part of the same call
-            return original(self, *args, **kwargs)
-        return observer.on_call(self, "forward", original, args, kwargs)
+        return observer.on_call(self, "forward", run, args, kwargs)
 
-    return _Reported(forward, original)
+    forward._scopetrace_original = outer  # type: ignore[attr-defined]
+    return forward
 
 
 def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,7 +251,7 @@ def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    return "_orig_mod" in module.__dict__.get("_modules", ()) and type(module).__name__ == "OptimizedModule"
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module.__dict__.get("_modules", ())
 
 
 def _owner(cls: type) -> type | None:
@@ -299,7 +291,9 @@ def _forget_compiled(module: Any) -> None:
 # Autograd, seeds, storages -------------------------------------------------------------------------------------------
 
 
-def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_backward(replace: Replace, mode: FunctionMode, observer: AutogradObserver, mine: Mine) -> None:
+    """`mode` is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
+
     def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
         def run(
             outputs: Any, given: Any, keep: bool, create_graph: bool, inputs: Any = (), *args: Any, **kw: Any
@@ -313,23 +307,22 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
 
             outputs, given = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, given))
             how = {"accumulates": accumulates, "create_graph": create_graph, "keeps_graph": keep}
-            return observer.gradients.on_backward(differentiate, outputs, given, inputs, **how)
+            with mode.active():
+                return observer.gradients.on_backward(differentiate, outputs, given, inputs, **how)
 
         return run
 
     for module in (torch.autograd, torch.autograd.graph):  # each has imported it under its name
         replace(module, "_engine_run_backward", reported(module._engine_run_backward))
 
-    def make_dual(*args: Any, **kwargs: Any) -> Any:
-        if mine() and not in_transform():
+    def make_dual(*_: Any, **__: Any) -> None:
+        if not in_transform():
             observer.on_forward_ad()
-        return dual(*args, **kwargs)
 
-    dual = torch.autograd.forward_ad.make_dual
-    replace(torch.autograd.forward_ad, "make_dual", make_dual)
+    mode.on(torch._C._VariableFunctions._make_dual, after(make_dual, mine))
 
 
-def _report_transforms(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_transforms(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
     """Transforms such as torch.vmap wrap what stands for a parameter in autograd's graph of the forward."""
 
     def reported(wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,112 +336,6 @@ def _report_transforms(replace: Replace, observer: Observer, mine: Mine) -> None
 
     replace(vmap, "_add_batch_dim", reported(vmap._add_batch_dim))  # type: ignore[attr-defined]
     replace(eager_transforms, "_wrap_tensor_for_grad", reported(eager_transforms._wrap_tensor_for_grad))
-
-
-def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Optimizers that are made, and the steps of all."""
-    make, hooks = torch.optim.Optimizer.__init__, hooks_of_all_optimizers()
-
-    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if mine():
-            observer.gradients.on_optimizer(self)
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not mine():
-            return None
-        is_named = len(args) < 2  # the optimizer is the first
-        closure = kwargs.get("closure") if is_named else args[1]
-        run = observer.gradients.on_step(optimizer, closure if callable(closure) else None, hooks)
-        if run is None:
-            return None
-        return (args, {**kwargs, "closure": run}) if is_named else ((args[0], run, *args[2:]), kwargs)
-
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if mine():
-            observer.gradients.after_step(optimizer)
-
-    replace(torch.optim.Optimizer, "__init__", made)
-    stack.callback(register_optimizer_step_pre_hook(before).remove)
-    stack.callback(register_optimizer_step_post_hook(after).remove)
-
-
-def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Scalers of gradients."""
-    scaler = torch.amp.GradScaler
-    begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
-
-    def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
-        with eager() if mine() else contextlib.nullcontext():
-            begin(self, device)
-        if mine():
-            observer.gradients.on_scaler(self)
-
-    def scales(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        if mine():
-            observer.gradients.on_scaler(self)
-        return scale(self, outputs)
-
-    def decides(
-        self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if not mine():
-            return decide(self, optimizer, state, *args, **kwargs)
-        found = state["found_inf_per_device"].values()
-        return observer.gradients.on_scaled_step(optimizer, found, functools.partial(optimizer.step, *args, **kwargs))
-
-    replace(scaler, "_lazy_init_scale_growth_tracker", begins)
-    replace(scaler, "scale", scales)
-    replace(scaler, "_maybe_opt_step", decides)
-
-
-def _report_schedulers(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Schedulers of learning rates, by their `step`, and by what it calls, since it may be bound before the trace."""
-
-    def reported(run: Callable[..., Any], scheduler_of: Callable[..., LRScheduler]) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if mine():
-                scheduler = scheduler_of(*args)
-                observer.gradients.on_python_step(scheduler, scheduler.optimizer)
-            return run(*args, **kwargs)
-
-        return method
-
-    def first(scheduler: LRScheduler, *_: Any) -> LRScheduler:
-        return scheduler
-
-    def second(_: Any, scheduler: LRScheduler) -> LRScheduler:
-        return scheduler
-
-    for cls in [x for x in vars(lr_scheduler).values() if isinstance(x, type) and issubclass(x, LRScheduler)]:
-        if "step" in vars(cls):
-            replace(cls, "step", reported(vars(cls)["step"], first))
-    replace(ReduceLROnPlateau, "_is_better", reported(ReduceLROnPlateau._is_better, first))
-    replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, second))
-
-
-def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
-    """What a scaler has noted of optimizers since its last `update()` is put back when the stack ends."""
-    check = torch.amp.GradScaler._check_scale_growth_tracker
-    used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
-
-    def checks(self: torch.amp.GradScaler, asker: str) -> Any:
-        if mine() and id(self) not in used:
-            if self._per_optimizer_states:
-                observer.gradients.on_begun_scaler("GradScaler.unscale_ or step was called before what is traced")
-            used[id(self)] = self, self._per_optimizer_states
-        return check(self, asker)
-
-    def put_back(kind: type[BaseException] | None, *_: object) -> None:
-        left = [self for self, _ in used.values() if self._per_optimizer_states]
-        for self, states in used.values():
-            states.clear()
-            self._per_optimizer_states = states
-        if left and kind is None:
-            observer.gradients.on_begun_scaler("GradScaler.update is not called after unscale_ or step")
-
-    replace(torch.amp.GradScaler, "_check_scale_growth_tracker", checks)
-    stack.push(put_back)
 
 
 def _report_modes(replace: Replace, observer: Observer, mine: Mine) -> None:
@@ -481,7 +368,7 @@ _QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "sco
 """Modules whose modes change no results, and tell Python nothing as `FlopCounterMode` does."""
 
 
-def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_custom_functions(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
     Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.15
@@ -518,7 +405,7 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
             replace(owner, "apply", classmethod(apply))
 
 
-def _applied(observer: Observer, x: Any) -> Any:
+def _applied(observer: AutogradObserver, x: Any) -> Any:
     """An argument of `Function.apply` as the function gets it: autograd takes tensors, and not those in lists."""
     return observer.on_applied(x) if isinstance(x, torch.Tensor) else x
 
@@ -532,7 +419,7 @@ def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return bound.args
 
 
-def _reentrant(observer: Observer, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
+def _reentrant(observer: AutogradObserver, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
     """A reentrant checkpoint: what it wraps runs. Its results require grad only if one of its arguments does."""
     mark = observer.mark()
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
@@ -549,20 +436,20 @@ def _reentrant(observer: Observer, function: Callable[..., Any], keeps_rng: bool
 
 
 def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward sets it."""
+    """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward sets it.
 
+    `torch.manual_seed`, `torch.seed` and the functions of `torch.cuda` tell all GPUs, which `_lazy_call` does.
+    """
     report = functools.partial(_on_seed, observer)
-    for module in (torch, torch.random, torch.cuda):
-        for name in ("manual_seed", "seed", "manual_seed_all", "seed_all", "set_rng_state", "set_rng_state_all"):
-            if hasattr(module, name):
-                replace(module, name, _reported(getattr(module, name), report, mine))
 
     def asked() -> bool:
-        return mine() and not sys._getframe(2).f_code.co_filename.startswith(NOT_THE_MODEL)
+        return mine() and asked_by_model(_SEEDING)
 
-    for module in (torch, torch.random, torch.cuda):
-        for name in ("get_rng_state", "initial_seed"):
-            replace(module, name, _reported(getattr(module, name), report, asked))
+    for module, name in ((torch.cuda.random, "_lazy_call"), (torch, "set_rng_state"), (torch.random, "set_rng_state")):
+        replace(module, name, _reported(getattr(module, name), report, asked))
+
+
+_SEEDING = prefixes(TORCH_DIRECTORY, "random.py", "cuda/random.py", "_compile.py", "_dynamo/", "utils/_contextlib.py")
 
 
 def _on_seed(observer: Observer, *_: Any, **__: Any) -> None:
@@ -570,18 +457,19 @@ def _on_seed(observer: Observer, *_: Any, **__: Any) -> None:
 
 
 def _report_object_collectives(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """`dist.broadcast_object_list` and its kind send pickled objects as tensors."""
+    """`dist.broadcast_object_list` and its kind send pickled objects as tensors. All ask for the device of these."""
     if not torch.distributed.is_available():
         return
-    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-    for name in (*names, "send_object_list", "recv_object_list"):
-        report = functools.partial(_on_object_collective, observer, name)
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            replace(module, name, _reported(getattr(module, name), report, mine))
+    c10d = torch.distributed.distributed_c10d
+    ask = c10d._get_object_coll_device
 
+    def device(group: Any = None) -> str:
+        frame = asking_frame()
+        if mine() and frame is not None:
+            observer.on_object_collective(f"torch.distributed.{frame.f_code.co_name}")
+        return ask(group)
 
-def _on_object_collective(observer: Observer, name: str, *_: Any, **__: Any) -> None:
-    observer.on_object_collective(f"torch.distributed.{name}")
+    replace(c10d, "_get_object_coll_device", device)
 
 
 def _reported(fn: Callable[..., Any], report: Callable[..., None], mine: Mine) -> Callable[..., Any]:
@@ -596,7 +484,7 @@ def _reported(fn: Callable[..., Any], report: Callable[..., None], mine: Mine) -
     return call
 
 
-def _report_storages(replace: Replace, observer: Observer, here: Mine, mine: Mine) -> None:
+def _report_storages(replace: Replace, on: On, observer: Observer, here: Mine, mine: Mine) -> None:
     """`x.untyped_storage().resize_(0)`, `x.data` and `x.data = y` are no ops that a mode sees."""
     resize: Any = torch.UntypedStorage.resize_
     data: Any = torch._C.TensorBase.data
@@ -606,34 +494,30 @@ def _report_storages(replace: Replace, observer: Observer, here: Mine, mine: Min
             return self
         return resize(self, size)
 
-    def get_data(self: torch.Tensor) -> Any:
-        return observer.on_data(self, data.__get__) if mine() else data.__get__(self)
+    def get_data(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
+        return observer.on_data(t, data.__get__) if mine() else ask(t, *args)
 
-    def set_data(self: torch.Tensor, new: Any) -> None:
-        if not (here() and observer.on_set_data(self, new)):
-            data.__set__(self, new)
+    def set_data(ask: Callable[..., Any], t: torch.Tensor, new: Any) -> None:
+        if not (here() and observer.on_set_data(t, new)):
+            ask(t, new)
 
     replace(torch.UntypedStorage, "resize_", resize_)
-    replace(torch.Tensor, "data", property(get_data, set_data))
+    on(data.__get__, get_data)
+    on(data.__set__, set_data)
 
 
 # Batch norm ----------------------------------------------------------------------------------------------------------
 
 
-def _replace_batch_norm(replace: Replace, mine: Mine) -> None:
+def _batch_norm(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     """BatchNorm with `momentum=None` in training reads its number of batches as a Python float.
 
-    In a trace that float would be a constant. The replacement computes the same running statistics with tensors.
+    In a trace that float would be a constant. This computes the same running statistics with tensors.
     """
-    original = _BatchNorm.forward
-
-    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-        averages = self.training and self.momentum is None and self.track_running_stats
-        if mine() and averages and self.num_batches_tracked is not None:
-            return _cumulative_average(self, input)
-        return original(self, input)
-
-    replace(_BatchNorm, "forward", forward)
+    averages = norm.training and norm.momentum is None and norm.track_running_stats
+    if averages and norm.num_batches_tracked is not None:
+        return _cumulative_average(norm, input)
+    return _BatchNorm.forward(norm, input)
 
 
 def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
@@ -655,6 +539,12 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 class _InThisThread(int):
     """A flag of the process that is True in the thread that makes it alone, until `ended`."""
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == bool(other)
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
     def __new__(cls) -> _InThisThread:
         """One that begins now."""
         found = super().__new__(cls, True)
@@ -673,33 +563,37 @@ class _InThisThread(int):
 
 @contextlib.contextmanager
 def exporting(flag: bool = True) -> Iterator[None]:
-    """`is_exporting()` and `is_compiling()` of torch.compiler, and torch.fx's `is_fx_tracing()`, return `flag` inside.
+    """`is_exporting()` and `is_compiling()` of torch.compiler return `flag` inside.
 
     As under torch.export: models ask them to choose a path that can be traced. In other threads they are False.
     """
     answer: Any = _InThisThread() if flag else False
-    flags: tuple[tuple[Any, str, Any], ...] = (
-        (torch.compiler, "_is_compiling_flag", answer),
-        (torch.compiler, "_is_exporting_flag", answer),
-        (torch.fx._symbolic_trace, "is_fx_tracing", lambda: bool(answer)),
-    )
-    old = [getattr(module, name) for module, name, _ in flags]
-    for module, name, now in flags:
-        setattr(module, name, now)
+    names = "_is_compiling_flag", "_is_exporting_flag"
+    old = [getattr(torch.compiler, name) for name in names]
+    for name in names:
+        setattr(torch.compiler, name, answer)
     try:
         yield
     finally:
         if flag:
             answer.ended = True  # another thread, which compiles, may have it, to put it back
-        for (module, name, _), before in zip(flags, old, strict=True):
-            setattr(module, name, before)
+        for name, before in zip(names, old, strict=True):
+            setattr(torch.compiler, name, before)
 
 
-@contextlib.contextmanager
-def _not_compiling() -> Iterator[None]:
+class _ForcedEager:
+    """The stance of torch.compile: in this thread compiled functions run their Python, in others all is as it was."""
+
+    def __init__(self, before: Any) -> None:
+        self._thread, self._before = threading.get_ident(), before
+        self._inside = dataclasses.replace(before, stance="force_eager", backend=None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inside if threading.get_ident() == self._thread else self._before, name)
+
+
+def _not_compiling(replace: Replace) -> None:
     """Compiled functions inside the model run their Python. Nothing to do where dynamo was never imported."""
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and not isinstance(dynamo._stance, _ForcedEager):  # as it is in a trace inside a trace
+        replace(dynamo, "_stance", _ForcedEager(dynamo._stance))

@@ -276,6 +276,11 @@ class WatchedShapeEnv(ShapeEnv):
         recorder = self._recorder()
         return {} if recorder is None else recorder.where()
 
+    def _on_failed(self, error: Exception) -> None:
+        raised = getattr(self._recorder(), "raised", None)  # who only rewrites a tape notes none
+        if raised is not None:
+            raised.append((error, None))
+
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         if a in self.smallest or not getattr(tgt, "is_number", False):
             before = self.replacements.get(a)
@@ -295,11 +300,12 @@ class WatchedShapeEnv(ShapeEnv):
         orig_expr = _without_bounds(orig_expr)
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
-        except GuardOnDataDependentSymNode:
+        except GuardOnDataDependentSymNode as error:
             if super()._is_python_assert() and self.guard_or_defer_runtime_assert(sympy.Not(orig_expr), "assert not"):
                 return sympy.false
             decider = self._decider()
             if decider is None:
+                self._on_failed(error)
                 raise
             value, message = decider.decide(orig_expr)
             if isinstance(value, bool):

@@ -6,8 +6,11 @@ path, so each directory is here in both forms. All are prefixes for `str.startsw
 
 from __future__ import annotations
 
+import functools
+import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -30,3 +33,51 @@ NOT_THE_MODEL = (*TORCH, *SYMPY, *SCOPETRACE)
 # Python's own library, in which packages may be installed too; those are not of it.
 PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+
+_COMPAT = prefixes(Path(__file__).parent)
+_OVERRIDES = prefixes(TORCH_DIRECTORY, "overrides.py")
+_ON_THE_WAY = (*_COMPAT, *_OVERRIDES, *prefixes(TORCH_DIRECTORY, "utils/_device.py"))
+
+
+def asking_frame() -> FrameType | None:
+    """The nearest frame outside of what leads a question to where it is answered: this package and torch's overrides.
+
+    A function of torch in Python that calls `handle_torch_function`, such as `Tensor.__repr__`, is left out.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OVERRIDES) and frame.f_code.co_name == "handle_torch_function" and frame.f_back is not None:
+            frame = frame.f_back.f_back
+        elif file.startswith(_ON_THE_WAY):
+            frame = frame.f_back
+        else:
+            break
+    return frame
+
+
+def is_of_python(path: str) -> bool:
+    """Whether a file is of Python's own library, in which other packages may be installed too."""
+    return path.startswith(PYTHON) and not path.startswith(PACKAGES)
+
+
+def asked_by_model(on_its_way: tuple[str, ...] = ("<frozen abc>",)) -> bool:
+    """Whether code of the model asks, perhaps through files `on_its_way`."""
+    frame = asking_frame()
+    while frame is not None and frame.f_code.co_filename.startswith(on_its_way):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL)
+
+
+def asker() -> str:
+    """The file of the nearest frame that asks, outside of Python's own library."""
+    frame = asking_frame()
+    while frame is not None and frame.f_back is not None and is_of_python(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_filename
+
+
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor the standard library's."""
+    return not filename.startswith(NOT_THE_MODEL) and not is_of_python(filename)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 import itertools
 import math
 import operator
-import sys
 from collections.abc import Callable, Container, Iterable, Sequence
-from types import CodeType, FrameType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -18,14 +15,12 @@ import torch.fx
 from torch.fx.experimental.symbolic_shapes import CallMethodKey as CallMethodKey
 from torch.fx.experimental.symbolic_shapes import ConvertIntKey, DivideByKey
 from torch.fx.proxy import GraphAppendingTracer
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_leaves
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 from torch.utils._sympy.functions import FloorDiv, Max
 from torch.utils._sympy.interp import _run_sympy_handler, sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
-
-from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 
 _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 METHODS = ("size", "stride", "storage_offset")
@@ -432,185 +427,3 @@ def number_parts(number: Any) -> tuple[Any, type, bool | int | float | None]:
 
 def _is_known(expr: Any) -> bool:
     return bool(expr.is_number or expr in (sympy.true, sympy.false))
-
-
-# In Python's and torch's own functions -------------------------------------------------------------------------------
-
-
-_PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-
-
-GETTERS: set[CodeType] = set()
-"""The `__getattribute__`s that a trace puts between who asks for an attribute and the property that answers."""
-
-
-def caller(depth: int) -> FrameType | None:
-    """The frame `depth` above that of the caller, without those of GETTERS."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and depth > 0:
-        frame = frame.f_back
-        depth -= frame is None or frame.f_code not in GETTERS
-    return frame
-
-
-def asked_by_model(on_its_way: tuple[str, ...] = ("<frozen abc>",), *, depth: int = 2) -> bool:
-    """Whether the caller was called by code of the model, perhaps through files `on_its_way`.
-
-    A `__getattribute__`, which `caller` leaves out, asks with a `depth` of 1.
-    """
-    frame = caller(depth)
-    while frame is not None and (frame.f_code in GETTERS or frame.f_code.co_filename.startswith(on_its_way)):
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL)
-
-
-def class_of_number(x: Any) -> type:
-    """The class that `type(x)` is in eager."""
-    return _PYTHON_TYPES.get(type(x), type(x))
-
-
-def behave_as_numbers(replace: Callable[[Any, str, Any], None], mine: Callable[[], bool]) -> None:
-    """Give symbolic numbers what Python's have: `isinstance` and `__class__` for the model's code, and methods."""
-
-    def get(self: Any, name: str) -> Any:
-        if name == "__class__" and mine() and asked_by_model(depth=1):
-            return class_of_number(self)
-        return object.__getattribute__(self, name)
-
-    GETTERS.add(get.__code__)
-    for cls in _PYTHON_TYPES:
-        replace(cls, "__getattribute__", get)
-    _behave_as_bool(replace)
-    replace(torch.Tensor, "nbytes", property(lambda self: self.numel() * self.element_size()))
-    replace(torch.SymInt, "numerator", property(lambda self: self))
-    replace(torch.SymInt, "denominator", property(lambda self: 1))
-    replace(torch.SymInt, "__invert__", lambda self: -self - 1)
-    replace(torch.SymInt, "__round__", _rounded)
-    for cls in (torch.SymInt, torch.SymFloat):
-        replace(cls, "real", property(lambda self: self))
-        replace(cls, "imag", property(lambda self: class_of_number(self)(0)))
-        replace(cls, "__divmod__", lambda self, other: (self // other, self % other))
-        replace(cls, "__rdivmod__", lambda self, other: (other // self, other % self))
-
-
-_OF_INTEGERS = (
-    *("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__"),
-    *("__lt__", "__le__", "__gt__", "__ge__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__", "__divmod__"),
-    *("__rdivmod__", "__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__trunc__", "__floor__", "__ceil__"),
-    *("bit_length", "conjugate", "as_integer_ratio"),
-)
-"""What bool inherits from int."""
-
-
-def _behave_as_bool(replace: Callable[[Any, str, Any], None]) -> None:
-    """Give SymBool the arithmetic of bool, of which torch's has `+`, `-` and `*`."""
-
-    def of_integers(name: str) -> Callable[..., Any]:
-        return lambda self, *args: getattr(_as_int(self), name)(*args)
-
-    def equal(self: torch.SymBool, other: Any) -> Any:
-        if isinstance(other, bool):
-            return self if other else torch.sym_not(self)
-        return same(self, other) if isinstance(other, torch.SymBool) else _as_int(self) == other
-
-    same = torch.SymBool.__eq__
-    hashed = torch.SymBool.__hash__
-    for name in _OF_INTEGERS:
-        replace(torch.SymBool, name, of_integers(name))
-    for name in ("real", "numerator"):
-        replace(torch.SymBool, name, property(_as_int))
-    replace(torch.SymBool, "imag", property(lambda self: 0))
-    replace(torch.SymBool, "denominator", property(lambda self: 1))
-    replace(torch.SymBool, "__eq__", equal)
-    replace(torch.SymBool, "__ne__", lambda self, other: torch.sym_not(equal(self, other)))
-    replace(torch.SymBool, "__hash__", hashed)
-    for name, convert in (("__index__", int), ("__float__", float), ("__complex__", complex)):
-        replace(torch.SymBool, name, lambda self, convert=convert: convert(bool(self)))
-    for name in ("__xor__", "__rxor__"):
-        replace(torch.SymBool, name, lambda self, other: bool(self) ^ other)
-
-
-def _as_int(self: Any) -> torch.SymInt:
-    found: torch.SymInt = self + 0
-    return found
-
-
-def _rounded(self: torch.SymInt, ndigits: int | None = None) -> Any:
-    """Torch's gives the number itself for negative `ndigits` too."""
-    return self if ndigits is None or ndigits >= 0 else round(int(self), ndigits)
-
-
-_SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
-
-
-def compare_symbols(replace: Callable[[Any, str, Any], None], mine: Callable[[], bool]) -> None:
-    """Replace `min`, `max` and `math.pow`, where `mine()`: Python's would ask which is greater, or for a float."""
-
-    def of_two(outer: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            items = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-            if kwargs or not any(isinstance(x, Symbolic) for x in items) or not mine():
-                return outer(*args, **kwargs)
-            of_one_type = all(isinstance(x, (int, torch.SymInt)) for x in items) or outer is math.pow
-            return functools.reduce(symbolic, items) if of_one_type else outer(*args)
-
-        return run
-
-    replace(builtins, "min", of_two(min, torch.sym_min))
-    replace(builtins, "max", of_two(max, torch.sym_max))
-    replace(math, "pow", of_two(math.pow, lambda x, y: torch.sym_float(x) ** y))
-
-
-def index_with_symbols(replace: Callable[[Any, str, Any], None], mine: Callable[[], bool]) -> None:
-    """Replace indexing, `torch.tensor` and `ctc_loss`, where `mine()`: C++ asks for the values of symbolic integers."""
-    index_with, make, ctc_loss = torch.Tensor.__getitem__, torch.tensor, torch.ctc_loss
-
-    def __getitem__(self: torch.Tensor, index: Any) -> Any:
-        items = index if isinstance(index, tuple) else (index,)
-        if not (mine() and any(isinstance(item, torch.SymInt) for item in items)):
-            return index_with(self, index)
-        selected, rest = _select_symbols(self, items)
-        return selected if all(map(_is_everything, rest)) else index_with(selected, rest)
-
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        symbolic = mine() and any(isinstance(a, Symbolic) for a in tree_leaves(data))
-        if symbolic and sys._getframe(1).f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
-            data, symbolic = 1, False  # only its dtype matters there: that of a whole number
-        found: torch.Tensor = (torch._refs.tensor if symbolic else make)(data, *args, **kwargs)
-        return found
-
-    def ctc_loss_of(
-        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *more: Any, **options: Any
-    ) -> Any:
-        lengths = [input_lengths, target_lengths]
-        if mine() and any(isinstance(n, Symbolic) for n in tree_leaves(lengths)):
-            lengths = [n if isinstance(n, torch.Tensor) else tensor(n, device="cpu") for n in lengths]
-        return ctc_loss(log_probs, targets, *lengths, *more, **options)
-
-    replace(torch, "ctc_loss", ctc_loss_of)
-    replace(torch, "tensor", tensor)
-    replace(torch.Tensor, "__getitem__", __getitem__)
-
-
-def _select_symbols(t: torch.Tensor, items: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Apply the symbolic integers of an index, as `select`; torch too applies integers before the other items.
-
-    Returns the selected tensor and the other items.
-    """
-    ellipsis = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-    skipped = t.dim() - sum(map(_dims, items))
-    for i in reversed(range(len(items))):
-        if isinstance(items[i], torch.SymInt):
-            t = t.select(sum(map(_dims, items[:i])) + (skipped if i > ellipsis else 0), items[i])
-    return t, tuple(item for item in items if not isinstance(item, torch.SymInt))
-
-
-def _is_everything(item: Any) -> bool:
-    return item is Ellipsis or (isinstance(item, slice) and item == slice(None))
-
-
-def _dims(item: Any) -> int:
-    """How many dimensions an item of an index consumes."""
-    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
-        return item.dim()
-    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1

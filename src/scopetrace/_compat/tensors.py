@@ -142,15 +142,17 @@ _USUAL = _OF_FAKES | {f"_{k}_memo{end}" for k in _MEMOS for end in ("", "_vc", "
 """What most fake tensors have: to look at each name takes three times as long."""
 
 
+_storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 default_tolerances: Callable[..., tuple[float, float]] = torch.testing._comparison.default_tolerances
 """The relative and the absolute tolerance of `torch.testing.assert_close` for some tensors."""
 
 
 def storage_id(t: torch.Tensor) -> int:
     """Equal for tensors that share memory; unique for layouts without a storage. May be reused after `t` is freed."""
-    if t.layout is torch.strided:
-        return t.untyped_storage()._cdata
-    return -id(t)
+    try:
+        return _storage_id(t)
+    except NotImplementedError:
+        return -id(t)
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -342,37 +344,6 @@ class FakeFactory(FakeMaker):
         for known in (self._storages, self._real_of, self._fakes):
             known.clear()
         self._keep.clear()
-
-    def shares_storage(self, real: torch.Tensor) -> bool:
-        """Whether a tensor in the storage of `real` was made fake."""
-        return real.untyped_storage()._cdata in self._storages
-
-    def has_none(self, storages: Iterable[int]) -> bool:
-        """Whether no tensor in any of these storages was made fake: see `id_of_storage`."""
-        return self._storages.keys().isdisjoint(storages)
-
-    def from_real_like(self, real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """As `from_real`, for a tensor that had the metadata of `like`, and was alone in its storage, when it was read.
-
-        `like` is the fake of a tensor that `is_plain_real`.
-        """
-        found = self._fakes.get(id(real))
-        if found is None:
-            with normal_tensors(), without_dispatch():
-                found = self.make_like(real, like)
-        return found
-
-    def make_like(self, real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """As `from_real_like`, of a tensor of which there is no fake. Call inside `without_dispatch`."""
-        place = nbytes_of(like.untyped_storage()), like.size(), stride_of(like), offset_of(like)
-        found = self._fakes[id(real)] = self.placed(place, like.dtype, like.device, requires_grad_of(real))
-        if getattr(like, "_is_param", False):
-            found._is_param = True
-        storage, made = real.untyped_storage(), found.untyped_storage()
-        self._keep += (real, storage)
-        self._storages[storage._cdata] = made
-        self._real_of.setdefault(made._cdata, real)
-        return found
 
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
         """A fake of `real`, an input with a storage of its own, with symbolic sizes and strides."""
@@ -600,7 +571,7 @@ def run_parts(func: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if func is torch.ops.aten.dropout.default and not (args[1] and args[2]):
         return args[0]
-    if not _has_kernel(func.name(), _COMPOSITE) or runs_in_python(func, tree_leaves((args, kwargs))):
+    if not _has_kernel(func.name(), _COMPOSITE) or runs_in_python(func, (*args, *kwargs.values())):
         return func.decompose(*args, **kwargs)
     return func._op_dk(_COMPOSITE, *args, **kwargs)
 
@@ -617,12 +588,14 @@ def runs_in_python(func: Any, args: Iterable[Any]) -> bool:
 
     For the kernels of cuDNN, the recurrent ops look there whether the weights lie one after the other.
     """
-    tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    return (func in RECURRENT and any(t.device.type == "cuda" for t in tensors)) or any(map(_is_symbolic, args))
+    is_cudnn = func in RECURRENT and any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(tuple(args)))
+    return is_cudnn or any(map(_is_symbolic, args))
 
 
 def _is_symbolic(x: Any) -> bool:
-    return is_symbolic(x) if isinstance(x, torch.Tensor) else isinstance(x, Symbolic)
+    if isinstance(x, torch.Tensor):
+        return is_symbolic(x)
+    return any(map(_is_symbolic, x)) if isinstance(x, (list, tuple)) else isinstance(x, Symbolic)
 
 
 def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:

@@ -34,7 +34,6 @@ from scopetrace.errors import (
 )
 from scopetrace.ir.conditions import Specialization, Specializations
 from scopetrace.ir.reads import warn_of_numbers
-from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.side_effects import SideEffect, refusal
 from scopetrace.lower.exported.constraints import explain
@@ -46,8 +45,8 @@ from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
 from scopetrace.program.outlined import Function, OutlinedTrace, OutlineTarget, outline_calls
 from scopetrace.program.traced import TracedProgram, functional_tape
-from scopetrace.record import record
 from scopetrace.record.calls import Progress
+from scopetrace.session import record
 from scopetrace.view.diff import Diff, compare
 from scopetrace.view.text import render
 
@@ -307,14 +306,6 @@ class Trace(Shown):
         return list(self._program.tape.side_effects)
 
     @property
-    def reuse(self) -> Reuse | None:
-        """Which module calls `st.trace` copied, and why others ran. None with `reuse=False`.
-
-        Its text: `32 LlamaDecoderLayer: 1 traced, 31 replayed`.
-        """
-        return self._program.tape.reuse
-
-    @property
     def range_constraints(self) -> dict[Any, Any]:
         """By sympy symbol of a dynamic size, the `ValueRanges` that a call may have; as ExportedProgram has it."""
         sizes = self._program.tape.sizes
@@ -527,7 +518,6 @@ def trace(
     specialize: bool = False,
     side_effects: Literal["warn", "refuse"] | None = None,
     progress: Progress | None = None,
-    reuse: bool | None = None,
     leaves: Selection | None = None,
 ) -> Trace:
     """Trace a module, or any callable, into a graph that knows its modules.
@@ -557,9 +547,6 @@ def trace(
             depends on it. "warn": a SideEffectWarning here, and at such a call in place of the error. "refuse":
             SideEffectError here.
         progress: called with (scope path, number of ops so far) at each module call.
-        reuse: whether a module call that is equal to one before is copied from it in place of running the module: True
-            where that is possible, None where it is likely to take less time too, False never. What came of it is in
-            `Trace.reuse`. The trace is the same.
         leaves: the earlier name of `leaf_modules`.
 
     Raises:
@@ -570,7 +557,7 @@ def trace(
             one that depends on tensors without data (on the meta device).
         SideEffectError: the forward has side effects, and side_effects="refuse".
         TraceError: for other things that cannot be recorded; it has one subclass for each.
-        ArgumentError: side_effects= or reuse= is none of its values.
+        ArgumentError: side_effects= is none of its values.
         ArgumentTypeError: model is a class or not callable, args is no tuple, kwargs is no dict, both leaf_modules= and
             leaves= are given, specialize= is no bool.
         Exception: what the model itself raises.
@@ -579,7 +566,7 @@ def trace(
         if leaf_modules is not None:
             raise ArgumentTypeError("leaves= is the earlier name of leaf_modules=: give one of them")
         leaf_modules = leaves
-    _refuse_options(side_effects, reuse, specialize)
+    _refuse_options(side_effects, specialize)
     if isinstance(model, type) or not callable(model):
         what = f"the class {model.__name__}: make one" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ArgumentTypeError(f"model must be a module or a function, and is {what}; write st.trace(model, args)")
@@ -593,7 +580,6 @@ def trace(
             leaf_modules=() if leaf_modules is None else leaf_modules,
             specialize=specialize,
             progress=progress,
-            reuse=reuse,
         )
     except DynamicShapeError as misfit:
         explain(misfit, model, arguments, named, dynamic_shapes)
@@ -612,13 +598,11 @@ def trace(
     return Trace(TracedProgram(tape, functional_tape(tape) if functional else tape, model))
 
 
-def _refuse_options(side_effects: Any, reuse: Any, specialize: Any) -> None:
+def _refuse_options(side_effects: Any, specialize: Any) -> None:
     if not isinstance(specialize, bool):
         raise ArgumentTypeError(f"specialize={specialize!r}: it must be True or False")
     if side_effects not in (None, "warn", "refuse"):
         raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
-    if not isinstance(reuse, bool | None):
-        raise ArgumentError(f"reuse={reuse!r}: it must be True, False or None")
 
 
 def _unbound(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentTypeError | None:

@@ -35,7 +35,7 @@ from scopetrace.files.tensors import TensorWriter, can_hold
 from scopetrace.formatting import short_repr
 from scopetrace.ir.reads import in_a_file
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import BodyTape, Call, CallList, Op, OpList, ProgramTape, Tape, Value, is_plain, signature_of
+from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, is_plain, signature_of
 
 _ITSELF = (type(None), bool, int, str)
 
@@ -64,7 +64,7 @@ class Encoder:
         kind = type(x)
         if kind in _ITSELF:
             return x
-        if kind in (list, OpList, CallList):
+        if kind is list:
             return [self.data(item) for item in x]
         if kind in _FORMS:
             return _FORMS[kind](self, x)
@@ -117,7 +117,6 @@ class Encoder:
         return row
 
     def _tape(self, tape: Tape) -> list[Any]:
-        tape.fill()
         for scope in tape.scopes():
             self.row_of(scope)
         for call in tape.calls:

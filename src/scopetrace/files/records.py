@@ -12,15 +12,15 @@ from typing import Any
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import BINDING_KEYS
 from scopetrace.containers.structure import Effect, Returned
-from scopetrace.ir import conditions, reads, registered, tape, unmade, write_back
+from scopetrace.ir import conditions, reads, registered, tape, write_back
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect
 
 _TAPES = (tape.RecordedTape, tape.FunctionalTape, tape.BodyTape)
 
 TABLES: dict[type, str] = {
-    **dict.fromkeys((tape.Value, unmade.UnmadeValue, unmade.WaitingValue), "values"),
-    **{tape.Op: "ops", tape.Call: "calls", unmade.CopiedCall: "calls", Scope: "scopes"},
+    tape.Value: "values",
+    **{tape.Op: "ops", tape.Call: "calls", Scope: "scopes"},
     **dict.fromkeys(_TAPES, "tapes"),
 }
 """The tables of what a program refers to from several places. Each is written once, as a row."""
@@ -45,12 +45,12 @@ NAMES = {kind: name for name, kind in RECORDS.items()}
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
 LEFT_OUT: dict[type, tuple[str, ...]] = {
-    **dict.fromkeys((tape.Call, unmade.CopiedCall), ("module",)),
+    tape.Call: ("module",),
     tape.AttributeWrite: ("module",),
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
     reads.GradientOfInput: ("gradient",),
-    **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "module_tables", "example_inputs")),
+    **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "example_inputs", "settled")),
     tape.BodyTape: _OF_A_TAPE,
 }
 """The fields that a file does not have: the model's modules and inputs, and what is made anew for all its tapes."""

@@ -207,7 +207,7 @@ class Inference:
     def _describe(self, items: Iterable[Any], key: list[Any]) -> bool:
         """Append what the items are to `key`; False where that cannot be said."""
         for x in items:
-            kind = Value if isinstance(x, Value) else type(x)
+            kind = type(x)
             key.append(kind)  # 1, 1.0 and True are equal
             if kind is Value:
                 number = self.key_now(x)
@@ -290,14 +290,6 @@ class Inference:
     def _known(self, key: Any, inputs: list[Value]) -> _Known:
         """Where the results of a call are to be kept."""
         return _of_torch if is_same_in_every_trace(key, inputs) else self._own
-
-    def outputs_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
-        """What the results of an op are, where the cache or a rule has them; also of one that has written."""
-        key = self.key_of_call(func, args, kwargs)
-        if key is None or not may_infer(func):
-            return self._outputs_for(key)
-        found = self.infer(key, func, args, kwargs, values_in((args, kwargs)))
-        return None if found is None else found[0]
 
     def learn(self, key: Any, inputs: list[Value], out: Any) -> None:
         """Keep what torch gave, where its metadata follows from that of the inputs alone."""

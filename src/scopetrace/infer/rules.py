@@ -40,7 +40,6 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.infer.assignments import Number, without_ones
 from scopetrace.ir.tape import Value, flat, map_argument
-from scopetrace.ir.unmade import UnmadeValue, WaitingValue
 from scopetrace.ops import views
 from scopetrace.ops.views import Int, Sizes, ViewArguments
 
@@ -273,7 +272,7 @@ def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INDICES = frozenset({torch.int64, torch.int32})
-_PLAIN = frozenset({Value, UnmadeValue, WaitingValue, int, float, str, type(None)})
+_PLAIN = frozenset({Value, int, float, str, type(None)})
 """Types of arguments that every elementwise op takes, or raises for whatever the sizes are."""
 
 

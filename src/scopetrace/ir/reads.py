@@ -16,33 +16,40 @@ Tensors and arguments are no reads: they are the inputs of the program. Nor are 
 
 from __future__ import annotations
 
-import array
-import collections
-import contextvars
 import dataclasses
+import dis
 import functools
 import itertools
 import keyword
 import operator
 import os
-import queue
-import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from scopetrace._compat.questions import MISSING as MISSING
 from scopetrace._compat.questions import Missing as Missing
-from scopetrace._compat.questions import fact_of, flag, quick_flag
+from scopetrace._compat.questions import fact_of, flag, hooks_of_all_modules, quick_flag
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.tensors import parameters_of
+from scopetrace.containers.contents import (
+    ATTRIBUTES,
+    content_of,
+    extra_attributes,
+    form_of,
+    is_users_class,
+    own_dict,
+    same,
+    slots_of,
+    snapshot,
+)
 from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
 from scopetrace.errors import FixedValueWarning, InputMismatchError
-from scopetrace.ir.scopes import Frames, source_of, walk_frames
+from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,40 +111,6 @@ class InClosure:
         return content_of(self.cell)
 
 
-@dataclasses.dataclass(slots=True)
-class InLayer:
-    """All attributes of one of torch's layers that its code names: a tuple of their values."""
-
-    table: dict[str, Any]
-    keys: tuple[str, ...]
-    lacks: tuple[str, ...]
-    """Further names, of parameters and buffers that are None."""
-    kind, stays = "attribute", False
-
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
-        return tuple([part.now(call) for _, part in self.parts()])
-
-    def parts(self) -> list[tuple[str, InTable]]:
-        """The names, each with where it is."""
-        params, buffers = self.table["_parameters"], self.table["_buffers"]
-        found = [(key, InTable(self.table, key)) for key in self.keys]
-        return [*found, *((key, InTable(params if key in params else buffers, key)) for key in self.lacks)]
-
-
-@dataclasses.dataclass(frozen=True)
-class InDict:
-    """All plain attributes of a module or object, which `vars(x)` gives: its `__dict__` without `left_out`."""
-
-    table: dict[str, Any]
-    left_out: frozenset[str]
-    kind, stays = "attribute", False
-
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
-        return {key: x for key, x in self.table.items() if key not in self.left_out}
-
-
 @dataclasses.dataclass(frozen=True)
 class InTables:
     """An attribute that a module does not have: no plain one, and no parameter, buffer or submodule."""
@@ -164,17 +137,146 @@ class Tied:
 
 
 @dataclasses.dataclass(frozen=True)
-class InSlot:
-    """An attribute of an object that has no `__dict__`."""
+class OfClass:
+    """What a class has under a name, itself or from those that it inherits from."""
 
-    owner: Any
+    owner: type
     key: str
     kind, stays = "attribute", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`. A method of nn.Module is that class: tracers of torch replace its methods for a time."""
-        found = getattr(self.owner, self.key, MISSING)
-        return torch.nn.Module if found is vars(torch.nn.Module).get(self.key, self) else found
+        member = getattr(self.owner, self.key, MISSING)
+        return torch.nn.Module if member is vars(torch.nn.Module).get(self.key, self) else member
+
+
+@dataclasses.dataclass(frozen=True)
+class OfArgument:
+    """An object among the arguments, which a call gets too."""
+
+    value: Any
+    kind, stays = "attribute", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Submodules:
+    """The submodules of a module, in order, where the forward went through them."""
+
+    module: torch.nn.Module
+    name: str
+    """Of the module."""
+    kind, stays = "submodules", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return dict(self.module.__dict__["_modules"])
+
+    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+        """As `OfModules.words`."""
+        for key in dict.fromkeys((*then, *now)):
+            if then.get(key) is not now.get(key):
+                old, new = (type(x[key]).__name__ if key in x else "missing" for x in (then, now))
+                return f"{self.name}.{key}".lstrip("."), old, f"another {new}" if old == new else new
+        return f"the order of the submodules of {self.name or 'the model'}", ", ".join(then), ", ".join(now)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfModules:
+    """What the modules are that were called: their classes, their hooks, and methods that they have themselves."""
+
+    modules: tuple[tuple[str, torch.nn.Module], ...]
+    """With their names in the model."""
+    aspect: str
+    """One of ASPECTS."""
+    named: frozenset[str] | None
+    """What code that ran names; None where it may ask for anything."""
+    free: frozenset[str]
+    """Attributes that the forward itself changes."""
+    ASPECTS = ("classes", "hooks", "methods")
+    stays = False
+
+    @property
+    def kind(self) -> str:
+        """As `Place.kind`."""
+        return "hooks" if self.aspect == "hooks" else "code"
+
+    def now(self, call: CallInputs) -> dict[str, Any]:
+        """By name of a module, what there is; empty entries are left out."""
+        if self.aspect == "classes":
+            return {name: type(module) for name, module in self.modules}
+        get = _hooks_of if self.aspect == "hooks" else self._methods_of
+        entries = ((name, get(module)) for name, module in self.modules)
+        return {name: what for name, what in entries if what}
+
+    def names_in(self, kind: type) -> frozenset[str]:
+        """The methods of a class, and of its other attributes those that code which ran names."""
+        methods, others = _names_of_class(kind)
+        return (methods | (others if self.named is None else others & self.named)) - self.free
+
+    def _methods_of(self, module: torch.nn.Module) -> dict[str, Any]:
+        """What a module has itself in the place of methods and attributes of its class."""
+        names = self.names_in(type(module)) & module.__dict__.keys()
+        return {name: module.__dict__[name] if name == "forward" else True for name in names}
+
+    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+        """What differs first, and what it was and is."""
+        name = next(name for name in (*then, *now) if not same(then.get(name), now.get(name)))
+        old, new, of = then.get(name), now.get(name), name if name != "self" else "the model"
+        if self.aspect == "classes":
+            return f"class of {of}", getattr(old, "__name__", "missing"), getattr(new, "__name__", "missing")
+        old, new = old or {}, new or {}
+        key = next(key for key in (*old, *new) if not same(old.get(key), new.get(key)))
+        if self.aspect == "hooks":
+            return f"{key} of {of}", str(len(old.get(key, ()))), str(len(new.get(key, ())))
+        was, is_now = ["another one" if key in x else "that of its class" for x in (old, new)]
+        return f"{key} of {of}", was, is_now
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessHooks:
+    """The hooks that run for each module of the process."""
+
+    kind, stays = "hooks", False
+
+    def now(self, call: CallInputs) -> dict[str, dict[Any, Any]]:
+        """As `Place.now`."""
+        return {name: dict(table) for name, table in hooks_of_all_modules().items() if table}
+
+    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+        """As `OfModules.words`."""
+        key = next(key for key in (*then, *now) if then.get(key) != now.get(key))
+        return f"{key} of all modules", str(len(then.get(key, ()))), str(len(now.get(key, ())))
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The tables of a module that have its hooks."""
+
+
+def _hooks_of(module: torch.nn.Module) -> dict[str, list[Any]]:
+    tables = module.__dict__
+    return {words_of_hooks(name): [*tables[name].values()] for name in HOOKS if tables.get(name)}
+
+
+def words_of_hooks(table: str) -> str:
+    """What people call the hooks in a table of a module: `forward pre-hooks`."""
+    return table.strip("_").replace("_", " ").replace("pre ", "pre-")
+
+
+def _names_of_class(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """What users gave a class of modules: `forward` and methods; other attributes."""
+    if kind in _names:
+        return _names[kind]
+    members = {k: x for base in kind.__mro__ if is_users_class(base) for k, x in vars(base).items() if k[:2] != "__"}
+    methods = frozenset(k for k, x in members.items() if type(x) is types.FunctionType)
+    _names[kind] = methods | {"forward"}, frozenset(members) - methods
+    return _names[kind]
+
+
+_names: weakref.WeakKeyDictionary[type, tuple[frozenset[str], frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,11 +453,21 @@ class Read:
     """The Python frames of the first read."""
     module: str = ""
     """The path of the scope in which it was read first."""
+    others: tuple[Any, ...] = ()
+    """Further values that are as good: those that the forward itself leaves there."""
+    names: frozenset[str] | None = None
+    """Of objects with attributes, those that count; None for all."""
+    skip: frozenset[tuple[int, Any]] = frozenset()
+    """Entries that do not count: the id of what holds them, and their key."""
+
+    def now(self, call: CallInputs = NO_CALL) -> Any:
+        """What is there now, as a snapshot."""
+        return snapshot(self.place.now(call), self.names, self.skip)
 
     @property
     def is_of_model(self) -> bool:
-        """Whether it is data, rather than an object or function, that the model's own code read, not torch's code."""
-        if not isinstance(self.value, _DATA) or self.place.kind == "code":
+        """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
+        if not isinstance(self.value, _DATA) or self.place.kind in ("code", "hooks"):
             return False
         if self.place.kind in ("global", "closure"):
             return True  # only those in the model's code are looked for
@@ -363,19 +475,12 @@ class Read:
         return self.name not in _READ_BY_OPS and not (frames and frames[-1][0].co_filename.startswith(NOT_THE_MODEL))
 
     @property
-    def parts(self) -> list[Read]:
-        """A read of each attribute, of one of a layer; else itself."""
-        place = self.place
-        if not isinstance(place, InLayer):
-            return [self]
-        return [
-            Read(f"{self.name}.{key}", value, part, self.frames, self.module)
-            for (key, part), value in zip(place.parts(), self.value, strict=True)
-        ]
-
-    @property
     def source(self) -> str | None:
         """The user's line that read it first: `model.py:12, in forward: if x.is_contiguous():`."""
+        frames = walk_frames(self.frames)
+        if self.place.kind in ("global", "closure") and frames:
+            (code, _), name = frames[-1], self.name.rpartition(".")[2]
+            return user_line([(code, _line_of(code, name))])
         return source_of(self.frames)
 
     def __str__(self) -> str:
@@ -385,127 +490,6 @@ class Read:
 
 _DATA = (bool, int, float, str, type(None), torch.dtype, torch.device, list, tuple, dict, set, Missing)
 _READ_BY_OPS = ("torch.autocast", "torch.get_default_device()", "torch.get_default_dtype()")
-
-
-def snapshot(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """`value`, with copies of what holds values in it: containers of Python and arrays of NumPy.
-
-    `around` has the ids of the containers that it is in.
-    """
-    kind = type(value)  # isinstance would ask an object that is none of these for its `__class__`
-    if kind in _WITHOUT_CONTENT:
-        return value
-    if kind is tuple and _WITHOUT_CONTENT.issuperset(map(type, value)):
-        return value
-    if id(value) in around:
-        return f"<container {len(around) - around.index(id(value))} up>"
-    items = _items(kind, value, (*around, id(value)))
-    if items is not None:
-        return items
-    if kind in _CONTENTS:
-        return snapshot(_CONTENTS[kind](value), around)
-    is_array = kind.__module__ == "numpy" and hasattr(kind, "tobytes")
-    return (str(value.dtype), value.shape, value.tobytes()) if is_array else value
-
-
-_WITH_ITEMS = dict, list, tuple, collections.deque
-
-
-def _items(kind: Any, value: Any, around: tuple[int, ...]) -> Any:
-    """What a container holds, by the methods of its built-in class, and the attributes of one of a subclass."""
-
-    def copied(items: Iterable[Any]) -> list[Any]:
-        return [snapshot(item, around) for item in items]
-
-    own: dict[str, Any] = {}
-    if kind.__dictoffset__ and issubclass(kind, _WITH_ITEMS) and own_dict(value) is not value:
-        own = snapshot(own_dict(value), around)
-    if issubclass(kind, dict):
-        items = (collections.OrderedDict if issubclass(kind, collections.OrderedDict) else dict).items(value)
-        return {
-            **{key: snapshot(item, around) for key, item in items},
-            **{f".{key}": item for key, item in own.items()},
-        }
-    if issubclass(kind, tuple):
-        return (*copied(tuple.__iter__(value)), *own.items())
-    if issubclass(kind, collections.deque):
-        size = () if value.maxlen is None else (value.maxlen,)
-        return [*copied(collections.deque.__iter__(value)), *size, *own.items()]
-    if issubclass(kind, list):
-        return [*copied(list.__iter__(value)), *own.items()]
-    return set(set.__iter__(value)) if issubclass(kind, set) else None
-
-
-def own_dict(x: Any) -> dict[str, Any]:
-    """The `__dict__` of an object, past a `__getattribute__` of its class; of a `threading.local`, this thread's."""
-    if issubclass(type(x), threading.local):  # isinstance may call a `__getattribute__` too
-        return x.__dict__
-    found: dict[str, Any] = object.__getattribute__(x, "__dict__")
-    return found
-
-
-def content_of(cell: types.CellType) -> Any:
-    """The variable of an enclosing function; MISSING where it is not bound."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
-def value_of(variable: contextvars.ContextVar[Any]) -> Any:
-    """The value in the present context, which may be the default; MISSING where there is none."""
-    try:
-        return variable.get()
-    except LookupError:
-        return MISSING
-
-
-_WITHOUT_CONTENT = frozenset(
-    {bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type, types.CodeType, types.FunctionType}
-)
-_CONTENTS: dict[type, Callable[[Any], Any]] = {
-    bytearray: bytes,
-    array.array: lambda x: (x.typecode, x.tobytes()),
-    functools.partial: lambda x: (x.func, x.args, x.keywords, vars(x)),
-    **dict.fromkeys((queue.Queue, queue.LifoQueue, queue.PriorityQueue), operator.attrgetter("queue")),
-    types.MappingProxyType: dict,
-    collections.ChainMap: operator.attrgetter("maps"),
-    collections.UserDict: operator.attrgetter("data"),
-    collections.UserList: operator.attrgetter("data"),
-    contextvars.ContextVar: value_of,
-    weakref.ref: lambda x: id(x()),
-    weakref.WeakKeyDictionary: operator.attrgetter("data"),
-    weakref.WeakValueDictionary: operator.attrgetter("data"),
-    weakref.WeakSet: operator.attrgetter("data"),
-}
-"""By class, what an object holds that is no container itself."""
-
-
-_TOLD_BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset})
-"""Classes of values that are the same if they are equal, but for the order of sets, which is another in a copy."""
-
-
-def same(then: Any, now: Any) -> bool:
-    """Whether a place has the value that it had: one object, containers of such, or equal ones of one type and text.
-
-    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00").
-    """
-    if then is now:
-        return True
-    kind = type(then)
-    if kind is not type(now):
-        return False
-    if kind in (list, tuple):
-        return len(then) == len(now) and (all(map(operator.is_, then, now)) or all(map(same, then, now)))
-    if kind is dict:
-        return same([*then, *then.values()], [*now, *now.values()])
-    try:
-        if kind in _TOLD_BY_EQUALITY:
-            return bool(then == now)
-        is_equal = not isinstance(then, torch.Tensor) and bool(then == now or then != then)
-        return is_equal and repr(then) == repr(now)
-    except Exception:  # objects of others may raise anything, as tables of numbers do
-        return False
 
 
 # Asked again at a call -----------------------------------------------------------------------------------------------
@@ -564,196 +548,125 @@ def check():
 _IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionType, torch.dtype, Missing})
 """The classes of values that do not change: where nothing was assigned there is the same object."""
 
-_MOST = 16
-"""So many items of a container are asked one by one; those of longer ones are compared in a loop of C."""
-
 
 def is_constant(x: Any) -> bool:
     """Whether an object, a number or text for one, does not change."""
     return type(x) in _IDENTICAL or (type(x) is tuple and _IDENTICAL.issuperset(map(type, x)))
 
 
+def _line_of(code: types.CodeType, name: str) -> int:
+    """The first line in which code names a variable or attribute."""
+    lines = (step.positions.lineno for step in dis.get_instructions(code) if step.argval == name and step.positions)
+    return next(filter(None, lines), code.co_firstlineno)
+
+
 def is_same(read: Read) -> bool:
     """Whether the answer to a read is that of the trace."""
-    now = read.place.now(NO_CALL)
-    return same(read.value, now) or same(read.value, snapshot(now))
+    now = read.now()
+    return same(read.value, now) or any(same(other, now) for other in read.others)
 
 
-def unchanged(read: Read) -> list[Condition]:
-    """What holds only while the answer to a read is that of the trace."""
+def unchanged(read: Read, known: set[int]) -> list[Condition]:
+    """What holds only while the answer to a read is that of the trace.
+
+    `known` has the ids of the containers about which there are conditions already.
+    """
     place, then = read.place, read.value
+    whole = [Condition("{}({})", (is_same, read))]
     if isinstance(place, Flag) and (quick := quick_flag(place.function, place.args, then)) is not None:
         ask, args, answer = quick  # whose class is always the same; text is a new object each time
         return [Condition(f"{{}}({', '.join('{}' for _ in args)}) == {{}}", (ask, *args, answer))]
-    if isinstance(place, InTable | InTables) and then is MISSING:
-        tables = (place.table,) if isinstance(place, InTable) else place.tables
-        return [Condition("{} not in {}", (place.key, table)) for table in tables]
-    found = None
-    if isinstance(place, InTable | InClosure) and is_same(read):
-        now = place.now(NO_CALL)
-        is_there = (
-            is_entry(place.table, place.key, now)
-            if isinstance(place, InTable)
-            else is_attribute(place.cell, "cell_contents", now)
+    if read.others or not is_same(read):
+        return whole
+    if isinstance(place, InTable | InClosure | OfClass | OfArgument):
+        of_content = list(_with_content(read, place.now(NO_CALL), known))
+        return whole if None in of_content else [*_is_there(place), *(c for c in of_content if c is not None)]
+    return list(_of_place(place, then)) or whole
+
+
+def _is_there(place: Any) -> Iterator[Condition]:
+    """That the object that a place has now stays there."""
+    now = place.now(NO_CALL)
+    if isinstance(place, InTable):
+        yield is_entry(place.table, place.key, now)
+    elif isinstance(place, InClosure):
+        yield is_attribute(place.cell, "cell_contents", now)
+    elif isinstance(place, OfClass):
+        of_torch = now is torch.nn.Module
+        yield (
+            Condition(f"{{}}.{place.key} is {{}}.{place.key}", (place.owner, now))
+            if of_torch
+            else is_attribute(place.owner, place.key, now)
         )
-        found = _with_content(is_there, now)
-    elif isinstance(place, InSlot) and is_constant(then) and is_same(read):
-        found = [is_attribute(place.owner, place.key, getattr(place.owner, place.key, MISSING))]
-    elif isinstance(place, OfFunctions) and is_same(read) and not any(f.__kwdefaults__ for f in place.functions):
+
+
+def _of_place(place: Any, then: Any) -> Iterator[Condition]:
+    """Conditions of the places that have some of their own; nothing for others."""
+    if isinstance(place, InTables) and then is MISSING:
+        yield from [Condition("{} not in {}", (place.key, table)) for table in place.tables]
+    elif isinstance(place, ProcessHooks) and not then:
+        yield Condition("not any({})", ([*hooks_of_all_modules().values()],))
+    elif isinstance(place, OfModules):
+        yield from _of_modules(place, then)
+    elif isinstance(place, OfFunctions) and not any(map(_has_defaults_with_content, place.functions)):
         parts = itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__"))
-        found = [is_attribute(f, part, getattr(f, part)) for f, part in parts]
-    return [Condition("{}({})", (is_same, read))] if found is None else found
+        yield from [is_attribute(f, part, getattr(f, part)) for f, part in parts]
+    elif isinstance(place, Submodules):
+        yield _has_entries(place.module.__dict__["_modules"])
 
 
-def _with_content(is_there: Condition, x: Any, around: tuple[int, ...] = ()) -> list[Condition] | None:
-    """That an object is somewhere, and has in it what it has now; None where that is no question of identity alone.
-
-    `around` has the ids of the containers that it is in.
-    """
-    if id(x) in around or snapshot(x) is x:  # it is compared by identity, or does not change
-        return [is_there]
-    if type(x) not in (list, tuple, dict) or len(x) > _MOST:
-        return None
-    keys = list(x) if type(x) is dict else list(range(len(x)))
-    if not all(map(is_constant, keys)):
-        return None
-    same_keys = Condition("[*{}] == {}", (x, keys)) if type(x) is dict else Condition("{}({}) == {}", (len, x, len(x)))
-    found = [is_there, same_keys]
-    for key in keys:
-        of_item = _with_content(Condition("{}[{}] is {}", (x, key, x[key])), x[key], (*around, id(x)))
-        if of_item is None:
-            return None
-        found += of_item
-    return found
+def _has_defaults_with_content(function: types.FunctionType) -> bool:
+    defaults = function.__defaults__ or ()
+    return bool(function.__kwdefaults__) or any(form_of(type(x)) is not None for x in defaults)
 
 
-# What modules run beside their code ----------------------------------------------------------------------------------
+def _of_modules(place: OfModules, then: dict[str, Any]) -> Iterator[Condition]:
+    modules = [module for _, module in place.modules]
+    if place.aspect == "classes":
+        yield Condition("all(map({}, map(type, {}), {}))", (operator.is_, modules, list(map(type, modules))))
+    elif place.aspect == "methods":
+        for name, entries in then.items():
+            if "forward" in entries:
+                module = dict(place.modules)[name]
+                yield is_entry(module.__dict__, "forward", module.__dict__["forward"])
+        free = [place.names_in(type(m)).difference(then.get(name, ())) for name, m in place.modules]
+        yield Condition("all(map({}, {}, {}))", (frozenset.isdisjoint, free, [m.__dict__ for m in modules]))
+    else:
+        tables = [module.__dict__[name] for module in modules for name in HOOKS]
+        yield Condition("not any({})", ([table for table in tables if not table],))
+        filled = [table for table in tables if table]
+        yield Condition("{} == {}", (filled, [table.copy() for table in filled]))
 
 
-SUBMODULES = "_modules"
-CODE = "its code"
-
-_WORDS = {
-    "_forward_pre_hooks": "forward pre-hooks",
-    "_forward_hooks": "forward hooks",
-    "_backward_pre_hooks": "backward pre-hooks",
-    "_backward_hooks": "backward hooks",
-}
+def _has_entries(table: dict[Any, Any]) -> Condition:
+    """That a dict has the keys that it has now, with the same objects, in this order."""
+    values = list(table.values())
+    return Condition("[*{}] == {} and all(map({}, {}.values(), {}))", (table, [*table], operator.is_, table, values))
 
 
-_TABLES = (SUBMODULES, *_WORDS)
-_tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = operator.itemgetter(*_TABLES)
-
-
-class TableChange(NamedTuple):
-    """A table of a module that is not what it was."""
-
-    module: torch.nn.Module | None
-    """None for hooks of all modules."""
-    name: str
-    """The module's name in the model."""
-    table: str
-    """`_modules`, the name of the hooks, or `CODE`."""
-    old: dict[Any, Any]
-    new: dict[Any, Any]
-
-    @property
-    def text(self) -> str:
-        """What changed: `forward hooks of fc: 0 when traced and 1 now`."""
-        if self.table == CODE:
-            what, then = next(iter(self.old.items()))
-            return f"{what} of {self.name or 'the model'}: {then} when traced and {self.new[what]} now"
-        if self.table != SUBMODULES:
-            hooks = f"{_WORDS.get(self.table, self.table)} of {self.name or 'the model'}"
-            return f"{hooks}: {len(self.old)} when traced and {len(self.new)} now"
-        found = []
-        for key in dict.fromkeys((*self.old, *self.new)):
-            old, new = (type(t[key]).__name__ if key in t else "missing" for t in (self.old, self.new))
-            if self.old.get(key) is not self.new.get(key):
-                name = f"{self.name}.{key}" if self.name else key
-                found.append(f"{name}: {old} when traced and {'another ' if old == new else ''}{new} now")
-        return "; ".join(found) or f"the submodules of {self.name or 'the model'} are in another order"
-
-
-class TablesOfModule(NamedTuple):
-    """What a module was in the trace."""
-
-    name: str
-    module: torch.nn.Module
-    kind: type
-    methods: Set[str]
-    """The names of those of its class."""
-    forward: Any
-    """One that it had itself; MISSING where it had none."""
-    filled: Mapping[str, dict[Any, Any]]
-    """Its submodules and hooks, by the name of their table; of those only that were not empty."""
-
-
-class ModuleTables:
-    """The tables of a model's modules, their classes and replaced forwards, and what these were in the trace."""
-
-    def __init__(
-        self, modules: Callable[[], list[TablesOfModule]], hooks: Mapping[str, dict[Any, Any]], read: Set[str]
-    ) -> None:
-        """`modules` gives the model's, when somebody asks.
-
-        `hooks` are the tables of hooks that run for all modules of the process, and `read` the attributes that the
-        forward's code names.
-        """
-        self.read = frozenset(read)
-        self._make = modules
-        self._of_process = {name: (table, table.copy()) for name, table in hooks.items()}
-
-    @functools.cached_property
-    def _modules(self) -> list[TablesOfModule]:
-        return self._make()
-
-    def _pairs(self) -> Iterator[tuple[torch.nn.Module | None, str, str, dict[Any, Any], dict[Any, Any]]]:
-        """Of each table: its module, the name of that and its own, what it holds and what it held."""
-        for each in self._modules:
-            for name, now in zip(_TABLES, _tables_of(each.module.__dict__), strict=True):
-                yield each.module, each.name, name, now, each.filled.get(name, _EMPTY)
-        for name, (now, then) in self._of_process.items():
-            yield None, "all modules", name, now, then
-
-    def restore(self) -> None:
-        """Take hooks for all modules away that a forward has made, and put those back that there were."""
-        for now, then in self._of_process.values():
-            if now != then:
-                now.clear()
-                now.update(then)
-
-    def unchanged(self) -> Iterator[Condition]:
-        """What holds as long as all is what it was."""
-        for each in self._modules:
-            yield Condition("{}({}) is {}", (type, each.module, each.kind))
-        for each in self._modules:
-            for name in each.methods:
-                yield Condition("{} not in {}", (name, each.module.__dict__))
-        for each in self._modules:
-            if each.forward is not MISSING:
-                yield Condition("{}.get('forward') == {}", (each.module.__dict__, each.forward))
-        tables = [(now, then) for _, _, _, now, then in self._pairs()]
-        yield Condition("not {}({})", (any, [now for now, then in tables if not then]))
-        yield Condition("{} == {}", ([now for now, then in tables if then], [then for _, then in tables if then]))
-
-    def changes(self) -> Iterator[TableChange]:
-        """The tables that are not what they were."""
-        for module, name, table, now, then in self._pairs():
-            if now != then:
-                yield TableChange(module, name, table, then, now)
-        for each in self._modules:
-            module, own = each.module, each.module.__dict__
-            if type(module) is not each.kind:
-                names = each.kind.__name__, type(module).__name__
-                yield TableChange(module, each.name, CODE, {"class": names[0]}, {"class": names[1]})
-            for method in own.keys() & each.methods:
-                yield TableChange(module, each.name, CODE, {method: "that of its class"}, {method: "another one"})
-            if each.forward is not MISSING and own.get("forward") != each.forward:
-                yield TableChange(module, each.name, CODE, {"forward": "one of its own"}, {"forward": "another one"})
-
-
-_EMPTY: dict[Any, Any] = {}
+def _with_content(read: Read, x: Any, known: set[int]) -> Iterator[Condition | None]:
+    """That an object has in it what it has now; None where that is no question of identity alone."""
+    form = form_of(type(x))
+    if form is None or id(x) in known:
+        return
+    known.add(id(x))
+    table: Any = own_dict(x) if form is ATTRIBUTES and type(x).__dictoffset__ and not slots_of(type(x)) else x
+    if read.skip or extra_attributes(x) or type(table) not in (dict, list, tuple):
+        known.discard(id(x))
+        yield None
+        return
+    items = list(table.values()) if type(table) is dict else list(table)
+    if table is x and type(x) is dict:
+        yield _has_entries(x)
+    elif table is not x:
+        keys = [key for key in table if read.names is None or key in read.names]
+        items = [table[key] for key in keys]
+        text = "len({}) == {} and all(map({}, map({}.get, {}), {}))"
+        yield Condition(text, (table, len(table), operator.is_, table, keys, items))
+    elif type(x) is list:
+        yield Condition("len({}) == {} and all(map({}, {}, {}))", (x, len(x), operator.is_, x, items))
+    for item in items:
+        yield from _with_content(read, item, known)
 
 
 # Numbers in objects among the arguments ------------------------------------------------------------------------------
@@ -780,9 +693,9 @@ def numbers_read(
     kwargs: dict[str, Any],
     names: Sequence[str],
     object_types: Collection[type],
-    attributes: Collection[str],
+    attributes: Collection[str] | None,
 ) -> list[ArgumentNumber]:
-    """The numbers in objects that stand in one of `attributes`; `names` are those of the positional arguments."""
+    """The numbers in objects that stand in one of `attributes`, or in any; `names` are of the positional arguments."""
     search = _Search(object_types, attributes)
     found = [
         n for i, (name, x) in enumerate(zip(names, args, strict=True)) for n in search.of(x, name, ("[0]", f"[{i}]"))
@@ -791,7 +704,7 @@ def numbers_read(
 
 
 class _Search:
-    def __init__(self, object_types: Collection[type], attributes: Collection[str]) -> None:
+    def __init__(self, object_types: Collection[type], attributes: Collection[str] | None) -> None:
         self._object_types = object_types
         self._attributes = attributes
 
@@ -801,7 +714,7 @@ class _Search:
             yield from self._in_object(x, name, path, (), [])
         for key, child in children or ():
             if key[0] == "." and type(child) in (int, float):
-                if key[1:] in self._attributes:
+                if self._attributes is None or key[1:] in self._attributes:
                     yield ArgumentNumber(name + key, child, (*path, key), ())
             else:
                 yield from self.of(child, name + key, (*path, key))
@@ -814,7 +727,7 @@ class _Search:
         for key, value in vars(x).items():
             if type(value) not in (int, float):
                 yield from self._in_object(value, f"{name}.{key}", path, (*attributes, key), [*outer, x])
-            elif key in self._attributes:
+            elif self._attributes is None or key in self._attributes:
                 yield ArgumentNumber(f"{name}.{key}", value, path, (*attributes, key))
 
 

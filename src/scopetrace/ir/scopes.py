@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from scopetrace._compat.questions import is_of_python
-from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, is_of_python, prefixes
 from scopetrace.errors import ScopeError
 
 _F = TypeVar("_F", bound=Callable[..., Any])

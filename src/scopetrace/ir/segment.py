@@ -25,7 +25,6 @@ from scopetrace.ir.tape import (
     Value,
     flat,
     is_grad_on,
-    recorded_ops,
     renamed,
 )
 
@@ -104,7 +103,7 @@ def free_symbols(segment: TapeSegment, captured: list[Any]) -> Iterator[Any]:
 
 def has_symbols(tape: Tape) -> bool:
     """Whether a size or number of the program is symbolic: of what comes from outside, or made from data."""
-    ops = recorded_ops(tape.ops)
+    ops = tape.ops
     outside = [op.outputs for op in ops if op.kind in ("placeholder", "get_attr")]
     numbers = any(is_symbolic(x.fake) if isinstance(x, Value) else isinstance(x, Symbolic) for x in outside)
     return numbers or any(op.unbacked for op in ops)

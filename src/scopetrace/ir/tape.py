@@ -11,18 +11,15 @@ mutation are read off the ops.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
 import inspect
 import itertools
 import operator
 import os
-import threading
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, Union
+from typing import Any, Protocol, Union
 
 import torch
 
@@ -32,22 +29,28 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
 from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
-from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read
+from scopetrace.ir.reads import ArgumentNumber, Read
 from scopetrace.ir.registered import Registered
-from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
 
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
 Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.SymFloat
 """A number of the program, known or symbolic."""
 
 Constant = (
-    str | bytes | None | slice | torch.dtype | torch.device | torch.layout | torch.memory_format | torch.Tensor | type
+    str
+    | bytes
+    | None
+    | slice
+    | torch.dtype
+    | torch.device
+    | torch.layout
+    | torch.memory_format
+    | torch.Tensor
+    | type
+    | torch.ScriptObject
 )
 """An argument that is the same in every run."""
 
@@ -384,249 +387,10 @@ class Call:
         return new
 
 
-class Repetition(Protocol):
-    """A call that repeats another one, of which the ops are not made yet."""
-
-    call: Call
-    repeated: Call
-    """The other one."""
-    count: int
-    """How many ops it has."""
-    call_count: int
-    """How many calls are in it."""
-
-    def make(self) -> list[Op]:
-        """Its ops."""
-
-    def calls(self) -> list[Call]:
-        """The calls in it."""
-
-    def called(self) -> Iterator[tuple[torch.nn.Module | None, Frames, str]]:
-        """The modules that these are of, with their frames and the paths of their scopes."""
-
-    def now(self, value: Value) -> Value:
-        """What stands for a value that the other call takes, gives back, or was the first to read of the model."""
-
-    def operands(self) -> list[Value]:
-        """The values from before that it reads."""
-
-    def reads(self, call: Call | None) -> list[tuple[Value, Op]]:
-        """The parameters and buffers that it is the first to read, each with an op like its own, for another tape.
-
-        In that tape, the ops are in `call`.
-        """
-
-
-_one_fills = threading.RLock()
-
-
-class _PartlyMade(list[_T], Generic[_T, _R]):
-    """A list of what was recorded. What is in calls that repeat others is made when somebody reads the list.
-
-    `recorded` gives what is there.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[tuple[int, _R]] = []
-        """What is not made yet: before which of the items that are there, and what makes it."""
-        self._begins: list[int] = []
-        """Where in the whole list that begins."""
-        self._missing = 0
-        self._is_filling = False
-
-    def _count(self, repetition: _R) -> int:
-        """How many items a repetition makes."""
-        raise NotImplementedError
-
-    def _made(self, repetition: _R) -> list[_T]:
-        """These items."""
-        raise NotImplementedError
-
-    def wait(self, repetition: _R) -> None:
-        """At the end of the list are items that `repetition` makes."""
-        self._begins.append(len(self))
-        self.waiting.append((super().__len__(), repetition))
-        self._missing += self._count(repetition)
-
-    def fill(self) -> None:
-        """Make the items that are not there yet. Other threads wait."""
-        if not self.waiting:
-            return
-        with _one_fills:
-            if self.waiting and not self._is_filling:
-                self._is_filling = True
-                try:
-                    super().__setitem__(slice(None), self._whole())
-                    self.waiting, self._begins, self._missing = [], [], 0
-                finally:
-                    self._is_filling = False
-
-    def _whole(self) -> list[_T]:
-        whole: list[_T] = []
-        there, position = self.recorded(), 0
-        for before, repetition in self.waiting:
-            whole += there[position:before]
-            whole += self._made(repetition)
-            position = before
-        return whole + there[position:]
-
-    def recorded(self) -> list[_T]:
-        """The items that are there."""
-        return [*super().__iter__()]
-
-    def __len__(self) -> int:
-        return super().__len__() + self._missing
-
-    def __bool__(self) -> bool:
-        return len(self) > 0
-
-    if not TYPE_CHECKING:  # as of a list
-
-        def __getitem__(self, i: Any) -> Any:
-            if self.waiting and not (type(i) is int and 0 <= i < self.waiting[0][0]):
-                self.fill()
-            return super().__getitem__(i)
-
-
-class OpList(_PartlyMade[Op, Repetition]):
-    """The ops of a recording.
-
-    Of a repetition the ops that are there tell what kinds of ops there are, since it has the same ones, and no op that
-    writes.
-    """
-
-    def _count(self, repetition: Repetition) -> int:
-        return repetition.count
-
-    def _made(self, repetition: Repetition) -> list[Op]:
-        return repetition.make()
-
-    def between(self, start: int, stop: int) -> list[Op]:
-        """As a slice of the whole list; what it has none of is not made."""
-        last = bisect.bisect_left(self._begins, stop) - 1
-        if last < 0:
-            return list.__getitem__(self, slice(start, stop))
-        (there, repetition), begin = self.waiting[last], self._begins[last]
-        if begin + repetition.count > start:
-            return self[start:stop]
-        before = begin - there + repetition.count
-        return list.__getitem__(self, slice(start - before, stop - before))
-
-
-class CallList(_PartlyMade[Call, Repetition]):
-    """The module calls of a recording. Their scopes are made with them: see `Tape.scopes`."""
-
-    def _count(self, repetition: Repetition) -> int:
-        return repetition.call_count
-
-    def _made(self, repetition: Repetition) -> list[Call]:
-        return repetition.calls()
-
-
-class UnmadeReads(Protocol):
-    """What a call that repeats another one has read."""
-
-    @property
-    def count(self) -> int:
-        """How many reads there are."""
-
-    def reads(self) -> list[Read]:
-        """One for each."""
-
-
-class ReadList(_PartlyMade[Read, UnmadeReads]):
-    """What a recording has read."""
-
-    def _count(self, repetition: UnmadeReads) -> int:
-        return repetition.count
-
-    def _made(self, repetition: UnmadeReads) -> list[Read]:
-        return repetition.reads()
-
-
-def _of_whole(name: str) -> Callable[..., Any]:
-    method = getattr(list, name)
-
-    @functools.wraps(method)
-    def of_whole(self: _PartlyMade[Any, Any], *args: Any) -> Any:
-        self.fill()
-        return method(self, *args)
-
-    return of_whole
-
-
-for _name in (
-    *("__add__", "__contains__", "__delitem__", "__eq__", "__ge__", "__gt__", "__iadd__", "__imul__", "__iter__"),
-    *("__le__", "__lt__", "__mul__", "__ne__", "__repr__", "__reversed__", "__rmul__", "__setitem__", "clear", "copy"),
-    *("count", "extend", "index", "insert", "pop", "remove", "reverse", "sort", "__reduce_ex__"),
-):
-    setattr(_PartlyMade, _name, _of_whole(_name))
-
-
-def repetitions(ops: list[Op]) -> list[Repetition]:
-    """Of the ops of a tape, those calls of which the ops are not made yet."""
-    return [repetition for _, repetition in ops.waiting] if isinstance(ops, OpList) else []
-
-
-def calls_inside(calls: Iterable[Call], around: Container[Call]) -> list[Call]:
-    """The calls that are in one of `around`, in order. `calls` has outer ones first."""
-    found: dict[Call, None] = {}
-    for call in calls:
-        if call.parent is not None and (call.parent in around or call.parent in found):
-            found[call] = None
-    return list(found)
-
-
-def positions(ops: list[Op]) -> Iterator[tuple[int, Op]]:
-    """As `recorded_ops`, each with its position on the tape."""
-    waiting = iter(ops.waiting if isinstance(ops, OpList) else ())
-    there, missing = next(waiting, None), 0
-    for i, op in enumerate(recorded_ops(ops)):
-        while there is not None and there[0] <= i:
-            missing += there[1].count
-            there = next(waiting, None)
-        yield i + missing, op
-
-
 def is_grad_on(ops: list[Op]) -> bool:
     """Whether autograd is on for one of the ops that compute, or there are none at all."""
-    there = recorded_ops(ops)
-    grads = {op.grad for op in there if op.kind in ("call_function", "call_module")} or {op.grad for op in there}
+    grads = {op.grad for op in ops if op.kind in ("call_function", "call_module")} or {op.grad for op in ops}
     return True in grads or not grads
-
-
-def recorded_ops(ops: list[Op]) -> list[Op]:
-    """The ops of a tape without those of repetitions that are not made yet: see `OpList`."""
-    return recorded(ops)
-
-
-def recorded(items: list[_T]) -> list[_T]:
-    """The ops or calls of a tape that are there."""
-    return items.recorded() if isinstance(items, _PartlyMade) else items
-
-
-def called_modules(
-    calls: list[Call], without: Container[Call] = ()
-) -> Iterator[tuple[torch.nn.Module | None, Frames, str]]:
-    """The modules that are called, in order, with the frames and the paths of the scopes, but for leaves.
-
-    Of repetitions that are not made yet, those of the calls `without` are left out.
-    """
-    waiting = iter(calls.waiting if isinstance(calls, CallList) else ())
-    there = next(waiting, None)
-    for i, call in enumerate(recorded(calls), 1):
-        if not call.leaf:
-            yield call.module, call.frames, call.scope.path
-        while there is not None and there[0] <= i:
-            if there[1].call not in without:
-                yield from there[1].called()
-            there = next(waiting, None)
-
-
-def ops_between(ops: list[Op], start: int, stop: int) -> list[Op]:
-    """A slice of the ops of a tape, for which no others are made: see `OpList`."""
-    return ops.between(start, stop) if isinstance(ops, OpList) else ops[start:stop]
 
 
 class Signed:
@@ -697,6 +461,8 @@ class AttributeWrite:
     """Whether a call adds the value to the gradient that is there, as `backward()` does, in place of binding it."""
     buffer: bool | None = None
     """Of a buffer, whether it is in the state dict; None for other attributes."""
+    is_cache: bool = False
+    """Whether it is bound only where there is no tensor: the forward computes it once, and each call the same again."""
 
     @property
     def path(self) -> str:
@@ -752,20 +518,13 @@ class Tape:
     inference: OpInference | None = None
     """What is known of ops on its fake tensors; None in a loaded trace."""
 
-    def fill(self) -> None:
-        """Make the ops that wait to be read (see `OpList`)."""
-        if isinstance(self.ops, OpList):
-            self.ops.fill()
-
     def scopes(self) -> Iterator[Scope]:
         """All scopes, outer before inner."""
-        if isinstance(self.calls, CallList):
-            self.calls.fill()
         return self.root.walk()
 
     def bodies(self) -> list[BodyTape]:
         """The bodies of the higher-order ops, each once, without those inside them."""
-        return list(dict.fromkeys(body for op in recorded_ops(self.ops) for body in op.bodies()))
+        return list(dict.fromkeys(body for op in self.ops for body in op.bodies()))
 
     def walk(self) -> Iterator[Tape]:
         """This tape and all bodies inside it, outer before inner."""
@@ -780,7 +539,7 @@ class Tape:
 
     def has_writes(self) -> bool:
         """Whether an op writes, of this tape or of a body inside it."""
-        return any(op.writes for inner in self.walk() for op in recorded_ops(inner.ops))
+        return any(op.writes for inner in self.walk() for op in inner.ops)
 
     def attribute_reads(self) -> list[tuple[str, Value]]:
         """The names and values of the parameters, buffers and constants that ops read, in order."""
@@ -833,6 +592,9 @@ class ProgramTape(Tape):
     numbers: list[torch.SymInt] = dataclasses.field(default_factory=list)
     """The symbolic numbers that stand for whole numbers among the arguments: placeholders after those of `inputs`."""
     attribute_writes: list[AttributeWrite] = dataclasses.field(default_factory=list)
+    settled: dict[str, tuple[torch.dtype, torch.Size]] = dataclasses.field(default_factory=dict)
+    """Of attributes that the forward binds to tensors of other metadata when it first runs: what they are from then on.
+    """
     cleared: list[GraphInput | StateRef] = dataclasses.field(default_factory=list)
     """The tensors whose gradient is None after a call, whatever it was before."""
     modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
@@ -847,8 +609,6 @@ class ProgramTape(Tape):
     """Whether autograd was on when the forward began."""
     reads: list[Read] = dataclasses.field(default_factory=list)
     """What the forward read from outside of the program, in order: another value at a call is another program."""
-    module_tables: ModuleTables | None = None
-    """The submodules and hooks of the model's modules; None in a loaded trace."""
     argument_numbers: list[ArgumentNumber] = dataclasses.field(default_factory=list)
     """The numbers in objects among the arguments that the forward may have read, and that are fixed."""
     given: list[GivenPart] = dataclasses.field(default_factory=list)
@@ -859,8 +619,6 @@ class ProgramTape(Tape):
     """Whether a call warns, rather than raises, where the program is right for one call only."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
-    reuse: Reuse | None = None
-    """Which module calls repeat others; None where all of them ran."""
     edited: bool = False
     """Whether it was read from a graph that a user or a pass changed, so that the recorded program is another one."""
     write_back: WriteBack | None = None
@@ -879,7 +637,7 @@ class ProgramTape(Tape):
 
     def written_storages(self) -> frozenset[int]:
         """The storages that the recorded program writes to."""
-        return frozenset(v.storage for op in recorded_ops(self.ops) for v in op.writes)
+        return frozenset(v.storage for op in self.ops for v in op.writes)
 
 
 @dataclasses.dataclass(eq=False)
@@ -981,8 +739,6 @@ def _collect(items: Iterable[Any], found: list[Value]) -> None:
                 _collect(x, found)
             elif isinstance(x, dict):
                 _collect(x.values(), found)
-            elif isinstance(x, Value):
-                found.append(x)
 
 
 def holds_tensor(x: Any) -> bool:

@@ -44,7 +44,7 @@ from scopetrace.program.graph import (
     set_place,
 )
 from scopetrace.program.traced import Saved, TracedProgram, functional_tape
-from scopetrace.record import record
+from scopetrace.session import record
 
 Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 """As `functorch.compile.default_partition`."""

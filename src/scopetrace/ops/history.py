@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import is_op, schema_of
-from scopetrace.ir.tape import Op, RecordedTape, Value, recorded_ops, values_in
+from scopetrace.ir.tape import Op, RecordedTape, Value, values_in
 from scopetrace.ops.functional_variants import is_factory
 
 
@@ -202,9 +202,7 @@ def plain_leaves(tape: RecordedTape, ops: list[Op] | None = None) -> dict[Value,
     ]
     sources = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
     plain = [v for v in sources if can_require_grad(v) and not (v.requires_grad and tape.grad)]
-    if tape.grad and not any(
-        op.writes or op.phase for op in recorded_ops(tape.ops)
-    ):  # the graph switches autograd for inputs
+    if tape.grad and not any(op.writes or op.phase for op in tape.ops):  # the graph switches autograd for inputs
         plain = [v for v in plain if v.op.kind != "placeholder"]
     return {v: 1 << i for i, v in enumerate(plain)}
 

@@ -60,7 +60,7 @@ class Numbering:
         inner = open_container(x)
         if inner is not None:
             return (container_type(x).__name__, *((path, self.of(item)) for path, item in inner))
-        return ("object", type(x).__name__, _Identity(x))
+        return ("object", type(x).__name__, Identity(x))
 
     def _number(self, value: Value) -> int:
         return self._values.setdefault(value, len(self._values))
@@ -75,14 +75,14 @@ class Numbering:
         return str(expr.xreplace({s: type(s)(name, **s.assumptions0) for s, name in self._symbols.items()}))
 
 
-class _Identity:
+class Identity:
     """An object whose equality is not known: it equals itself only."""
 
     def __init__(self, x: Any) -> None:
         self._x = x
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._x is other._x
+        return isinstance(other, Identity) and self._x is other._x
 
     def __hash__(self) -> int:
         return id(self._x)

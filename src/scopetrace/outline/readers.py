@@ -8,7 +8,7 @@ from typing import Any
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.tape import Call, FunctionalTape, Value, calls_inside, positions, repetitions
+from scopetrace.ir.tape import Call, FunctionalTape, Value
 
 Place = tuple[int, int]
 """A value in a call, the same in equal calls: the number of the op that makes it, and of its result."""
@@ -19,31 +19,26 @@ Bound = tuple[str, str] | None
 class Readers:
     """Of each value of a tape: the op that makes it, the last op that reads it, and the calls that take or give it.
 
-    The same of each symbol that an op makes from data. Of what is in calls that repeat others, and are not made yet,
-    nothing is known: only these calls themselves read and make something.
+    The same of each symbol that an op makes from data.
     """
 
     def __init__(self, tape: FunctionalTape) -> None:
         self._made: dict[Any, int] = {}
         self._last: dict[Any, int] = {}
         self._calls: dict[Any, list[Call]] = collections.defaultdict(list)
-        ops = list(positions(tape.ops))
+        ops = list(enumerate(tape.ops))
         self._symbols = [symbol for _, op in ops for symbol in op.unbacked or ()]
         self._op_at = dict(ops)
         self._steps = [i for i, op in ops if op.kind not in ("placeholder", "get_attr")]
-        waiting = {repetition.call: repetition for repetition in repetitions(tape.ops)}
         for i, op in ops:
-            self._last.update(dict.fromkeys([*op.inputs(), *self._symbols_in((op.args, op.kwargs))], i))
-            self._made.update(dict.fromkeys([*op.values(), *(op.unbacked or ())], i))
-        for call, repetition in waiting.items():
-            for value in repetition.operands():
-                self._last[value] = max(self._last.get(value, -1), call.start)
-            for value in leaves(call.outputs, Value):
-                self._made.setdefault(value, call.start)
-        inside = set(calls_inside(tape.calls, waiting))
+            for value in op.inputs():
+                self._last[value] = i
+            for value in op.values():
+                self._made[value] = i
+        for i, op in ops if self._symbols else ():
+            self._last.update(dict.fromkeys(self._symbols_in((op.args, op.kwargs)), i))
+            self._made.update(dict.fromkeys(op.unbacked or (), i))
         for call in tape.calls:
-            if call in inside:
-                continue
             used = (call.args, call.kwargs, call.outputs, call.mutated)
             for value in [*leaves(used, Value), *self._symbols_in(used)]:
                 self._calls[value].append(call)
@@ -106,9 +101,18 @@ class Captured:
         merged = {**found, **self._wanted.get(call, {})}
         return {self._readers.at(call, place): merged[place] for place in sorted(merged)}
 
-    def note(self, key: Any, call: Call, given: dict[Value, Bound]) -> None:
-        """Note what a call gives. `key` is equal for calls that are equal but for what they give here."""
-        self._groups[key][call] = {self._readers.place(call, v): bound for v, bound in given.items()}
+    def note(self, key: Any, call: Call, given: dict[Value, Bound]) -> dict[Call, dict[Place, Bound]]:
+        """Note what a call gives. `key` is equal for calls that are equal but for what they give here.
+
+        Gives what is noted of all these.
+        """
+        group = self._groups[key]
+        group[call] = {self._readers.place(call, v): bound for v, bound in given.items()}
+        return group
+
+    def wants(self, *calls: Call) -> bool:
+        """Whether one of these calls has to give what equal ones do."""
+        return not self._wanted.keys().isdisjoint(calls)
 
     def missing(self) -> dict[Call, dict[Place, Bound]]:
         """By call, what it has to give because an equal one does; empty where all equal ones give the same."""

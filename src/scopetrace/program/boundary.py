@@ -15,21 +15,22 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import one_at_a_time
+from scopetrace._compat.ops import in_transform
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import (
     buffers_of,
-    is_symbolic,
     parameters_of,
     passes_its_class,
+    storage_id,
     unsaved_buffers_of,
 )
+from scopetrace.containers.contents import difference, same, short
 from scopetrace.containers.structure import (
     Effect,
     Given,
@@ -46,35 +47,25 @@ from scopetrace.containers.structure import (
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
     MISSING,
-    NO_CALL,
-    SUBMODULES,
     Asked,
     CallInputs,
     Flag,
     InTable,
-    OfEnvironment,
     OfFunctions,
     OfInput,
-    Place,
     Read,
-    TableChange,
     Tied,
     check,
     check_numbers,
-    is_constant,
     is_same,
-    same,
-    snapshot,
     unchanged,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.history import History
-from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.sharing import InputSharing, StateSharing
-from scopetrace.record import argument_names, more_keywords
-from scopetrace.record.model import is_torchs
 from scopetrace.record.uses import takes_by_key
+from scopetrace.session import argument_names, more_keywords
 
 Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
@@ -226,13 +217,29 @@ class CallBoundary:
         self.state = LiveState(tape, graph_module)
         self.check = StateCheck(tape)
         written = tape.written_storages()
-        self._written = [i for i, v in enumerate(tape.inputs) if v.storage in written]
-        self._overlapping = {i for i in self._written if _may_overlap(tape.inputs[i].fake)}
+        self._writes_inputs = any(v.storage in written for v in tape.inputs)
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
-        self._input_sharing = InputSharing(tape) if len(tape.inputs) > 1 else None
-        self._state_sharing = StateSharing(tape) if tape.attributes else None
+        self._input_sharing, self._state_sharing = InputSharing(tape), StateSharing(tape)
+        outside = [*tape.inputs, *(v for _, v in tape.attribute_reads())]
+        self._writes = [v.storage in written for v in outside] if tape.write_back is not None else []
+        """Whether the write-back may write to each tensor from outside, where the graph does not."""
+        self._followed = [tape.grad and v.requires_grad for v in outside]
+        """Whether autograd followed each of them in the trace."""
+
+    def written_unseen(self, inputs: Sequence[Any]) -> set[int]:
+        """The storages that the write-back writes, where autograd follows a tensor that it did not in the trace.
+
+        Backward may read there, and the graph makes copies only of what it read in the trace.
+        """
+        if not any(self._writes) or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
+            return set()  # torch has no such copies in a transform
+        names = [name for name, _ in self.tape.attribute_reads()]
+        now = [*inputs[: len(self.tape.inputs)], *map(self.state.held, names)]
+        if not any(t.requires_grad and not followed for t, followed in zip(now, self._followed, strict=True)):
+            return set()
+        return {storage_id(t) for t, writes in zip(now, self._writes, strict=True) if writes}
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
@@ -249,7 +256,7 @@ class CallBoundary:
         if self.check.facts:
             self.check.run_facts(CallInputs(args, kwargs, inputs), self.number(inputs))
         self.check.run_state()
-        if self._written and (self._enables_grad or torch.is_grad_enabled()):
+        if self._writes_inputs and (self._enables_grad or torch.is_grad_enabled()):
             self._check_gradients(inputs)
         if isinstance(self.tape.outputs, Returned):
             inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
@@ -257,8 +264,7 @@ class CallBoundary:
             objects = effect_targets(self._given, self.tape.args, (args, kwargs))
             inputs.given = dict(zip([part.path for part in self._given], objects, strict=True))
         self.state.refresh()
-        if self._state_sharing is not None:
-            self._state_sharing.check(self.state.current, inputs)
+        self._state_sharing.check(self.state.current, inputs)
         return inputs
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -309,20 +315,10 @@ class CallBoundary:
                 )
         if tape.sizes is not None:
             tape.sizes.check(tensors, numbers)
-        if self._input_sharing is not None:
-            self._input_sharing.check(tensors)
-        self._check_overlaps(tensors)
+        self._input_sharing.check(tensors)
         if tape.argument_numbers:
             check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
         return [*tensors, *numbers]
-
-    def _check_overlaps(self, tensors: Sequence[torch.Tensor]) -> None:
-        for i in self._written:
-            if i not in self._overlapping and _may_overlap(tensors[i]):
-                raise InputMismatchError(
-                    f"{self.tape.input_paths[i]}, which the model writes, has elements that share memory, as after "
-                    "expand(), and had none when traced; pass x.clone()"
-                )
 
     def _check_gradients(self, inputs: Sequence[Any]) -> None:
         """Autograd would see the writes to inputs where an input brings a gradient, which it did not in the trace."""
@@ -437,7 +433,7 @@ class LiveState:
         self._writes = [
             (w, w.module or _submodule(graph_module, w.fqn if w.of is None else "")) for w in tape.attribute_writes
         ]
-        self._cleared = tape.cleared
+        self._cleared, self._settled = tape.cleared, tape.settled
         self._owners = _owners(tape)
         self._attributes = tape.attributes
         self._held: list[_Bound] = []
@@ -475,7 +471,7 @@ class LiveState:
                 raise _not_as_traced(bound.name, (bound.dtype, bound.shape), now)
         for name, place, then in self._unread:
             found = _look_up(*place)
-            if found is None or (found.dtype, found.shape) != then:
+            if found is None or (found.dtype, found.shape) not in (then, self._settled.get(name)):
                 raise _not_as_traced(name, then, found)
 
     def _follow(self, bound: _Bound) -> torch.Tensor:
@@ -526,6 +522,8 @@ class LiveState:
         for of in self._cleared:
             outside(of).grad = None
         for (write, module), tensor in zip(self._writes, results, strict=True):
+            if write.is_cache and _look_up(module, write.name) is not None:
+                continue
             if write.buffer is not None:
                 _bind_buffer(module, write.name, tensor, in_state_dict=write.buffer)
             elif write.of is None:
@@ -642,35 +640,17 @@ Number = Callable[[Any], Any]
 _NUMBERS = (bool, int, float, str, type(None))
 
 
-def _may_overlap(t: torch.Tensor) -> bool:
-    """Whether several of its elements may be one in memory: most ops refuse to write it, or write it in some order."""
-    return t.layout is torch.strided and not is_symbolic(t) and Geometry.of(t, 0).overlaps_itself()
-
-
 class StateCheck:
     """Compares the state at a call with that of the trace."""
 
     def __init__(self, tape: ProgramTape) -> None:
-        self._reads: list[Read] = []
-        self._numbers: list[tuple[Any, str, Any, Read]] = []
-        """Of numbers and text in attributes and globals: table, key and value."""
-        self.facts: list[tuple[Place, Read]] = []
+        self._reads = [read for read in tape.reads if read.place.kind != "input"]
+        self.facts = [(read.place, read) for read in tape.reads if read.place.kind == "input"]
         """What was read of inputs."""
-        for read in (part for whole in tape.reads for part in whole.parts):
-            self._add(read)
-        tables = () if tape.module_tables is None else tape.module_tables.unchanged()
-        conditions = itertools.chain(*map(unchanged, self._reads), tables)
-        self.run_state = check(conditions, _Comparison(tape, self._reads).run)
+        known = set[int]()
+        conditions = [condition for read in self._reads for condition in unchanged(read, known)]
+        self.run_state = check(conditions, self._compare_all)
         """Raise StateMismatchError for what is not as it was, beside the inputs."""
-
-    def _add(self, read: Read) -> None:
-        place, then = read.place, read.value
-        if place.kind == "input":
-            self.facts.append((place, read))
-            return
-        self._reads.append(read)
-        if isinstance(place, InTable) and type(then) in _NUMBERS and is_constant(place.table.get(place.key)):
-            self._numbers.append((place.table, place.key, then, read))
 
     def run_facts(self, call: CallInputs, number: Number) -> None:
         """Raise InputMismatchError for a fact of an input that differs."""
@@ -683,68 +663,19 @@ class StateCheck:
 
     def run_numbers(self) -> None:
         """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
-        for table, key, value, read in self._numbers:
-            now = table.get(key, MISSING)
+        for read in self._reads:
+            place, value = read.place, read.value
+            if not isinstance(place, InTable) or type(value) not in _NUMBERS or read.others:
+                continue
+            now = place.table.get(place.key, MISSING)
             if now != value:
                 raise StateMismatchError(f"{read.name}: {value} when traced and {now} now; trace again, or put it back")
 
-
-class _Comparison:
-    """Compares each thing by itself, where the quick check fails: an equal one may be there, or it may not matter."""
-
-    def __init__(self, tape: ProgramTape, reads: list[Read]) -> None:
-        self._tape = tape
-        self._reads = reads
-
-    def run(self) -> None:
-        """Raise StateMismatchError for what is not as it was."""
-        try:
-            self._compare_all()
-        except StateMismatchError:
-            with one_at_a_time:  # a trace in another thread replaces attributes of classes for a while
-                self._compare_all()
-
     def _compare_all(self) -> None:
+        """Compare each thing by itself, where the quick check fails: an equal one may be there."""
         for read in self._reads:
-            _compare(read)
-        tables = self._tape.module_tables
-        if tables is not None:
-            for change in tables.changes():
-                self._refuse(change, tables.read)
-
-    def _refuse(self, change: TableChange, read: Set[str]) -> None:
-        """Raise StateMismatchError for other hooks or modules than those of the trace, where the forward sees them.
-
-        It does where it calls a module or uses tensors of it, or its code names it: `len(self.layers)`.
-        """
-        tapes = list(self._tape.walk())
-        modules = [call.module for tape in tapes for call in tape.calls if call.module is not None and not call.leaf]
-        called = set(map(id, modules))
-        used = called | {id(m) for m in self._tape.modules.values()} | {id(m) for m, _ in self._tape.owners.values()}
-        if change.table != SUBMODULES:
-            torchs = filter(is_torchs, modules)  # which may ask for the hooks of those in them
-            inside = called.union(id(inner) for m in torchs for inner in m.modules())
-            matters = change.module is None or id(change.module) in inside or change.table in read
-        else:
-            goes_on = isinstance(change.module, _CONTAINERS)
-            others = {key for key in {*change.old, *change.new} if change.old.get(key) is not change.new.get(key)}
-            old = [m for name, m in change.old.items() if m is not None and (goes_on or name in others)]
-            named = others.union(change.name.split(".")) if goes_on else others
-            matters = any(id(inner) in used for m in old for inner in m.modules())
-            matters = matters or not read.isdisjoint(named | _GOING_THROUGH)
-        if matters:
-            raise StateMismatchError(f"{change.text}; trace again, or put it back")
-
-
-def _compare(read: Read) -> None:
-    if not is_same(read):
-        raise _mismatch(read, read.value, snapshot(read.place.now(NO_CALL)))
-
-
-_MEMBERS = ("children", "modules", "parameters", "buffers")
-_GOING_THROUGH = frozenset((*_MEMBERS, *(f"named_{name}" for name in _MEMBERS), "_modules", "state_dict"))
-_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-"""The modules whose forward, or that of the module around them, goes through all that they have."""
+            if not is_same(read):
+                raise _mismatch(read, read.value, read.now())
 
 
 def _in_numbers(value: Any, number: Number) -> Any:
@@ -754,16 +685,23 @@ def _in_numbers(value: Any, number: Number) -> Any:
 
 
 def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
+    words = getattr(read.place, "words", None)
+    if isinstance(read.place, Asked) and read.place.text:
+        name = read.name
+    else:
+        name, value, now = difference(value, now, read.name) if words is None else words(value, now)
     at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
-    text = (isinstance(read.place, Asked) and read.place.text) or _text
+    text = str if words is not None else (isinstance(read.place, Asked) and read.place.text) or _text
     then, present = text(value), text(now)
-    problem = f"{read.name}{at}: {then} when traced and {'not the same' if then == present else present} now"
+    problem = f"{name}{at}: {then} when traced and {'another one' if then == present else present} now"
     if read.place.kind == "input":
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
     if isinstance(read.place, OfFunctions):
-        function = next(f for f, old, new in zip(read.place.functions, value, now, strict=True) if not same(old, new))
-        problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
-    if isinstance(read.place, Flag | OfEnvironment):
+        problem = "the code or the default arguments of a function are not those of the trace"
+        for function, old, new in zip(read.place.functions, read.value, read.now(), strict=True):
+            if not same(old, new):
+                problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
+    if isinstance(read.place, Flag):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
     if isinstance(read.place, Tied):
         hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
@@ -773,5 +711,7 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
 
 
 def _text(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    if isinstance(value, torch.nn.Module):
+        return type(value).__name__
+    text = short(value) if isinstance(value, torch.Tensor) else " ".join(repr(value).split())
     return text if len(text) < 80 else f"{text[:76]} ..."

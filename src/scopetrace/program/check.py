@@ -18,6 +18,7 @@ import torch.fx
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.tensors import buffers_of
+from scopetrace.containers.contents import Contents
 from scopetrace.containers.structure import STATEFUL, leaves_with_path, match, tensor_holders
 from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.conditions import Specialization, decided_by
@@ -25,7 +26,7 @@ from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.comparison import Outcome, compared, differences, memory_of, tensors_of
 from scopetrace.program.traced import TracedProgram
-from scopetrace.record.model import SavedModule, Snapshot
+from scopetrace.record.model import SavedModule
 
 
 def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -94,7 +95,7 @@ class _State:
 
     def __init__(self, tape: ProgramTape, model: Callable[..., Any]) -> None:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
-        self._objects = Snapshot()
+        self._objects = Contents()
         self._modules = [SavedModule("", module, self._objects) for module in modules]
         written = tape.written_storages()
         read = [name for name, value in tape.attribute_reads() if value.storage in written]

@@ -22,11 +22,9 @@ from scopetrace._compat.graph_module import parts_that_switch_grad, switches_gra
 from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
-from scopetrace.ir.segment import has_symbols
 from scopetrace.ir.selection import Target, is_named, target_text
-from scopetrace.ir.tape import Call, FunctionalTape, Tape, calls_inside, recorded_ops, repetitions
-from scopetrace.ir.unmade import CopiedCall
-from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
+from scopetrace.ir.tape import Call, FunctionalTape, Tape
+from scopetrace.outline import FunctionSignature, OutlinedBody, Ranges, Readers, outline
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.selection import names_near
@@ -178,59 +176,21 @@ def outline_outermost_calls(source: TracedProgram, targets: Iterable[OutlineTarg
 
 def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
     tape = source.tape
-    if any(op.writes for op in recorded_ops(tape.ops)):
+    if any(op.writes for op in tape.ops):
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
-    unmade = _without_making(source, tape, wanted) if repetitions(tape.ops) else None
-    if unmade is not None:
-        return unmade
-    tape.fill()
     readers = Readers(tape)
     named, kept = _named(source, wanted, readers)
-    left_out = _known_repetitions(tape, kept) if EVERY not in wanted and len(named) < len(kept) else frozenset()
-    tried = [c for c in kept if c not in left_out]
-    found = outline(tape, readers, tried, source.forward, left_out)
+    ranges = Ranges(tape, readers, source.forward)
+    found = outline(tape, readers, ranges, kept, source.forward)
     while EVERY not in wanted:
         twice = {body.module_type for body in found.functions if len(body.calls) > 1}
-        is_known = {c.module_type for c in set(kept).difference(tried)} <= twice
-        again = _equal(kept, named, twice, OUTERMOST in wanted) if is_known else kept
-        if again == tried and not left_out:
+        again = _equal(kept, named, twice, OUTERMOST in wanted)
+        if again == kept:
             break
-        tried = kept = again
-        left_out = frozenset()
-        found = outline(tape, readers, kept, source.forward)
-    return OutlinedTrace(source, found.program(), found.functions, kept)
-
-
-def _without_making(source: TracedProgram, tape: FunctionalTape, wanted: list[Any]) -> OutlinedTrace | None:
-    """As `_outlined`, where each call of which the ops are not made yet is a call of a function; else None.
-
-    It is one of the function of the call that it repeats.
-    """
-    if EVERY in wanted or has_symbols(tape):
-        return None
-    readers = Readers(tape)
-    named, kept = _named(source, wanted, readers)
-    waiting = {repetition.call for repetition in repetitions(tape.ops)}
-    needed = waiting.union(repetition.repeated for repetition in repetitions(tape.ops))
-    if not waiting.isdisjoint(calls_inside(tape.calls, set(kept))):
-        return None  # bodies that are compared have all of their calls
-    inside = frozenset(calls_inside(tape.calls, waiting))
-    repeated = waiting | inside
-    again = [c for c in kept if c not in repeated]
-    found = outline(tape, readers, again, source.forward, frozenset(repeated))
-    tried: list[Call] = []
-    while True:
-        equal = {body.module_type for body in found.functions if len(body.calls) > 1}
-        equal |= {c.module_type for c in repeated.intersection(kept)}
-        kept = again = _equal(kept, named, equal, OUTERMOST in wanted)
-        if not needed.issubset(again):
-            return None
-        if again == tried:
-            break
-        tried = again
-        found = outline(tape, readers, [c for c in again if c not in inside], source.forward)
+        kept = again
+        found = outline(tape, readers, ranges, kept, source.forward)
     return OutlinedTrace(source, found.program(), found.functions, kept)
 
 
@@ -248,28 +208,6 @@ def _equal(kept: list[Call], named: set[Call], twice: set[type | None], outermos
         again = [c for c in again if c in named or wanted.isdisjoint(_around(c))]
     count = Counter(c.module_type for c in again)
     return [c for c in again if c in named or count[c.module_type] > 1]
-
-
-def _known_repetitions(tape: FunctionalTape, kept: list[Call]) -> frozenset[Call]:
-    """The calls that equal two others, because `st.trace` copied both of them from one.
-
-    They tell nothing of which classes have equal calls. Where one is in another call of `kept` that is not such a
-    repetition it is no part of this set, so that the bodies of `kept` that are compared have all of their calls.
-    """
-    if tape.reuse is None or tape.edited:
-        return frozenset()
-    inside: Counter[int] = Counter()
-    for call in reversed(tape.calls):
-        inside[call.position] += 1
-        if call.parent is not None:
-            inside[call.parent.position] += inside[call.position]
-    seen: set[int] = set()
-    found: set[int] = set()
-    for position, original in tape.reuse.repeats.items():
-        found.update(position + i for i in range(inside[original]) if original in seen or original + i in found)
-        seen.add(original)
-    compared = {call for call in kept if call.position not in found}
-    return frozenset(c for c in tape.calls if c.position in found and compared.isdisjoint(_around(c)))
 
 
 def _around(call: Call) -> Iterator[Call]:
@@ -330,8 +268,8 @@ def _possible(calls: list[ModuleCall], readers: Readers, once: bool) -> Iterator
 
 
 def _lost(call: Call) -> bool:
-    """Whether an edit of the graph removed an argument or result of a call. None can where these are not made yet."""
-    return not isinstance(call, CopiedCall) and bool(leaves((call.args, call.kwargs, call.outputs), Removed))
+    """Whether an edit of the graph removed an argument or result of a call."""
+    return bool(leaves((call.args, call.kwargs, call.outputs), Removed))
 
 
 def _some(target: Any, calls: list[ModuleCall]) -> str:

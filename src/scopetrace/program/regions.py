@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from scopetrace.ir.segment import with_values
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Tape, Value, recorded_ops, renamed, values_in
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Tape, Value, renamed, values_in
 
 REGIONS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.invoke_subgraph)
 """The ops whose body computes what the op gives, and how often is all that differs."""
@@ -21,7 +21,7 @@ REGIONS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_or
 
 def has_regions(tape: Tape) -> bool:
     """Whether a program has ops of regions, in bodies too."""
-    return any(op.target in REGIONS for inner in tape.walk() for op in recorded_ops(inner.ops))
+    return any(op.target in REGIONS for inner in tape.walk() for op in inner.ops)
 
 
 def without_regions(tape: FunctionalTape) -> FunctionalTape:

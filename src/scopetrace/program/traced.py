@@ -11,6 +11,7 @@ values is the idea of RFC-0015 in pytorch/rfcs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -24,6 +25,7 @@ import torch.fx
 
 from scopetrace import files
 from scopetrace._compat.compilers import constant_to_dynamo
+from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
     dumps,
@@ -499,8 +501,9 @@ class TracedProgram:
             self.boundary.refuse_left_behind(inputs)
         grad = torch.is_grad_enabled()
         runnable = graph if grad == self.tape.grad else self.in_other_grad_mode(graph)
+        written = self.boundary.written_unseen(inputs)
         try:
-            with without_autocast():
+            with without_autocast(), copying_saved(written) if written else contextlib.nullcontext():
                 values = runnable(*inputs)
         except Exception as error:
             explained = _explained(error, self.boundary, inputs)

@@ -1,21 +1,15 @@
-"""Running the callable once, under fake tensors: the recorded tape.
+"""Running the callable once, under fake tensors: ops, values and module calls.
 
-session         one recording, put together from the parts below: `record`
 calls           module calls, leaf modules, and what else the forward does
 ops             the path of one op
 data            Python reads the data of tensors; specialization
 collectives     collectives of torch.distributed, as functional ones
-functions       functions with a backward of their own
 higher_order    torch.cond and its kind
 reads           what the forward reads beside its arguments
-effects         what it does that no op says: Python objects, draws, autograd's flags
+effects         what it does that no op says: Python objects, draws
 code            what its code says: functions that it may run, names that they read and write
 uses            what its source does with a name
 builder         the tape under construction, and which value of it each tensor is
 model           names of the traced model, and its state before the trace
 dynamic_shapes  sizes that may differ from call to call
 """
-
-from scopetrace.record.session import Recording, argument_names, more_keywords, record, retraced
-
-__all__ = ["Recording", "argument_names", "more_keywords", "record", "retraced"]

@@ -8,10 +8,8 @@ Data flow:
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +27,6 @@ from scopetrace._compat.tensors import (
     is_conj_of,
     is_inference_of,
     is_neg_of,
-    normal_tensors,
     offset_of,
     requires_grad_of,
     storage_id,
@@ -42,9 +39,8 @@ from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, 
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.scopes import Frame, Scope, TracingState, capture_frames, source_of
-from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value, recorded_ops
-from scopetrace.ir.unmade import WaitingValue
-from scopetrace.record.foreign_memory import ForeignTensor, is_foreign
+from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
+from scopetrace.record.foreign_memory import ForeignMemory
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -55,40 +51,21 @@ class Assumptions:
 
     exact_autograd: bool = False
     """Whether torch runs every op, so that results have autograd's own history."""
-    composites_apart: bool = False
-    """Whether composite ops are recorded as their parts, so that the tensors that autograd saves in them are known."""
     differentiates: bool | None = None
-    """Whether the forward is taken to differentiate, with ops as for `composites_apart`, since its code names
-    `backward`: what does so is made from the tape. None while it is not; False where it did not."""
-    by_autograd: bool = False
-    """Whether autograd differentiates, as with `exact_autograd`, where the forward is taken to differentiate."""
-    functions_apart: bool = False
-    """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
+    """Whether the forward differentiates: as with `exact_autograd`, and composite ops are recorded as their parts, so
+    that the tensors that autograd saves in them are known, and torch applies each `torch.autograd.Function`, so that
+    backward runs its own. None where the names in its code decide."""
     object_types: frozenset[type] = frozenset()
     """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
-    records_all: bool = False
-    """Whether each module call runs, though the user allows that equal ones do not."""
     gradients_shared: bool = False
     """Whether the forward takes the memory of a `grad` by another tensor, so that it is added to where eager does."""
-    why_each_runs: str = ""
-    """Why each module call runs, if it does because of one of these."""
-
-    @property
-    def differentiates_by_autograd(self) -> bool:
-        """Whether the forward is taken to differentiate, by autograd."""
-        return bool(self.differentiates) and self.by_autograd
 
     def __or__(self, other: Assumptions) -> Assumptions:
         return Assumptions(
             self.exact_autograd or other.exact_autograd,
-            self.composites_apart or other.composites_apart,
             self.differentiates if other.differentiates is None else other.differentiates,
-            self.by_autograd or other.by_autograd,
-            self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
-            self.records_all or other.records_all,
             self.gradients_shared or other.gradients_shared,
-            self.why_each_runs or other.why_each_runs,
         )
 
 
@@ -100,8 +77,7 @@ class Retrace(BaseException):
 
     def __init__(self, why: str, needed: Assumptions) -> None:
         super().__init__(why)
-        each_runs = needed.exact_autograd or needed.by_autograd or needed.records_all
-        self.needed = dataclasses.replace(needed, why_each_runs=why) if each_runs else needed
+        self.needed = needed
 
 
 _aten = torch.ops.aten
@@ -129,8 +105,6 @@ class TapeBuilder:
         """That which is taking a step."""
         self.opaque_to_autograd: str | None = None
         """A higher-order op on the tape of which autograd has no history, though it sees every op."""
-        self.body: object = None
-        """Stands for the body of a higher-order op that is running; None outside of these."""
         self.regions: list[Region] = []
         """The regions that have ended, in the order of their ends."""
         self.phase: Callable[[Any, Any], Phase | None] | None = None
@@ -157,18 +131,10 @@ class TapeBuilder:
         """In a region under reentrant checkpointing that runs again in backward, the number of ops before it."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
-        self.looks_at_objects = False
-        """Whether the recorder itself asks objects of the model for attributes, which is no read of the forward."""
         self.gradients_shared = False
         """As in Assumptions."""
-        self.functions_apart = False
+        self.differentiates = False
         """As in Assumptions."""
-        self.derives_by_tape = False
-        """Whether the forward is taken to differentiate, and its backward is made from the tape (`TapeAutograd`)."""
-        self.originals: dict[Op, Op] = {}
-        """By op that repeats one with inputs of equal metadata, that one."""
-        self.copied_before: dict[Op, Value] = {}
-        """By op in place, the copy that autograd has made of what it wrote to, which backward reads."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
@@ -211,11 +177,15 @@ class TapeBuilder:
         self._last_frames = found
         return found
 
-    def expect_no_tape(self, why: str, *, functions_apart: bool = False) -> None:
-        """Start again with autograd where the backward was to be made from the tape, which does not hold all."""
-        if self.derives_by_tape:
-            needed = Assumptions(differentiates=True, by_autograd=True, functions_apart=functions_apart)
-            raise Retrace(why, needed)
+    def expect_history(self, why: str) -> None:
+        """Start again where results have no history of autograd, and need one."""
+        if not self.tape.exact_autograd:
+            raise Retrace(why, Assumptions(exact_autograd=True))
+
+    def expect_backward(self, why: str) -> None:
+        """Start again where the forward was not recorded as one that differentiates."""
+        if not self.differentiates:
+            raise Retrace(why, Assumptions(differentiates=True))
 
     def is_plain(self) -> bool:
         """Whether ops get no more than scope, call and frames: none of them comes from a node, or has annotations."""
@@ -291,19 +261,9 @@ def _is_factory(op: Op) -> bool:
     return is_op(op.target) and schema_of(op.target).op_name.endswith("_like")
 
 
-def storage_of(base: Value | None, fake: torch.Tensor) -> int:
-    """The storage of a result that is a view of `base`, or lies in memory of its own."""
-    return base.storage if base is not None and _is_unmade(base.storage) else storage_id(fake)
-
-
-def _is_unmade(storage: int) -> bool:
-    """Whether a storage is one of `ValueTable.new_storage`."""
-    return storage % 2 == 1
-
-
 def _lies_elsewhere(t: torch.Tensor, value: Value) -> bool:
     """Whether `t.data = other` has given a tensor another storage than that of its value, unseen by the dispatcher."""
-    return isinstance(t, FakeTensor) and value.storage != storage_id(t) and not _is_unmade(value.storage)
+    return isinstance(t, FakeTensor) and value.storage != storage_id(t)
 
 
 class ValueTable:
@@ -325,11 +285,6 @@ class ValueTable:
         self._factory = factory
         self._model = model
         self._by_storage: dict[int, list[Value]] = {}
-        self.waiting: set[int] = set()
-        """The storages, fake and real, of which values are not made yet: see `OpList`."""
-        self.inserted: collections.Counter[int] = collections.Counter()
-        """By storage, how many of its values were made late."""
-        self._unmade = itertools.count(1, 2)
         self._keep: list[torch.Tensor | torch.UntypedStorage] = []  # their ids must not be used again in this trace
         self.same: list[tuple[Value, Value]] = []
         """Of each op that returned the tensor it was given, as `x.to(x.dtype)` does: its result, and what it took."""
@@ -341,7 +296,7 @@ class ValueTable:
         self.new_tensors: list[torch.Tensor] = []
         """What is a leaf too where it requires grad: `torch.tensor([...])`, `x.new_ones(...)`, `y.requires_grad_()`."""
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
-        self.foreign: list[ForeignTensor] = []
+        self.foreign = ForeignMemory()
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
 
     # ---------------------------------------------------------------- new values
@@ -380,57 +335,10 @@ class ValueTable:
                 value = self.new_same(inputs[meta.input].fake, slot, inputs[meta.input])
                 value.autograd_placeholder = inputs[meta.input].autograd_placeholder
             elif meta is not None and fake is not None:
-                base = None if meta.base is None else inputs[meta.base]
-                value = self.new(fake, slot, storage_of(base, fake), meta.key)
+                value = self.new(fake, slot, storage_id(fake), meta.key)
                 value.autograd_placeholder = meta.requires_grad
             made.append(value)
         return made
-
-    def new_storage(self) -> int:
-        """The storage of a value whose tensor is not made yet. Those of tensors are addresses, and even."""
-        return next(self._unmade)
-
-    def enter(self, value: Value) -> None:
-        """Have a value that was made with the tensor that it has."""
-        self.by_id[id(value.fake)] = value
-        self._by_storage.setdefault(value.storage, []).append(value)
-
-    def enter_waiting(self, reals: list[torch.Tensor], values: list[WaitingValue], storages: Iterable[int]) -> None:
-        """Have values for tensors of the model, which lie in these storages, of which no fakes are made yet."""
-        ids = list(map(id, reals))
-        names, places = self._model.owners_of(ids)
-        self._tape.owners.update(zip(names, places, strict=True))
-        self._tape.attributes.update(zip(names, reals, strict=True))
-        self.by_id.update(zip(ids, values, strict=True))
-        self.waiting.update(storages)
-        self._keep += reals
-
-    def enter_late(self, storage: int, position: int, values: list[Value]) -> None:
-        """Have values of a storage that are made now, and stand before others that were made meanwhile.
-
-        `position` is the number of its values when they were to be made.
-        """
-        position += self.inserted[storage]
-        self._by_storage.setdefault(storage, [])[position:position] = values
-        self.inserted[storage] += len(values)
-
-    def count_in(self, storage: int) -> int:
-        """The number of values that lie in a storage and are made."""
-        return len(self._by_storage.get(storage, ()))
-
-    def mark(self) -> tuple[int, ...]:
-        """A mark of what tensors are known."""
-        return len(self.by_id), len(self._by_storage), len(self._keep), len(self.same), len(self.new_tensors)
-
-    def return_to(self, mark: tuple[int, ...]) -> None:
-        """Forget the tensors that became known since `mark`, and lie in memory of their own."""
-        tables: tuple[dict[int, Any], ...] = self.by_id, self._by_storage
-        for table, length in zip(tables, mark, strict=False):
-            while len(table) > length:
-                table.popitem()
-        lists: tuple[list[Any], ...] = self._keep, self.same, self.new_tensors
-        for found, length in zip(lists, mark[2:], strict=True):
-            del found[length:]
 
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.
@@ -495,8 +403,6 @@ class ValueTable:
 
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""
-        if storage in self.waiting:
-            self._tape.fill()
         return self._by_storage.get(storage, [])
 
     def sharing(self, t: torch.Tensor) -> list[Value]:
@@ -505,7 +411,7 @@ class ValueTable:
 
     def made_leaves(self) -> list[torch.Tensor]:
         """What the forward has made that requires grad by itself, and not by what was written into it."""
-        ops = recorded_ops(self._tape.ops) if self.new_tensors else ()
+        ops = self._tape.ops if self.new_tensors else ()
         written = {v.storage for op in ops if op.grad and op.tracked for v in op.writes}
         new = [t for t in self.new_tensors if requires_grad_of(t) and self.value_of(t).storage not in written]
         return [*self.factory_leaves, *new]
@@ -544,7 +450,7 @@ class ValueTable:
         self._refuse_replaced(t)
         real = self._factory.real_of(t)
         if real is not None and storage_id(t) not in self._by_storage:
-            _ = self.value_of(real).fake  # of a value that waits, made now
+            self.value_of(real)
         same_memory = self.in_storage(storage_id(t))
         geometry = geometry_key(t)
         same = [v for v in reversed(same_memory) if geometry_key(v.fake) == geometry]
@@ -569,8 +475,6 @@ class ValueTable:
 
     def _adopt(self, real: torch.Tensor) -> Value:
         """The value of a parameter, buffer or attribute of the model, or of a constant from a closure or global."""
-        if self.waiting and real.layout is torch.strided and storage_id(real) in self.waiting:
-            self._tape.fill()
         owner = self._model.owner(real)
         if owner is not None:
             name = owner[0]
@@ -586,24 +490,7 @@ class ValueTable:
         value = self.new_result(fake)
         value.real = real
         self._builder.append("get_attr", name, (), {}, value)
-        if is_foreign(real):
-            self.foreign.append(ForeignTensor.of(real, value.op))
-        return value
-
-    def adopt_like(self, real: torch.Tensor, owner: tuple[str, torch.nn.Module, str], like: Value) -> Value:
-        """The value of a tensor of the model that has the metadata of one on the tape; its op is to be appended next.
-
-        `owner` is that of the model. It is new, and alone in its storage, as `FakeFactory.from_real_like` says. Call
-        inside `without_dispatch`.
-        """
-        name = owner[0]
-        self._tape.owners[name] = owner[1:]
-        self._tape.attributes[name] = real
-        with normal_tensors():
-            fake = self._factory.make_like(real, like.fake)
-        value = self.by_id[id(real)] = self.new(fake, 0, storage_id(fake), like.key)
-        value.real = real
-        self._keep.append(real)
+        self.foreign.add(real, value.op)
         return value
 
     def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
@@ -629,8 +516,6 @@ class ValueTable:
         if not isinstance(t, FakeTensor):
             return
         value = self.value_of(t)
-        if isinstance(value, WaitingValue) and value.made_by is None:
-            return  # the result of a copied call, of an op that is none of these
         if value.op.kind in ("placeholder", "get_attr") or value.op.target is _aten.detach.default:
             self.set_apart(t)
 
@@ -692,9 +577,8 @@ class ValueTable:
         changed = value.fake
         with without_dispatch(), in_inference_mode(is_inference_of(changed)), torch.no_grad():
             before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
-        held = self.in_storage(value.storage)  # with those that wait, which have the key that it had
         value.key = None
-        for same in held:
+        for same in self.in_storage(value.storage):
             if same.fake is changed:
                 same.fake = before
                 same.offset = offset
@@ -736,7 +620,7 @@ class ValueTable:
         """Values of a body are none outside: `made`, of which `storages` are of the body alone."""
         for key in [key for key, v in self.by_id.items() if v in made]:
             del self.by_id[key]
-        for storage in {v.storage for v in made}.intersection(self._by_storage):  # no tensor stands for those of copies
+        for storage in {v.storage for v in made}.intersection(self._by_storage):
             self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in made]
         self._of_bodies |= storages
 
@@ -772,7 +656,7 @@ class Templates:
         self._object_types = object_types
         self._is_plain: dict[type, bool] = {}
         self._noted: dict[int, Any] = {}  # by id, those in the template that is being made
-        self.unsettled: list[Call] = []
+        self._unsettled: list[Call] = []
         """The calls whose templates have some."""
         self._knows_all = notes_objects
 
@@ -784,12 +668,12 @@ class Templates:
         """The templates that were made last are those of `call`."""
         if self._noted:
             self._noted.clear()
-            self.unsettled.append(call)
+            self._unsettled.append(call)
 
     def settle(self, kinds: Collection[type]) -> bool:
         """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""
 
-        for call in self.unsettled:
+        for call in self._unsettled:
             call.args, call.kwargs, call.outputs = _opened((call.args, call.kwargs, call.outputs), kinds)
         return self._knows_all
 

@@ -14,46 +14,38 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.gradients import SavedTensorsHooks, is_module_hook, next_sequence_number, node_number
-from scopetrace._compat.ops import eager, paused, unwrapped
+from scopetrace._compat.ops import eager, paused
 from scopetrace._compat.tensors import (
-    FakeTensor,
     id_of_storage,
     is_inference_of,
-    is_known_leaf,
     requires_grad_of,
     version_of,
 )
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
+from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
-from scopetrace.ir.tape import GIVEN_META, Call, Phase
-from scopetrace.ops.history import can_require_grad, is_cut, is_view
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
-from scopetrace.record.checkpoints import CheckpointedRegion
+from scopetrace.ir.tape import GIVEN_META, Call
+from scopetrace.record.builder import TapeBuilder, Templates, ValueTable
 from scopetrace.record.data import text_error
-from scopetrace.record.flags import FlagRecorder
-from scopetrace.record.functions import refuse_dirty_view
-from scopetrace.record.gradients import GradientRecorder
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.regions import CHECKPOINT, NESTED
+from scopetrace.record.regions import NESTED
 from scopetrace.record.uses import shows_only
 
 Progress = Callable[[str, int], None]
@@ -93,8 +85,8 @@ class CallRecorder:
         self._classes: dict[Any, type] = {}
         self.paused = False
         """Whether a leaf module is running, so that the patches stay out of the way."""
-        self._checkpointed: list[CheckpointedRegion] = []
-        self._open_regions: list[CheckpointedRegion] = []
+        self.autograd: Any = None
+        """The `AutogradObserver`, whose `finish` runs at the end of the root call."""
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
 
     # ---------------------------------------------------------------- calls
@@ -105,11 +97,7 @@ class CallRecorder:
         if call.module is None:
             with contextlib.suppress(TypeError, ValueError):  # built-in callables have no signature
                 call.signature = inspect.signature(self._model.forward)
-        try:
-            return self.run(call, set(), fn, args, kwargs)
-        finally:
-            for region in self._checkpointed:
-                region.forget()
+        return self.run(call, set(), fn, args, kwargs)
 
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called, or its forward: by the call that is open, or by the user in place of a call."""
@@ -137,16 +125,14 @@ class CallRecorder:
             raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
-        return self.place(module, self._builder.call, self._builder.state.current_scope)
-
-    def place(self, module: torch.nn.Module, parent: Call | None, around: Scope) -> tuple[str | None, Scope]:
-        """The name of a module in the model, and its scope inside `around`, named as in the module around it."""
+        """The name of a module in the model, and its scope, named as in the module around it."""
+        parent = self._builder.call
         while parent is not None and parent.fqn is None:
             parent = parent.parent
         inside = (parent.fqn if parent is not None else "") or ""
         fqn = self._model.module_name(module, inside)
         name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
-        return fqn, around.child(name, type(module).__name__)
+        return fqn, self._builder.state.current_scope.child(name, type(module).__name__)
 
     def _open(self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any) -> Call:
         builder = self._builder
@@ -163,7 +149,7 @@ class CallRecorder:
             kwargs={name: template(a) for name, a in kwargs.items()},
             start=len(builder.tape.ops),
             frames=builder.frames() if builder.call is not None else (),
-            attributes=plain_attributes(module.__dict__) if module is not None else {},
+            attributes=plain_attributes(current_attributes(module)) if module is not None else {},
             position=self._next,
             module_type=self.class_of(module) if module is not None else None,
             replaced=self._model.replaced(module) if module is not None else (),
@@ -192,10 +178,7 @@ class CallRecorder:
                 self.result_types = tensor_holders(out)
                 kinds = self._object_types | self.result_types
                 map_structure(self._values.set_apart_result, out, torch.Tensor, kinds)
-                if "gradients" in self.__dict__:
-                    self.gradients.finish()
-                if "flags" in self.__dict__:
-                    self.flags.finish()
+                self.autograd.finish()
             call.outputs = self.templates.of(out)
             self.templates.belong_to(call)
             if len(self._values.same) > same:
@@ -238,69 +221,6 @@ class CallRecorder:
 
     # ---------------------------------------------------------------- what else the forward does
 
-    @functools.cached_property
-    def gradients(self) -> GradientRecorder:
-        """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags, self._ops)
-
-    @functools.cached_property
-    def flags(self) -> FlagRecorder:
-        """Records what becomes of `requires_grad` of parameters."""
-        return FlagRecorder(self._builder, self._values, self._reads, self._model)
-
-    def close(self) -> None:
-        """Put back what the forward has set that is not its result."""
-        if "flags" in self.__dict__:
-            self.flags.close()
-        if "gradients" in self.__dict__:
-            self.gradients.close()
-
-    @property
-    def differentiates(self) -> bool:
-        """As `HookListener.differentiates`."""
-        self._builder.expect_no_tape("the forward checkpoints a region")
-        return self._builder.tape.exact_autograd
-
-    def on_forward_ad(self) -> None:
-        """The forward makes a tensor with a tangent, on which no op of a graph acts."""
-        raise UnsupportedOpError(
-            "the forward differentiates in forward mode (torch.autograd.forward_ad, torch.func.linearize)",
-            op="torch.autograd.forward_ad.make_dual",
-            **self._builder.where(),
-            hint="use torch.func.jvp, or differentiate outside of the forward",
-        )
-
-    def on_custom_function(self, cls: type, args: Any) -> Any:
-        """A function with a backward of its own is applied."""
-        if is_module_hook(cls) and torch.is_grad_enabled() and any(requires_grad_of(t) for t in args):
-            number = next_sequence_number()
-            self._on_hook("a backward hook of a module", "nn.Module.register_full_backward_hook", number)
-        tensors, call = [t for t in args if isinstance(t, torch.Tensor)], self._builder.call
-        for t in tensors:
-            self._reads.on_gradient(t)
-        if not any(map(requires_grad_of, tensors)):
-            return NotImplemented
-        if not torch.is_grad_enabled():
-            if not self._builder.tape.exact_autograd:  # torch detaches a result that autograd takes for no view
-                raise Retrace("a torch.autograd.Function runs under no_grad", Assumptions(exact_autograd=True))
-            return NotImplemented
-        if self._builder.functions_apart:
-            refuse_dirty_view(cls, tensors, self._builder)
-            phase = Phase("backward", 0 if call is None else call.position, self._builder.state.current_scope)
-            self._builder.made_nodes.append((next_sequence_number(), phase))
-            return NotImplemented
-        with paused():
-            return self._ops.apply_function(cls, args)
-
-    def on_unseen_function(self) -> None:
-        """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""
-        for value in self._builder.tape.inputs:
-            self._reads.on_gradient(value.fake)
-
-    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
-        """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
-        return self.gradients.differentiated(t) if self._builder.functions_apart else t
-
     def on_dispatch_mode(self, name: str) -> None:
         """The forward enters a mode of its own. An error here would leave what entered it half entered."""
         error = UnsupportedOpError(
@@ -311,144 +231,16 @@ class CallRecorder:
         )
         self._builder.deferred.append(error)
 
-    @contextlib.contextmanager
-    def on_reentrant(self, tensors: list[torch.Tensor]) -> Iterator[None]:
-        """As `Observer.on_reentrant`."""
-        for t in tensors:
-            self._reads.on_requires_grad(t)
-        runs_again = torch.is_grad_enabled() and any(map(requires_grad_of, tensors))
-        outer = self._builder.reentrant
-        if runs_again and outer is None:
-            self._builder.reentrant = len(self._builder.tape.ops)
-        try:
-            yield
-        finally:
-            self._builder.reentrant = outer
+    def close(self) -> None:
+        """Put back what the forward has set that is not its result."""
+        self.autograd.close()
 
-    def on_hook(self, t: torch.Tensor, method: str) -> None:
-        """The forward hangs a hook on a tensor. On a tensor that does not require grad, torch raises itself.
-
-        A leaf from outside keeps its gradient anyway. A view made in inference mode requires grad where its base does.
-        """
-        self._reads.refuse_in_reentrant(t, f"Tensor.{method}")
-        required = t.requires_grad or any(v.ever_requires_grad for v in self._values.sharing(t))
-        outside = self._values.is_outside(t)
-        keeps_it_anyway = method == "retain_grad" and outside and t.requires_grad and t.is_leaf
-        if required and not keeps_it_anyway:
-            self._on_hook("a hook on the gradient of a tensor", f"Tensor.{method}", None if outside else node_number(t))
-
-    def on_graph(self, t: torch.Tensor) -> None:
-        """The forward asks for the history of a tensor, which results that were made from metadata do not have."""
-        if not self._builder.tape.exact_autograd and not self._values.is_outside(t):
-            raise Retrace("the forward reads autograd's history of a tensor", Assumptions(exact_autograd=True))
-
-    def on_grad_fn(self, t: torch.Tensor, *, to_hook: bool) -> None:
-        """The forward gets a node of autograd's graph, from where it may go on to others; torch hangs a hook there."""
-        outside = not to_hook or self._values.is_outside(t)
-        self._on_hook("a node of autograd's graph", "Tensor.grad_fn", None if outside else node_number(t))
-
-    def _on_hook(self, what: str, op: str, number: int | None) -> None:
-        """The forward makes a hook on a node of autograd's graph; `number` is None for one that it has not made.
-
-        It is part of the program where the forward itself differentiates through the node.
-        """
-        error = self._hook_error(what, op)
-        if number is None:
-            raise error
-        if not (self._builder.tape.exact_autograd and self._builder.functions_apart):
-            raise Retrace("the forward makes a hook", Assumptions(exact_autograd=True, functions_apart=True))
-        self._builder.hooked[number] = error
-
-    def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
-        """The forward sets `requires_grad`. An input that did not require grad may: its gradients stay inside."""
-        if unwrapped(t) is not t:
-            return  # a transform such as torch.func.grad sets it, of the tensor that it made of its argument
-        if not isinstance(t, FakeTensor):
-            self.flags.set(t, required)
-            return
-        if self._values.is_outside(t) and not (required and not requires_grad_of(t)):
-            if not required and next((v.requires_grad for v in self._builder.tape.inputs if v.fake is t), True):
-                self._refuse_flag("sets requires_grad of an input to False", "requires_grad")
-            self._reads.on_requires_grad(t)  # in another call it may change something
-        elif self._values.is_outside(t):
-            self._builder.expect_no_tape("the forward sets requires_grad of an input")
-        if not required:
-            if requires_grad_of(t) and any(v.autograd_placeholder for v in self._values.names_of(t)):
-                self._refuse_flag("sets requires_grad of a tensor that it computed to False", "requires_grad")
-            self._leave_history(t)
-        elif not self._values.is_outside(t):
-            self._values.new_tensors.append(t)
-            if requires_grad_of(t) or not (torch.is_grad_enabled() or self._builder.tape.grad):
-                self._reads.on_gradient(t)  # in another grad mode it becomes a leaf here, or what depends on it has one
-            else:
-                self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
-
-    def on_detach(self, t: torch.Tensor) -> bool:
-        """The forward detaches a tensor in place. One from outside that does not require grad stays as it is.
-
-        So do all in inference mode, where autograd does not see the op.
-        """
-        if torch.is_inference_mode_enabled():
-            return False
-        if self._values.is_given(t):
-            self._reads.on_requires_grad(t)
-            value = self._values.value_of(t)
-            if value.storage in self._builder.tape.written_storages():  # by which it may require grad in other calls
-                self.on_unseen_function()
-            if not requires_grad_of(value.fake):
-                return False
-            self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
-        if id(t) in self._builder.accumulated:
-            return False
-        if any(map(is_view, self._values.names_of(t))):
-            self._refuse_flag("detaches a view in place, which torch forbids", "detach_")
-        sharing = self._values.sharing(t)
-        if any(map(is_cut, sharing)):
-            self._refuse_flag("detaches in place a tensor of which it has made a view under no_grad", "detach_")
-        if any(is_view(v) and requires_grad_of(v.fake) for v in sharing):
-            self._builder.detached.add(sharing[0].storage)
-        self._leave_history(t)
-        return True
-
-    def _leave_history(self, t: torch.Tensor) -> None:
-        """A leaf of the forward no longer requires grad; what was computed from it before still does."""
-        names = self._values.names_of(t)
-        if requires_grad_of(t) and is_known_leaf(t) and not any(v.autograd_placeholder for v in names):
-            self._builder.former_leaves += names
-
-    def _refuse_flag(self, problem: str, name: str) -> None:
-        raise UnsupportedOpError(
-            f"the forward {problem}, which no op does",
-            op=f"Tensor.{name}",
-            **self._builder.where(),
-            hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
-        )
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.autograd, name)
 
     def mark(self) -> tuple[int, int]:
         """This place in the program."""
         return self._builder.mark()
-
-    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None, *, keeps_rng: bool = True) -> None:
-        """A checkpointed region ends."""
-        known = ((name, self._values.by_id.get(id(t))) for name, t in self._model.bound_tensors())
-        attributes = {name: value for name, value in known if value is not None}
-        of_region = {"context_fn": context_fn, "keeps_rng": keeps_rng, "attributes": attributes}
-        self._builder.end_region(CHECKPOINT, mark, **of_region)
-
-    def begin_checkpointed(
-        self, arguments: list[torch.Tensor], *, early_stop: bool, context_fn: Any = None
-    ) -> SavedTensorsHooks:
-        """As `HookListener.begin_checkpointed`."""
-        outer = self._open_regions[-1] if self._open_regions else None
-        parts = self._builder, self._values, self._ops.record
-        region = CheckpointedRegion(*parts, outer, arguments, early_stop=early_stop, context_fn=context_fn)
-        self._checkpointed.append(region)
-        self._open_regions.append(region)
-        return region.hooks()
-
-    def end_checkpointed(self) -> None:
-        """As `HookListener.end_checkpointed`."""
-        self._open_regions.pop().end()
 
     def on_nested_region(self, run: Callable[[], Any]) -> Any:
         """A function under `torch.compiler.nested_compile_region` is called."""
@@ -456,29 +248,6 @@ class CallRecorder:
         out = run()
         self._builder.end_region(NESTED, mark)
         return out
-
-    def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
-        """The forward leaves `saved_tensors_hooks`, which act on the ops that autograd records."""
-        ops = self._builder.tape.ops[mark[0] :]
-        seen = (v for op in ops if op.grad and op.kind == "call_function" for v in (*op.values(), *op.writes))
-        if any(v.fake.requires_grad for v in seen):
-            raise self._hook_error("hooks on what autograd saves for backward", "saved_tensors_hooks")
-        for v in [v for op in ops for v in op.values() if can_require_grad(v)][:1]:
-            self._reads.on_gradient(v.fake)
-
-    def leave_offloading(self, mark: tuple[int, int]) -> None:
-        """The forward leaves `save_on_cpu`."""
-        self._builder.tape.offloaded.update(self._builder.tape.ops[mark[0] :])
-
-    def _hook_error(self, what: str, op: str) -> UnsupportedOpError:
-        return UnsupportedOpError(
-            f"the forward makes or uses {what}, which a graph of ops does not have",
-            op=op,
-            **self._builder.where(),
-            hint="trace under torch.no_grad(); or make hooks outside of the forward, on parameters and inputs, which "
-            "act in a trace too; or make a torch.library.custom_op whose backward does what the hook does; to ask "
-            "whether a tensor has a gradient, read requires_grad",
-        )
 
     def on_seed(self) -> None:
         """As `Observer.on_seed`."""
@@ -518,13 +287,15 @@ class CallRecorder:
         if builder.running is not None or not isinstance(new, torch.Tensor):
             return False
         if is_inference_of(values.value_of(t).fake) != is_inference_of(new):
-            self._refuse_flag("sets `.data` under inference mode of a tensor made outside of it, or reversely", "data")
+            refuse_flag(
+                builder, "sets `.data` under inference mode of a tensor made outside of it, or reversely", "data"
+            )
         if not values.is_outside(t):
             self._reads.on_fact(t, "requires_grad", (), requires_grad_of(t))
             if requires_grad_of(t):
-                self._refuse_flag("sets `.data` of a tensor that it made and that requires grad", "data")
+                refuse_flag(builder, "sets `.data` of a tensor that it made and that requires grad", "data")
             if values.value_of(t).storage == values.value_of(new).storage and not values.are_one_view(t, new):
-                self._refuse_flag("sets `.data` of a tensor that it made to a view of its own memory", "data")
+                refuse_flag(builder, "sets `.data` of a tensor that it made to a view of its own memory", "data")
             values.leave_memory(t)
             return False
         if self.paused or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
@@ -581,6 +352,27 @@ class CallRecorder:
     def on_numpy(self, t: torch.Tensor) -> Any:
         """A tensor becomes an array of NumPy."""
         return self._ops.data.data_of(t)
+
+
+def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
+    """Refuse a change to what a tensor is for autograd."""
+    raise UnsupportedOpError(
+        f"the forward {problem}, which no op does",
+        op=f"Tensor.{name}",
+        **builder.where(),
+        hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
+    )
+
+
+def _of_autograd(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self.autograd, name)(*args, **kwargs)
+
+
+for _name in (  # what a recorder that copies layers counts; goes with that
+    *("on_custom_function", "on_unseen_function", "on_applied", "on_reentrant", "on_hook", "on_graph", "on_grad_fn"),
+    *("on_requires_grad", "on_detach", "on_recomputed"),
+):
+    setattr(CallRecorder, _name, _of_autograd(_name))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from scopetrace._compat.gradients import saved_storages
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder, ValueTable
 
 Write = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """A tensor that a collective writes, and its new data made of the result of the functional op."""
@@ -104,8 +104,7 @@ class CollectiveRecorder:
         """Autograd does not see that a collective writes: in eager, backward computes with what was overwritten."""
         if not (torch.is_grad_enabled() and target.requires_grad):
             return
-        if not self._builder.tape.exact_autograd:
-            raise Retrace("a collective writes to a tensor that requires grad", Assumptions(exact_autograd=True))
+        self._builder.expect_history("a collective writes to a tensor that requires grad")
         fake = self._values.fake_of(target)
         same_memory = storage_id(fake)
         users = [o for o in self._builder.tape.ops if any(v.storage == same_memory for v in (*o.inputs(), *o.values()))]

@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 
 from scopetrace._compat.ops import is_op
-from scopetrace._compat.tensors import FakeMaker, without_dispatch
+from scopetrace._compat.tensors import FakeMaker, storage_id, without_dispatch
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Phase, Value, flat, substituted
-from scopetrace.record.builder import TapeBuilder, ValueTable, storage_of
+from scopetrace.record.builder import TapeBuilder, ValueTable
 
 _aten = torch.ops.aten
 Record = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -51,7 +51,7 @@ class Step:
         return cls(op, outputs, op.values(), op.inputs(), given, nested, later_frames)
 
     def operands(self, now: Mapping[Value, Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the repetition, where `now` has what stands for each input."""
+        """The arguments of the op that repeats it, where `now` has what stands for each input."""
         op = self.op
         args: tuple[Any, ...]
         if len(self.given) == len(op.args):
@@ -67,7 +67,7 @@ class Step:
 
 
 class OpCopier:
-    """Puts repetitions on the tape of one recording."""
+    """Puts ops that repeat others on the tape of one recording."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class OpCopier:
             assert isinstance(meta, OutputMeta)
             base = None if meta.base is None else inputs[meta.base]
             fake = meta.make(self._maker, None if base is None else base.fake)
-            out = now[step.values[0]] = self._values.new(fake, 0, storage_of(base, fake), meta.key)
+            out = now[step.values[0]] = self._values.new(fake, 0, storage_id(fake), meta.key)
             out.autograd_placeholder = meta.requires_grad
         else:
             made = self._values.new_inferred(outputs, outputs.make(self._maker, inputs), inputs)

@@ -26,12 +26,12 @@ from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluate
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, known_data, storage_id
 from scopetrace.errors import DataDependentError
+from scopetrace.guards.reach import names_of
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.reads import Asked
 from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import IS_BOOL, names_of
 from scopetrace.record.reads import ReadRecorder
 
 _aten = torch.ops.aten
@@ -111,7 +111,7 @@ class DataReader:
     def _refuse_identity(self, func: Any) -> None:
         """Raise where code that takes the number of a bool tensor asks whether something `is True`."""
         frames = walk_frames(self._builder.frames())
-        if frames and IS_BOOL in names_of(frames[-1][0]).globals:
+        if frames and names_of(frames[-1][0]).compares_bools:
             raise DataDependentError(
                 "the forward compares by `is True` or `is False` where it takes the number of a bool tensor, which is "
                 "neither in a trace",

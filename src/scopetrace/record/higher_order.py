@@ -102,7 +102,6 @@ class BodyRecorder:
         start, first_call = len(tape.ops), len(tape.calls)
         scope = builder.state.current_scope.child(self.name).child(parameter)
         mark = builder.state.enter_module(scope)
-        outer, builder.body = builder.body, object()
         raising = True
         try:
             outputs, spec = run()
@@ -111,7 +110,6 @@ class BodyRecorder:
             builder.deferred.append(body_error("an exception left a body, and was caught", tape.root.path))
             raise
         finally:
-            builder.body = outer
             builder.state.leave_module(mark, raising=raising)
         segment = TapeSegment(graph, scope, builder.call, start, tape.ops[start:], tape.calls[first_call:], outputs)
         del tape.ops[start:], tape.calls[first_call:]

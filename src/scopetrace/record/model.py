@@ -12,61 +12,53 @@ Python and NumPy have contents. Modules, tensors, classes and objects of torch a
 
 from __future__ import annotations
 
-import argparse
-import array
-import collections
-import contextlib
-import contextvars
-import enum
 import functools
-import gc
 import itertools
 import operator
-import os
-import pickle
-import queue
-import random
 import re
-import sys
-import threading
 import types
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.fx
 
-from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import FakeTensor, unsaved_buffers_of
-from scopetrace.ir.reads import MISSING, SUBMODULES, Missing, TablesOfModule, content_of, own_dict, value_of
+from scopetrace._compat.questions import MISSING
+from scopetrace._compat.tensors import unsaved_buffers_of
+from scopetrace.containers.contents import (
+    ATOMS,
+    Change,
+    Contents,
+    attributes_and_slots,
+    content_of,
+    is_memo,
+    is_users_class,
+    put_entry,
+    same_entries,
+)
+from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_watchable
+from scopetrace.ir.reads import HOOKS, words_of_hooks
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
-from scopetrace.record.code import ATOMS, HOOKS, MEMO, is_users_class, methods_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
-"""The attributes of a module by which nn.Module works, and no model."""
-_OF_RECURRENT_LAYERS = BOOKKEEPING | {"_flat_weights", "_flat_weight_refs"}
+RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 """They list their parameters anew where these are others than at the last call, as under `functional_call`."""
 
 
 def bookkeeping_of(kind: type) -> frozenset[str]:
     """The attributes of a class of modules by which the classes of torch work."""
-    return _OF_RECURRENT_LAYERS if issubclass(kind, torch.nn.RNNBase) else BOOKKEEPING
+    return BOOKKEEPING | RECURRENT if issubclass(kind, torch.nn.RNNBase) else BOOKKEEPING
 
 
 @functools.lru_cache(maxsize=4096)
 def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the names in a module's `__dict__` that are no bookkeeping of nn.Module."""
-    return tuple([name for name in names if name not in BOOKKEEPING])
+    """Those of the names in a module's `__dict__` that are no bookkeeping of nn.Module, and no `forward`."""
+    return tuple([name for name in names if name not in BOOKKEEPING and name != "forward"])
 
 
 class Layout:
-    """The names in the tables of a module. Modules with the same names in the same order share one.
-
-    Two objects may be equal too, where many others were made between them; to compare these only takes longer.
-    """
+    """The names in the tables of a module. Modules with the same names in the same order share one."""
 
     __slots__ = ("ends", "flat", "names", "own")
 
@@ -103,10 +95,6 @@ _PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attrib
 
 _HOOK_TABLES = (*HOOKS, *(name for name in sorted(BOOKKEEPING) if name.endswith(("_with_kwargs", "_always_called"))))
 """The tables of a module that have its hooks, and how these are called."""
-READ_BY_A_CALL = frozenset({"training", *HOOKS})
-"""The attributes of a module that its call reads."""
-
-
 _is = operator.is_
 T = TypeVar("T")
 
@@ -148,7 +136,7 @@ class Model:
         self._saved: dict[int, SavedModule] = {}
         self.state_names: dict[int, str] = {}
         """By id, names for tensors of optimizers."""
-        self.snapshot = Snapshot()
+        self.contents = Contents()
         """The contents of the objects in the modules' attributes."""
         if self.root is not None:
             self._visit("", self.root, set())
@@ -181,7 +169,7 @@ class Model:
 
     def _save(self, fqn: str, module: torch.nn.Module) -> SavedModule:
         name = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
-        saved = self._saved[id(module)] = SavedModule(fqn, module, self.snapshot, name)
+        saved = self._saved[id(module)] = SavedModule(fqn, module, self.contents, name)
         return saved
 
     def save_outside(self, name: str, module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -190,7 +178,7 @@ class Model:
             return []
         found = [(inner, m) for inner, m in module.named_modules() if id(m) not in self._saved]
         for inner, m in found:
-            self._saved[id(m)] = SavedModule("", m, self.snapshot, f"{name}.{inner}" if inner else name)
+            self._saved[id(m)] = SavedModule("", m, self.contents, f"{name}.{inner}" if inner else name)
         return [m for _, m in found]
 
     def name_state(self, t: torch.Tensor, of: torch.Tensor, key: str) -> None:
@@ -213,14 +201,6 @@ class Model:
         """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
         place = self._places.get(id(t))
         return None if place is None else (self._tensor_names[id(t)], *place)
-
-    def has_all(self, tensors: Iterable[int]) -> bool:
-        """Whether all tensors, given by id, are parameters, buffers or tensor attributes."""
-        return self._places.keys() >= set(tensors)
-
-    def owners_of(self, tensors: Sequence[int]) -> tuple[list[str], list[tuple[torch.nn.Module, str]]]:
-        """Of each of these, the first fqn, and the module that has it with its name there."""
-        return [*map(self._tensor_names.__getitem__, tensors)], [*map(self._places.__getitem__, tensors)]
 
     def add_gradient(self, t: torch.Tensor, fqn: str, module: torch.nn.Module, name: str) -> None:
         """The `grad` of one of the tensors, whose owner is given, is a tensor of the model too."""
@@ -273,28 +253,17 @@ class Model:
         """The model's modules, and those that only its objects, globals and closures hold."""
         return self._saved.values()
 
-    def saved(self, module: torch.nn.Module) -> SavedModule | None:
+    def saved(self, module: Any) -> SavedModule | None:
         """What a module was before the forward; None for one that was not there."""
         return self._saved.get(id(module))
-
-    def has_layers(self) -> bool:
-        """Whether it has modules inside that have modules, or that are not torch's."""
-        inner = (saved.module for saved in self.saved_modules if saved.module is not self.root)
-        plain = (module for module in inner if not isinstance(module, torch.jit.ScriptModule))  # theirs are in C++
-        return any(module.__dict__["_modules"] or not is_torchs(module) for module in plain)
 
     def bound_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that attributes of the modules are now, with the attributes' names in the model."""
         for saved in self.saved_modules:
-            for table in (saved.own, saved.buffers):
+            for table in (current_attributes(saved.module), saved.buffers):
                 for name, t in table.items():
                     if isinstance(t, torch.Tensor):
                         yield f"{saved.fqn}.{name}" if saved.fqn else name, t
-
-    def tables(self) -> Callable[[], list[TablesOfModule]]:
-        """What gives the tables that the modules have now, with their fqns, or outside the model names in source."""
-        methods = {kind: methods_of(kind) for kind in {saved.kind for saved in self.saved_modules}}
-        return functools.partial(_tables_then, [*self.saved_modules], len(self.modules), methods)
 
     def is_outside(self, module: torch.nn.Module) -> bool:
         """Whether only objects, globals or closures hold a saved module."""
@@ -305,30 +274,9 @@ class Model:
         saved = self._saved.get(id(module))
         return saved.replaced() if saved is not None else ()
 
-    def restore(self, *, outside: bool = False) -> list[Change]:
-        """Put every module back as it was before the trace, with what its attributes hold, and say what had changed.
-
-        `outside` is as for `Snapshot.restore`.
-        """
-        found = [change for saved in self._saved.values() for change in saved.restore()]
-        return [*found, *self.snapshot.restore(outside=outside)]
-
-
-def _tables_then(found: list[SavedModule], count: int, methods: dict[type, frozenset[str]]) -> list[TablesOfModule]:
-    """The tables of modules, of which the first `count` are in the model, as they were when these were saved."""
-    tables = []
-    for i, saved in enumerate(found):
-        if isinstance(saved.module, torch.jit.ScriptModule):  # theirs are in C++
-            continue
-        own, _, _, modules = saved.tables
-        filled = dict(saved.hooks)
-        if modules:
-            filled[SUBMODULES] = modules
-        name, names = saved.fqn if i < count else saved.name, methods[saved.kind]
-        tables.append(
-            TablesOfModule(name, saved.module, saved.kind, names - own.keys(), own.get("forward", MISSING), filled)
-        )
-    return tables
+    def restore(self) -> list[Change]:
+        """Put every module back as it was before the trace, and say which attributes had changed."""
+        return [change for saved in self._saved.values() for change in saved.restore()]
 
 
 _NO_FORWARD = torch.nn.Module.forward
@@ -378,15 +326,30 @@ class SavedModule:
     """
 
     __slots__ = (
-        *("buffers", "contents", "fqn", "hooks", "kind", "layout", "module", "modules", "name", "own", "params"),
-        *("unsaved", "values"),
+        *(
+            "buffers",
+            "contents",
+            "fqn",
+            "hooks",
+            "is_watched",
+            "kind",
+            "layout",
+            "module",
+            "modules",
+            "name",
+            "own",
+            "params",
+        ),
+        *("params", "unsaved", "values"),
     )
 
-    def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
+    def __init__(self, fqn: str, module: torch.nn.Module, contents: Contents, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
         self.kind = type(module)
         self.name = name
+        self.is_watched = is_watchable(module)
+        """Whether reads of its attributes are seen."""
         self.own, self.params, self.buffers, self.modules = own, params, buffers, modules = _tables_of(module)
         # Not as dicts, which take four times the memory: to go through it takes most of the time to compare them.
         self.layout = layout = _layout_of((*own, None, *params, None, *buffers, None, *modules, None))
@@ -397,12 +360,12 @@ class SavedModule:
         self.contents = {k: own[k] for k in layout.own if type(own[k]) not in ATOMS} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
-            snapshot.add(f"{name}.{key}", f".{key}", x, module)
+            contents.add(f"{name}.{key}", x, module, functools.partial(put_entry, own, key))
         has_hooks = any(map(own.get, _HOOK_TABLES))
         self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)} if has_hooks else _EMPTY
         for hooks in HOOKS if has_hooks else ():
             for hook in self.hooks.get(hooks, {}).values():
-                snapshot.add(f"{name}'s hook", "", hook)
+                contents.add(f"{name}'s hook", hook)
 
     def is_unchanged(self) -> bool:
         """Whether the class is that which it was, and all attributes are the same objects, in the same order."""
@@ -428,10 +391,6 @@ class SavedModule:
         """What `live` held."""
         values = iter(self.values)
         return [dict(zip(names, values, strict=False)) for names in self.layout.names]
-
-    def plain_attributes(self) -> dict[str, Any]:
-        """As the function `plain_attributes`, of what the module was."""
-        return plain_attributes(dict(zip(self.layout.names[0], self.values, strict=False)))
 
     @property
     def parameters(self) -> list[torch.nn.Parameter | None]:
@@ -468,52 +427,61 @@ class SavedModule:
             return []
         found: list[Change] = []
         for table, old in () if self.is_unchanged() else zip(self.live, self.tables, strict=True):
-            if not same_tables(table, old):
+            if not same_entries(table, old):
                 found += self._changes(table, old)
                 table.clear()
                 table.update(old)
         if self.has_tables and unsaved_buffers_of(self.module) != self.unsaved:
-            _restore_set(unsaved_buffers_of(self.module), self.unsaved)
+            unsaved_buffers_of(self.module).clear()
+            unsaved_buffers_of(self.module).update(self.unsaved)
         return [*found, *self._restore_hooks()]
 
     def _restore_hooks(self) -> Iterator[Change]:
         own = self.module.__dict__
         for name in _HOOK_TABLES:
             table, old = own.get(name), self.hooks.get(name, {})
-            if (table or old) and isinstance(table, dict) and not same_tables(table, old):
+            if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
-                    hooks = name.strip("_").replace("_", " ")
-                    yield Change(f"{hooks} of {self.name}", f".{name}", len(old), len(table), self.module)
-                table.clear()
-                table.update(old)
+                    hooks, put = words_of_hooks(name), self._put_hooks(name)
+                    yield Change(f"{hooks} of {self.name}", old, dict(table), self.module, name, put)
+                _fill(table, old)
+
+    def _put_hooks(self, name: str) -> Callable[[dict[Any, Any]], None]:
+        """Gives the module such hooks, and says how each is called, as before or after the forward."""
+        own = self.module.__dict__
+        ways = [t for t in (f"{name}_with_kwargs", f"{name}_always_called") if t in own]
+        entries = {way: {**self.hooks.get(way, {}), **own[way]} for way in ways}
+
+        def put(hooks: dict[Any, Any]) -> None:
+            _fill(own[name], hooks)
+            for way, known in entries.items():
+                _fill(own[way], {key: x for key, x in known.items() if key in hooks})
+
+        return put
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
         bookkeeping = bookkeeping_of(type(self.module))
         for name in dict.fromkeys((*old, *table)):
             before, now = old.get(name, MISSING), table.get(name, MISSING)
-            if name in bookkeeping or (compiles and name[0] == "_") or same(before, now):
+            if before is now or name in bookkeeping or (compiles and name[0] == "_"):
                 continue
             if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
-                found = Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
-                is_buffer = table is self.buffers
-                yield found._replace(buffer=name not in unsaved_buffers_of(self.module)) if is_buffer else found
+                put = functools.partial(put_entry, table, name)
+                is_buffer = table is self.buffers and name not in unsaved_buffers_of(self.module)
+                buffer = is_buffer if table is self.buffers else None
+                entry = (id(table), name)
+                yield Change(f"{self.name}.{name}", before, now, self.module, name, put, entry, buffer)
+
+
+def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(entries)
 
 
 def is_torchs(module: torch.nn.Module) -> bool:
     """Whether its class is one of those of torch.nn."""
     return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def modules_in(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those that `module.modules()` gives, without a generator for each."""
-    found, known = [module], {id(module)}
-    for outer in found:  # which grows meanwhile
-        for inner in outer.__dict__.get("_modules", {}).values():
-            if inner is not None and id(inner) not in known:
-                known.add(id(inner))
-                found.append(inner)
-    return found
 
 
 def attribute_tables(owner: Any) -> list[dict[str, Any]]:
@@ -614,399 +582,3 @@ def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(x, (type, torch.Tensor, dict, list, tuple)) or not is_users_class(type(x)):
         return ()
     return attributes_and_slots(x).items()
-
-
-# Snapshots of objects ------------------------------------------------------------------------------------------------
-
-
-_NO_CONTENT = (torch.Tensor, torch.nn.Module, type, types.ModuleType, enum.Enum, types.BuiltinFunctionType)
-
-
-class Change(NamedTuple):
-    """An entry that is not what it was."""
-
-    name: str
-    """In source: `self.n`, `self.stats['n']`; of a list or set, that of the whole."""
-    key: str
-    """The name by which Python reaches what changed: `stats`, a parameter `stats=`, an attribute `.stats`."""
-    old: Any
-    new: Any
-    holder: Any
-    """The module, object or class whose attribute `key` is; None where `key` is a variable."""
-    attribute: str = ""
-    """The attribute of `holder` that is another one; empty where an entry in its value is."""
-    is_draw: bool = False
-    """Whether it is the state of a random generator."""
-    is_memo: bool = False
-    """Whether it is a tensor that each call would compute again, to the same values."""
-    buffer: bool | None = None
-    """Of a buffer that is new or another one, whether it is in the state dict."""
-
-
-class Saved(NamedTuple):
-    """One object with a copy of its content."""
-
-    name: str
-    key: str
-    holder: Any
-    owner: Any
-    before: Any
-    kind: Kind
-    outside: bool
-    """Whether it belongs neither to the model nor to its arguments: a global, or in a closure."""
-
-
-class Words(str):
-    """Text that describes a value."""
-
-
-class Kind(NamedTuple):
-    """How the content of a class of objects is read and put back."""
-
-    copy: Callable[[Any], Any]
-    """The content, as list, dict, set, or anything that `unchanged` compares."""
-    restore: Callable[[Any, Any], None]
-    """(object, content)."""
-    unchanged: Callable[[Any, Any], bool]
-    """(content now, content before)."""
-    entries: str = ""
-    """How an entry is named: `[]` by key, `.` by attribute; empty for what is named as a whole."""
-    words: tuple[Words, Words] | None = None
-    """What to say of a content that means nothing to a reader, before and after."""
-    is_draw: bool = False
-    """As in Change."""
-
-
-class Snapshot:
-    """The contents of all objects that `add` was led to."""
-
-    def __init__(self) -> None:
-        self.saved: dict[int, Saved] = {}
-        self.functions: list[Callable[..., Any]] = []
-        """The functions that were found on the way."""
-        self.modules: list[tuple[str, torch.nn.Module]] = []
-        """The modules that were found on the way, with their names; they are not saved."""
-        self.tensors: list[tuple[str, torch.Tensor]] = []
-        """The tensors that were found on the way, with their names."""
-        self.outside = False
-        """Whether what is added belongs neither to the model nor to its arguments."""
-        self.classes: set[type] = set()
-        """The classes of the objects."""
-        self.builtins: set[int] = set()
-        """The ids of the functions in C that objects hold."""
-        self._kinds: dict[type, Kind | None] = {}
-
-    def take_found(self) -> tuple[list[Callable[..., Any]], list[tuple[str, torch.nn.Module]], set[type]]:
-        """The functions, modules and classes that were found since the last call."""
-        found = self.functions, self.modules, self.classes
-        self.functions, self.modules, self.classes = [], [], set()
-        return found
-
-    def add(self, name: str, key: str, x: Any, holder: Any = None) -> None:
-        """Save what `x` holds, and what its items and attributes hold. The others are as in Change."""
-        kind = type(x)
-        if kind in ATOMS or id(x) in self.saved:
-            return
-        if isinstance(x, torch.nn.Module):
-            self.modules.append((name, x))
-            return
-        if isinstance(x, (tuple, functools.partial, types.MethodType)):
-            for i, item in enumerate(_parts(x)):
-                self.add(f"{name}[{i}]", key, item, holder)
-        else:
-            self._note(name, x)
-            how = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, _kind_of(kind))
-            if how is not None and (kind is not types.FunctionType or x.__dict__):
-                self._save(id(x), Saved(name, key, holder, x, how.copy(x), how, self.outside))
-        if kind.__dictoffset__ and issubclass(kind, _WITH_MORE):
-            own = own_dict(x)
-            if own or kind not in (collections.OrderedDict, functools.partial):  # to which hardly anybody gives some
-                self._save(id(own), Saved(name, key, holder, x, dict(own), ATTRIBUTES, self.outside))
-
-    def _note(self, name: str, x: Any) -> None:
-        """Keep what is followed elsewhere: functions and tensors."""
-        if type(x) is types.FunctionType or type(x) is operator.attrgetter:
-            self.functions.append(x)
-        elif type(x) is types.BuiltinFunctionType:
-            self.builtins.add(id(x))
-        elif isinstance(x, torch.Tensor):
-            self.tensors.append((name, x))
-
-    def _save(self, number: int, saved: Saved) -> None:
-        self.saved[number] = saved
-        name, key, holder, x, before, how, _ = saved
-        if how.entries == ".":
-            self.classes.add(type(x))
-        if how.entries:
-            attribute = how.entries == "."
-            for inner, item in before.items():
-                if type(item) in ATOMS:
-                    continue
-                if attribute:
-                    self.add(f"{name}.{inner}", f".{inner}", item, x)
-                else:
-                    self.add(f"{name}[{short(inner)}]", _key_of(saved, inner), item, holder)
-        elif type(before) in (list, set):
-            for item in before:
-                if type(item) not in ATOMS:
-                    self.add(f"{name}[…]", key, item, holder)
-        elif isinstance(x, contextvars.ContextVar):
-            self.add(f"{name}.get()", key, before, holder)
-
-    def accept(self, table: Any, key: Any) -> None:
-        """Keep an entry that was put into a saved dict, as if it had been there."""
-        if id(table) in self.saved:
-            self.saved[id(table)].before[key] = table[key]
-            self.add(f"{self.saved[id(table)].name}[{short(key)}]", self.saved[id(table)].key, table[key])
-
-    def restore(self, *, outside: bool = False) -> list[Change]:
-        """Put everything back that belongs to the model or its arguments, and say what had changed.
-
-        Globals and closures keep what the forward wrote, but for fake tensors; with `outside` they are put back too.
-        """
-        contents = [(saved, saved.kind.copy(saved.owner)) for saved in self.saved.values()]
-        changed = [(saved, now) for saved, now in contents if not saved.kind.unchanged(now, saved.before)]
-        found = [change for saved, now in changed for change in _changes(saved, now)]  # several may show one content
-        for saved, now in changed:
-            if outside or not saved.outside or saved.kind.words is not None or holds_fake(now):
-                saved.kind.restore(saved.owner, saved.before)
-        self.tensors.clear()
-        self.saved.clear()  # what a weak reference leads to lives no longer than without a trace
-        return found
-
-
-def _changes(saved: Saved, now: Any) -> Iterator[Change]:
-    if not saved.kind.entries:
-        old, new = saved.kind.words or (saved.before, now)
-        yield Change(saved.name, saved.key, old, new, saved.holder, is_draw=saved.kind.is_draw)
-        return
-    for entry in dict.fromkeys((*saved.before, *now)):
-        old, new = saved.before.get(entry, MISSING), now.get(entry, MISSING)
-        if same(old, new) or is_memo(saved.owner, entry, old):
-            continue
-        if saved.kind.entries == ".":
-            yield Change(f"{saved.name}.{entry}", f".{entry}", old, new, saved.owner, entry)
-        else:
-            yield Change(f"{saved.name}[{short(entry)}]", _key_of(saved, entry), old, new, saved.holder)
-
-
-def _key_of(saved: Saved, entry: Any) -> str:
-    """By what Python reaches an entry of a table; of one of default arguments, their names."""
-    return f"{entry}=" if saved.key == "=" else saved.key
-
-
-def _parts(x: Any) -> tuple[Any, ...]:
-    if isinstance(x, functools.partial):
-        return (x.func, *x.args, *x.keywords.values())
-    return x if isinstance(x, tuple) else (x.__func__, x.__self__)
-
-
-def same(old: Any, new: Any) -> bool:
-    """Whether an entry is what it was: the same object, or an equal number or text."""
-    if old is new:
-        return True
-    is_plain = type(old) is type(new) and isinstance(old, (bool, int, float, str, bytes, complex))
-    return is_plain and repr(old) == repr(new)  # 0.0 is no -0.0
-
-
-def is_memo(owner: Any, name: Any, old: Any) -> bool:
-    """Whether an attribute is one that `functools.cached_property` computes when it is first asked for."""
-    found = getattr(type(owner), name, None) if isinstance(name, str) and old is MISSING else None
-    return isinstance(found, functools.cached_property)
-
-
-_SHOWN, _WIDTH = 8, 60
-
-
-def short(x: Any) -> str:
-    """A value as short text."""
-    if isinstance(x, torch.Tensor):
-        return f"a tensor {list(x.shape)}"
-    kind = type(x)
-    if kind is Words:
-        return str(x)
-    if kind in ATOMS or kind is Missing:
-        text = repr(x)
-    elif kind in (list, tuple, set, dict) and len(x) <= _SHOWN:
-        inside = [f"{short(k)}: {short(v)}" for k, v in x.items()] if kind is dict else list(map(short, x))
-        left, right = ("[", "]") if kind is list else ("(", ")") if kind is tuple else ("{", "}")
-        text = left + ", ".join(inside) + right
-    else:
-        text = f"a {kind.__name__}" + (f" of {len(x)}" if isinstance(x, (list, tuple, set, dict)) else "")
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
-
-
-# Kinds of objects ----------------------------------------------------------------------------------------------------
-
-
-def _kind_of(kind: Any) -> Kind | None:
-    """How the objects of a class are saved; None for those without content."""
-    for base, found in _BUILTIN.items():
-        if issubclass(kind, base):
-            return found
-    if issubclass(kind, _NO_CONTENT):
-        return None
-    array = _numpy_kind(kind)
-    if array is not None:
-        return array
-    if issubclass(kind, _WITH_ATTRIBUTES):
-        return ATTRIBUTES
-    if not is_users_class(kind):
-        return None
-    if slots_of(kind):
-        return ATTRIBUTES._replace(copy=attributes_and_slots)
-    return ATTRIBUTES if kind.__dictoffset__ else None
-
-
-def slots_of(kind: type) -> list[str]:
-    """The names of its `__slots__`."""
-    members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
-    return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
-
-
-def attributes_and_slots(x: Any) -> dict[str, Any]:
-    """The attributes that an object itself has."""
-    found = dict(own_dict(x)) if type(x).__dictoffset__ or issubclass(type(x), threading.local) else {}
-    for name in slots_of(type(x)):
-        with contextlib.suppress(AttributeError):
-            found[name] = getattr(x, name)
-    return found
-
-
-def _restore_attributes(x: Any, before: dict[str, Any]) -> None:
-    now = attributes_and_slots(x)
-    plain: Any = threading.local if isinstance(x, threading.local) else object  # not by methods of the class
-    for name in now.keys() - before.keys():
-        plain.__delattr__(x, name)
-    for name, value in before.items():
-        if now.get(name, MISSING) is not value:
-            plain.__setattr__(x, name, value)
-
-
-# The methods of the built-in class: those of a subclass may do anything, as a table that makes what is asked for.
-
-
-def _base_of(x: Any) -> Any:
-    return next(base for base in (collections.OrderedDict, *_CONTAINERS) if isinstance(x, base))
-
-
-def _restore_list(x: Any, before: list[Any]) -> None:
-    _base_of(x).clear(x)
-    _base_of(x).extend(x, before)
-
-
-def _restore_dict(x: Any, before: dict[Any, Any]) -> None:
-    _base_of(x).clear(x)
-    for key, item in before.items():
-        _base_of(x).__setitem__(x, key, item)
-
-
-def _restore_dict_by_methods(x: Any, before: dict[Any, Any]) -> None:
-    for key in x.keys() - before.keys():
-        del x[key]
-    x.update(before)
-
-
-def _restore_set(x: set[Any], before: Set[Any]) -> None:
-    set.clear(x)
-    set.update(x, before)
-
-
-def _same_items(now: Any, before: Any) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def same_tables(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    """Whether two tables have the same keys in the same order, with the same objects."""
-    return len(now) == len(before) and (
-        not before or (all(map(operator.is_, now, before)) and all(map(operator.is_, now.values(), before.values())))
-    )
-
-
-def _same_state(now: Any, before: Any) -> bool:
-    """Whether two states of a generator of NumPy are one: dicts of numbers, texts and arrays."""
-    if isinstance(now, dict) and isinstance(before, dict):
-        return now.keys() == before.keys() and all(_same_state(x, before[key]) for key, x in now.items())
-    if isinstance(now, bool | int | float | str) or type(now) is not type(before):
-        return type(now) is type(before) and bool(now == before)
-    if type(now).__module__ == "numpy" and hasattr(now, "tobytes"):
-        return bool(now.dtype == before.dtype and now.tobytes() == before.tobytes())
-    return pickle.dumps(now) == pickle.dumps(before)
-
-
-def _same_memo(now: tuple[Any, int], before: tuple[Any, int]) -> bool:
-    """Whether a memo of a function got no tensor of the trace: it may remember anything else."""
-    return now[1] == before[1] or not holds_fake(gc.get_referents(now[0]), depth=3)
-
-
-def holds_fake(x: Any, depth: int = 5) -> bool:
-    """Whether there is a fake tensor, or a number of one, in containers, at most `depth` deep."""
-    if isinstance(x, (FakeTensor, *Symbolic)):
-        return True
-    if depth == 0 or not isinstance(x, (list, tuple, set, dict, collections.deque)):
-        return False
-    return any(holds_fake(item, depth - 1) for item in (x.values() if isinstance(x, dict) else x))
-
-
-def holds_iterator(x: Any, depth: int = 3) -> bool:
-    """Whether `x` is an iterator, or a container with one at most `depth` deep."""
-    kind = type(x)
-    if kind not in (list, tuple, dict):
-        return hasattr(kind, "__next__") and kind not in weakref.ProxyTypes
-    items = x.values() if kind is dict else x
-    return depth > 0 and not ATOMS.issuperset(map(type, items)) and any(holds_iterator(i, depth - 1) for i in items)
-
-
-_STATES = Words("in one state"), Words("in another")
-ATTRIBUTES = Kind(lambda x: dict(own_dict(x)), _restore_attributes, same_tables, ".")
-"""Of objects that consist of attributes in a `__dict__`."""
-_GENERATOR = functools.partial(Kind, words=_STATES, is_draw=True)
-_CONTAINERS = list, collections.deque, dict, set
-_WITH_MORE = (*_CONTAINERS, tuple, functools.partial)
-"""The classes of what holds items, and may have attributes too."""
-_LIST = Kind(lambda x: list(_base_of(x).__iter__(x)), _restore_list, _same_items)
-_WITH_ATTRIBUTES = (
-    *(types.SimpleNamespace, argparse.Namespace, types.FunctionType),
-    *(collections.UserDict, collections.UserList, collections.ChainMap, threading.local),
-    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
-    *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
-)
-"""The classes of torch and the standard library whose objects have attributes that people write to."""
-_BUILTIN: dict[type, Kind] = {
-    list: _LIST,
-    collections.deque: _LIST,
-    dict: Kind(lambda x: dict(_base_of(x).items(x)), _restore_dict, same_tables, "[]"),
-    types.MappingProxyType: Kind(dict, lambda *_: None, same_tables, "[]"),
-    set: Kind(lambda x: set(set.__iter__(x)), _restore_set, operator.eq),
-    weakref.ref: Kind(lambda x: [x()], lambda *_: None, _same_items),
-    weakref.ProxyType: Kind(lambda x: [x.__init__.__self__], lambda *_: None, _same_items),
-    bytearray: Kind(bytes, lambda x, before: x.__setitem__(slice(None), before), operator.eq),
-    array.array: Kind(lambda x: x[:], lambda x, before: x.__setitem__(slice(None), before), operator.eq),
-    queue.Queue: Kind(lambda x: list(x.queue), lambda x, before: _restore_list(x.queue, before), _same_items),
-    MEMO: Kind(
-        lambda x: (x, x.cache_info().misses),
-        lambda x, _: x.cache_clear(),
-        _same_memo,
-        words=(Words("a memo"), Words("a memo with tensors of the trace")),
-    ),
-    type(os.environ): Kind(dict, _restore_dict_by_methods, operator.eq, "[]"),
-    contextvars.ContextVar: Kind(value_of, lambda x, before: x.set(before), operator.is_),
-    random.Random: _GENERATOR(random.Random.getstate, lambda x, before: x.setstate(before), operator.eq),
-}
-
-
-def _numpy_kind(kind: type) -> Kind | None:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if issubclass(kind, numpy.ndarray):
-        return Kind(numpy.copy, numpy.copyto, lambda now, before: bool((now == before).all()))
-    if issubclass(kind, numpy.random.RandomState):
-        return _GENERATOR(lambda x: x.get_state(legacy=False), lambda x, before: x.set_state(before), _same_state)
-    if issubclass(kind, numpy.random.Generator):
-        return _GENERATOR(
-            lambda x: x.bit_generator.state,
-            lambda x, before: setattr(x.bit_generator, "state", before),
-            _same_state,
-        )
-    return None

@@ -36,6 +36,7 @@ from scopetrace._compat.ops import (
     custom_function_call,
     eager_kernel,
     function_in_transform,
+    has_kernel_of_its_own,
     in_transform,
     interrupts,
     is_op,
@@ -65,7 +66,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
-from scopetrace.ir.tape import Autocast, Op, Value, checks_enabled, flat, map_argument
+from scopetrace.ir.tape import Autocast, Op, Value, flat, map_argument
 from scopetrace.ops.functional_variants import (
     UNDECLARED_WRITTEN,
     is_metadata_only,
@@ -74,24 +75,18 @@ from scopetrace.ops.functional_variants import (
 )
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.ops.recurrent import drops_between_layers
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
+from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.copying import OpCopier
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.flex_attention import FlexRecorder
-from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
-from scopetrace.record.parts import PartsRecorder
 from scopetrace.record.reads import FAST_PATH, ReadRecorder
 from scopetrace.record.rewritten_ops import REWRITES
 
 _aten = torch.ops.aten
-_CLONE = _aten.clone.default
 _flex_attention = torch.ops.higher_order.flex_attention
 _Parameter = torch.nn.Parameter
-_COPIES: dict[Any, bool] = {}
-"""By an op in place of torch, which of its inputs require grad, and what else it takes: whether autograd copies its
-target."""
 
 RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
 
@@ -113,7 +108,7 @@ class OpFacts:
         self.positions = tuple(enumerate(schema.names))
         self.comes_apart = can_decompose(func)
         """Whether it is a composition of others."""
-        self.is_atomic = not (self.is_custom or self.comes_apart)
+        self.is_atomic = not self.is_custom and (not self.comes_apart or has_kernel_of_its_own(func))
         """Whether autograd runs it as this op, and its schema says which results lie in the memory of an argument."""
         self.may_alias = not self.is_atomic or any(a.aliases for a in schema.arguments)
         self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
@@ -186,7 +181,6 @@ class OpRecorder:
         run_graph: RunGraph,
         *,
         specialize: bool = False,
-        composites_apart: bool = False,
     ) -> None:
         self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
         self.values = values
@@ -195,8 +189,7 @@ class OpRecorder:
         self._by_id = values.by_id
         self.factory = factory
         self.inference = inference
-        self._exact = builder.tape.exact_autograd
-        self.composites_apart = composites_apart
+        self.exact = builder.tape.exact_autograd
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
         self._specialize = specialize
@@ -205,8 +198,6 @@ class OpRecorder:
         self._at_end = contextlib.ExitStack()
         self.attention_kernels = attention_kernels()
         """Those that were on before the forward."""
-        self.answers = 0
-        """How often Python asked for the data of a tensor."""
 
     @functools.cached_property
     def data(self) -> DataReader:
@@ -220,13 +211,7 @@ class OpRecorder:
 
     def come_apart(self) -> None:
         """Let go of what knows this recorder, after the recording."""
-        for name in ("copier", "parts"):
-            self.__dict__.pop(name, None)
-
-    @functools.cached_property
-    def parts(self) -> PartsRecorder:
-        """Records the parts of composite ops."""
-        return PartsRecorder(self._builder, self.values, self.reads, self.inference, self.copier)
+        self.__dict__.pop("copier", None)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
@@ -263,7 +248,7 @@ class OpRecorder:
             builder.op_frames = outer
 
     def _on_op_in_transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._expect_exact()
+        self._builder.expect_history("a transform such as torch.vmap runs")
         args, kwargs = map_argument(self._differentiable, (args, kwargs))
         if func in _OF_NUMBERS and isinstance(args[1], _NUMBERS):
             func = _OF_NUMBERS[func]
@@ -288,7 +273,6 @@ class OpRecorder:
         dtype = autocast_dtype(device)
         if dtype is None:
             return self.record(func, args, kwargs)
-        self._builder.expect_no_tape("the forward differentiates under autocast")
         rule, casts = autocast_rule(func, device)
         before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
         try:
@@ -308,15 +292,6 @@ class OpRecorder:
         problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
         return UnsupportedOpError(problem, op=str(func), **self.where(), hint=hint)
 
-    def updates(self, func: Any) -> bool:
-        """Whether an op writes to arguments that it does not return."""
-        facts = self._facts.get(id(func))
-        return facts is not None and facts.updates
-
-    def _expect_exact(self) -> None:
-        if not self._exact:
-            raise Retrace("a transform such as torch.vmap runs", Assumptions(exact_autograd=True))
-
     def _differentiable(self, x: Any) -> Any:
         """A tensor of the model as the fake one by which autograd around a transform differentiates."""
         own = unwrapped(x) if isinstance(x, torch.Tensor) else None
@@ -332,11 +307,11 @@ class OpRecorder:
         """torch.cond and its kind arrive."""
         if hop in CHECKPOINTS:
             mark = self._builder.mark()
-            out = self._run_callable(args[0], args[1:])
+            out = self.run_callable(args[0], args[1:])
             self._builder.end_region(CHECKPOINTS[0], mark)
             return out
         if hop is custom_function_call:
-            self._expect_exact()
+            self._builder.expect_history("a transform such as torch.vmap runs")
             return self.recorded(lambda: function_in_transform(args))
         kernel = eager_kernel(hop)
         if hop not in FORMS and kernel and any(map(callable, args)) and not _requires_grad(args, kwargs):
@@ -350,13 +325,9 @@ class OpRecorder:
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
         recorder = FlexRecorder if hop is _flex_attention else BodyRecorder
-        return recorder(self._builder, self.values, self.factory, hop, args, self._run_callable).run()
+        return recorder(self._builder, self.values, self.factory, hop, args, self.run_callable).run()
 
-    def apply_function(self, cls: type, args: tuple[Any, ...]) -> Any:
-        """A `torch.autograd.Function` is applied, and autograd sees it."""
-        return FunctionRecorder(cls, args, self._builder, self.values, self.factory, self._run_callable).run()
-
-    def _run_callable(self, fn: Any, args: Any) -> Any:
+    def run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""
         if isinstance(fn, torch.fx.GraphModule):
             return self.recorded(lambda: self._run_graph(fn, args))
@@ -385,8 +356,10 @@ class OpRecorder:
             out = facts.rewrite(self, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if self.composites_apart and facts.comes_apart and _requires_grad(args, kwargs):
-            return self._record_parts(facts, args, kwargs)
+        apart = facts.comes_apart and self._builder.differentiates and not in_transform()  # which takes it apart itself
+        if apart and _requires_grad(args, kwargs):
+            self._refuse_lost_dropout(func, args)
+            return self.recorded(lambda: run_parts(func, *args, **kwargs))
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
             return args[0]
         call = self._lifted(facts, args, kwargs)
@@ -396,7 +369,7 @@ class OpRecorder:
             answer = self._answer(call)
             if answer is not NotImplemented:
                 return answer
-        if self._exact and self._needs_autograd(call):
+        if self.exact and self._needs_autograd(call):
             return self._run(call, None)
         key = self.inference.key_of_call(func, call.args, call.kwargs)
         found = None if key is None else self._inferred(call, key)
@@ -408,15 +381,6 @@ class OpRecorder:
             self.reads.on_cast_op()
         if facts.is_fast_path:
             self.reads.on_fast_path(_tensors((args, kwargs)))
-
-    def _record_parts(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Put a composite op on the tape as its parts."""
-        builder = self._builder
-        self._refuse_lost_dropout(facts.func, args)
-        if self._exact or facts.written or facts.reads or builder.autocast is not None or not builder.is_plain():
-            return self.recorded(lambda: run_parts(facts.func, *args, **kwargs))
-        start = len(builder.tape.ops)
-        return self.parts.run(facts.func, self._lifted(facts, args, kwargs), start, self.recorded)
 
     def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise where torch takes an op apart in Python, and forgets its dropout."""
@@ -431,15 +395,15 @@ class OpRecorder:
         raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **self.where(), hint=hint)
 
     def _needs_autograd(self, call: OpCall) -> bool:
-        """Whether autograd may keep something of the op; under no_grad, a view of what requires grad."""
-        if _grad_enabled() and not call.facts.in_place:
-            return True
-        view = call.facts.may_alias and not call.facts.in_place
-        return (view or _grad_enabled()) and any(requires_grad_of(v.fake) for v in call.inputs)
+        """Whether autograd may keep something of the op; under no_grad, a view of what requires grad.
+
+        It keeps views of all tensors: a write may give them a history.
+        """
+        grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
+        return (grad and view) or ((grad or view) and any(requires_grad_of(v.fake) for v in call.inputs))
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
-        self.answers += 1
         func = call.facts.func
         answer = self.data.answer(func, call.args, call.kwargs)
         if answer is NotImplemented and func is _aten.is_nonzero.default and call.given[0][0].numel() == 1:
@@ -482,7 +446,7 @@ class OpRecorder:
 
     def _refuse_lost_shape(self, t: torch.Tensor, op: str) -> None:
         """Autograd would go on with the shape that a tensor had before an op without autograd changed it."""
-        if self._exact and requires_grad_of(t) and not _grad_enabled():
+        if self.exact and requires_grad_of(t) and not _grad_enabled():
             raise UnsupportedOpError(
                 "a tensor that requires grad changes its shape in place under no_grad",
                 op=op,
@@ -496,12 +460,9 @@ class OpRecorder:
             call.args = tuple([self._lift(a, call.inputs) for a in args])
             call.kwargs = {name: self._lift(a, call.inputs) for name, a in kwargs.items()}
         except ForeignTensorError as error:
-            if not self._exact:
+            if not self.exact:
                 raise
-            if not self.composites_apart:
-                raise Retrace(
-                    "backward reads what a composite op has saved", Assumptions(composites_apart=True)
-                ) from None
+            self._builder.expect_backward("backward reads what a composite op has saved")
             raise ForeignTensorError(
                 error.problem,
                 op=str(facts.func),
@@ -597,7 +558,7 @@ class OpRecorder:
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
         before = _BeforeWrite(call, _tensors((args, kwargs)), undeclared)
-        first = next_sequence_number() if self._exact else 0
+        first = next_sequence_number() if self.exact else 0
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(call, args, kwargs, key)
         self._note_squeeze(call)
@@ -618,7 +579,7 @@ class OpRecorder:
             return out  # a question about metadata, answered
         results = self.values.new_same(out, 0, given[0]) if given and not written else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
-        if self._exact and next_sequence_number() > first:
+        if self.exact and next_sequence_number() > first:
             self._builder.made_nodes.append((first, self._builder.tape.ops[-1]))
         if moved:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
@@ -645,7 +606,7 @@ class OpRecorder:
         False where it has to be recorded as ever.
         """
         facts = self._facts.get(id(op.target))
-        if facts is None or self._exact or self._pending or facts.rewrite or facts.reads or not op.writes:
+        if facts is None or self.exact or self._pending or facts.rewrite or facts.reads or not op.writes:
             return False
         args, kwargs = map_argument(lambda x: now[x] if isinstance(x, Value) else x, (op.args, op.kwargs))
         call = OpCall(facts, args, kwargs)
@@ -653,24 +614,15 @@ class OpRecorder:
         undeclared = undeclared_writes(op.target, args, kwargs) if facts.may_write_undeclared else ()
         if not (facts.keeps_layout or self._is_known_update(call, undeclared)):
             return False
-        copied = self._builder.copied_before.get(op)
         key = self.inference.key_of_call(op.target, args, kwargs)
         unseen = bool(facts.written) and self._prepare_write(call)
-        if self._append_known_write(call, key, undeclared, unseen=unseen, copies=False) is None:
-            return False
-        new = self._builder.tape.ops[-1]
-        self._builder.originals[new] = op
-        if copied is not None:
-            self._builder.copied_before[new] = now[copied]
-        return True
+        return self._append_known_write(call, key, undeclared, unseen=unseen) is not None
 
-    def _append_known_write(
-        self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool, copies: bool = True
-    ) -> Any:
+    def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
 
         Such are ops in place that change values alone, and those that write statistics beside their results, once torch
-        has run one of equal metadata. With `copies`, what autograd copies before them gets an op too.
+        has run one of equal metadata.
         """
         facts = call.facts
         target = call.args[0] if call.args else None
@@ -679,8 +631,7 @@ class OpRecorder:
         if facts.keeps_layout:
             with torch.no_grad() if unseen else contextlib.nullcontext():
                 is_known = self._changes_only_values(call, target.fake, key)
-            copied = self._copied(call, target) if is_known and unseen and copies else None
-            return self._append_in_place(call, target, copied) if is_known else None
+            return self._append_in_place(call, target) if is_known else None
         if not self._is_known_update(call, undeclared):
             return None
         found = self.inference.learned(key, facts.func, call.args, call.kwargs, call.inputs)
@@ -690,40 +641,6 @@ class OpRecorder:
             torch.autograd.graph.increment_version(v.fake)
         tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
         return self._append_update(call, *found, undeclared, tuple(tracked))
-
-    def _copied(self, call: OpCall, target: Value) -> Value | None:
-        """The copy that autograd makes of what an op in place is about to write, since backward reads it; as an op.
-
-        None where it makes none, or nothing differentiates.
-        """
-        if not self._builder.derives_by_tape:
-            return None
-        told = [v.requires_grad_now if isinstance(v, Value) else type(v) for v in (*call.args, *call.kwargs.values())]
-        of = call.facts.func, *told, *call.kwargs
-        known = _COPIES.get(of)
-        if known is None or checks_enabled():
-            copies = _COPIES[of] = self._is_copied(call, target)
-            assert known in (None, copies), of
-        if not _COPIES[of]:
-            return None
-        return self.values.append_op(_CLONE, (target,), self.inference.run(_CLONE, (target,), {}))
-
-    def _is_copied(self, call: OpCall, target: Value) -> bool:
-        """Whether autograd copies the target of an op in place, found by running it on other tensors."""
-        fakes = {v: self.inference.like(v.fake) for v in call.inputs}
-        for v, t in fakes.items():
-            if requires_grad_of(v.fake):
-                self.factory.give_history(t)
-        copied: list[Any] = []
-
-        def on_op(func: Any, args: Any, kwargs: Any) -> Any:
-            copied.extend([t for t in args[:1] if func is _CLONE])
-            return func(*args, **kwargs)
-
-        args, kwargs = map_argument(lambda x: fakes[x] if isinstance(x, Value) else x, (call.args, call.kwargs))
-        with self._builder.run_by_torch(call.facts.func), torch.enable_grad(), BelowAutograd(on_op):
-            run_op(self.factory.mode, call.facts.func, args, kwargs)
-        return any(t is fakes[target] for t in copied)
 
     def _is_known_update(self, call: OpCall, undeclared: Sequence[str]) -> bool:
         """Whether the results of an op that writes beside them follow from metadata."""
@@ -745,14 +662,12 @@ class OpRecorder:
         self._append(call, outputs.contained(made), written, None, tracked)
         return outputs.contained(fakes)
 
-    def _append_in_place(self, call: OpCall, target: Value, copied: Value | None) -> Any:
+    def _append_in_place(self, call: OpCall, target: Value) -> Any:
         fake = target.fake
         torch.autograd.graph.increment_version(fake)
         key = target.key if target.requires_grad is requires_grad_of(fake) else self.inference.key_of(fake)
         tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
         self._append(call, self.values.new(fake, 0, target.storage, key), (target,), None, tracked)
-        if copied is not None:
-            self._builder.copied_before[self._builder.tape.ops[-1]] = copied
         return fake
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
@@ -761,7 +676,7 @@ class OpRecorder:
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for t in call.fakes() for n in t.size()[1:2])
         compared = facts.is_custom and self.factory.mode.propagate_real_tensors
-        has_history = self._exact and any(requires_grad_of(v.fake) for v in call.inputs)
+        has_history = self.exact and any(requires_grad_of(v.fake) for v in call.inputs)
         with (
             self._builder.run_by_torch(facts.func),
             self.factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
@@ -793,10 +708,12 @@ class OpRecorder:
                     return self.inference.below_autograd(func, call.args, call.kwargs, call.inputs, run)
             if func is _aten.detach.default and self.inference.key_of(args[0]) is not None:
                 return self.factory.detached(args[0])  # what autograd saves of a result
-            out = run()
             value, version = written.get(id(args[0]), (None, 0)) if func is _aten.clone.default else (None, 0)
-            if value is not None and version == _version(value.fake):
-                self.values.append_op(func, (value,), out)
+            if value is None or version != _version(value.fake):
+                return run()
+            with torch.no_grad():
+                out = self.inference.below_autograd(func, (value,), kwargs, [value], run)
+            self.values.append_op(func, (value,), out)
             return out
 
         return BelowAutograd(on_op)
@@ -824,7 +741,7 @@ class OpRecorder:
 
         True where autograd need not see it: all tensors in the storage have a history before and after.
         """
-        if self._exact or not _grad_enabled() or not any(requires_grad_of(v.fake) for v in call.inputs):
+        if self.exact or not _grad_enabled() or not any(requires_grad_of(v.fake) for v in call.inputs):
             return False
         written = call.written(call.facts.written)
         if call.facts.in_place and all(_has_history(v) for w in written for v in self.values.in_storage(w.storage)):
@@ -832,7 +749,7 @@ class OpRecorder:
         for value in written:
             same_memory = self.values.in_storage(value.storage)
             if any(v.fake is not value.fake for v in same_memory):
-                raise Retrace("an op writes to a view of a tensor that requires grad", Assumptions(exact_autograd=True))
+                self._builder.expect_history("an op writes to a view of a tensor that requires grad")
             if any(v.autograd_placeholder for v in same_memory):
                 self.factory.give_history(value.fake)
             for v in same_memory:

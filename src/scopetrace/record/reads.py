@@ -11,44 +11,35 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
+import operator
 import sys
-import threading
-import types
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
-from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import NoData
-from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, SCOPETRACE
-from scopetrace._compat.tensors import DATA_DEPENDENT, FakeTensor, requires_grad_of
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
+from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
+from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import TraceError, UnsupportedOpError
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
-    MISSING,
     NO_CALL,
     Asked,
     Flag,
-    InTable,
-    OfEnvironment,
     OfInput,
     OfTensor,
     Place,
     Read,
-    own_dict,
-    snapshot,
 )
 from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Op, Tape, Value, ops_between, recorded_ops
+from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import Reach, is_users, names_of
 from scopetrace.record.model import Model
 
 Noted = tuple[Frames, str]
@@ -89,22 +80,17 @@ class ReadRecorder:
         self._awaits_default_dtype = True
 
     @contextlib.contextmanager
-    def watching(self, mine: questions.Mine, reach: Reach, tags: Set[str]) -> Iterator[None]:
-        """Inside, all that this thread reads is noted. `tags` are attributes that users have set on tensors."""
-        with contextlib.ExitStack() as stack:
-            tables = {
-                id(f.__globals__): f.__globals__ for f in reach.functions if "type" in names_of(f.__code__).globals
-            }
-            for table in [table for table in tables.values() if "type" not in table]:
-                stack.callback(table.pop, "type", None)
-                table["type"] = questions.TypeForUsers
-            own = [f.__code__ for f in reach.functions if not f.__code__.co_filename.startswith(PACKAGES)]
-            asked = {name for code in own for name in (*names_of(code).asked, *names_of(code).all & {"__class__"})}
-            questions.report_questions(stack.enter_context(replacing()), self, mine, asked | tags & reach.names)
-            yield
-            self._note_hidden_blocks()
-            for i, frames in sorted(inputs_of_layouts(self._builder.tape, self.contiguous).items()):
-                self._layout(i, frames)
+    def watching(self, names: Set[str]) -> Iterator[None]:
+        """Around the forward. Attributes that users have set on an input are noted if they are in `names`."""
+        for i, value in enumerate(self._builder.tape.inputs):
+            for name, x in tags_of(value.fake).items():
+                if name in names:
+                    text = f"{self._builder.tape.input_paths[i]}.{name}"
+                    self.note_once(text, snapshot(x), OfInput(i, f".{name}"), ())
+        yield
+        self._note_hidden_blocks()
+        for i, frames in sorted(inputs_of_layouts(self._builder.tape, self.contiguous).items()):
+            self._layout(i, frames)
 
     def note_once(
         self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None
@@ -162,10 +148,6 @@ class ReadRecorder:
         """After the forward: a flag that was another one then had been set by the forward itself."""
         self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.now(NO_CALL) == r.value]
 
-    def on_environment(self, key: str | None, answer: Any) -> None:
-        """As `Listener.on_environment`."""
-        self.note_once("os.environ" if key is None else f"os.environ[{key!r}]", answer, OfEnvironment(key))
-
     def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
         """As `Listener.on_question`."""
         self.note_once(name, answer, Asked(ask, args))
@@ -203,18 +185,28 @@ class ReadRecorder:
         self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
         if not self._hidden:
             return
-        ops = ops_between(ops, 0, max(hidden.stop for hidden in self._hidden))
+        ops = ops[: max(hidden.stop for hidden in self._hidden)]
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
         made = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
         leaves = dict.fromkeys([*made, *map(self._values.value_of, self._values.made_leaves())], 1)
+        frozen = [v for v in state if isinstance(v.real, torch.nn.Parameter) and v not in leaves]
+        leaves |= {v: 2 << i for i, v in enumerate(frozen)}  # which may learn in a call
         sources = {v.op for v in leaves}
         used = [op for op in ops if not self._grad or op in sources or _is_source_or_alias(op)]
         history = History(used, leaves, assumed=True)
-        inside = (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop])
-        op = next((op for op in inside if op.kind == "call_module" or any(map(history.of, op.inputs()))), None)
-        if op is not None:
-            self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()), op.frames)
+        first: dict[int, Op] = {}
+        for op in (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop]):
+            bits = functools.reduce(operator.or_, map(history.of, op.inputs()), int(op.kind == "call_module"))
+            if bits & 1:
+                self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()), op.frames)
+                return
+            first |= {i: op for i in range(len(frozen)) if bits & 2 << i and i not in first} if bits else {}
+        for i, op in first.items():
+            real = frozen[i].real
+            owner = None if real is None else self._model.owner(real)
+            if owner is not None:
+                self._of_model(*owner, (op.frames, op.scope.path))
 
     def on_autocast(self, entered: bool) -> None:
         """As `Listener.on_autocast`."""
@@ -294,7 +286,7 @@ class ReadRecorder:
             owner = self._model.owner(t)
             if owner is not None:
                 self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
-        elif name in ("stride", "is_contiguous", "storage_offset"):
+        elif name in ("stride", "is_contiguous", "dim_order", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
             self.on_layout_of_model(t, name, (self._builder.frames(), self._builder.state.current_scope.path))
         elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history
@@ -422,11 +414,11 @@ def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -
 
     `contiguous` has what `x.contiguous()` gave back, the number of ops then, and the frames.
     """
-    has_writes = any(op.writes for op in recorded_ops(tape.ops))
+    has_writes = any(op.writes for op in tape.ops)
     last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes} if has_writes else {}
     if not last_write and not contiguous:
         return {}
-    before_writes = ops_between(tape.ops, 0, max(last_write.values(), default=0))
+    before_writes = tape.ops[: max(last_write.values(), default=0)]
     of_inputs = {v.storage for v in tape.inputs}
     returned = {v.storage for v in leaves(tape.calls[0].outputs, Value)} & of_inputs
     found = [(v, at) for v, i, at in contiguous if v.storage in returned or last_write.get(v.storage, -1) >= i]
@@ -458,26 +450,6 @@ Raised = tuple[BaseException, Any]
 """An error, and the op that raised it; None for no op."""
 
 
-@contextlib.contextmanager
-def noting_errors(raised: list[Raised]) -> Iterator[None]:
-    """Inside, what this thread makes of the classes of such errors is appended to `raised`."""
-    thread = threading.get_ident()
-
-    def noted(make: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(make)
-        def __init__(self: BaseException, *args: Any, **kwargs: Any) -> None:
-            make(self, *args, **kwargs)
-            if threading.get_ident() == thread:
-                raised.append((self, None))
-
-        return __init__
-
-    with replacing() as replace:
-        for cls in (TraceError, NoData, *DATA_DEPENDENT):
-            replace(cls, "__init__", noted(cls.__init__))
-        yield
-
-
 def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
     """Those that code of the model has caught, rather than torch's or scopetrace's, each once."""
     seen = set()
@@ -486,137 +458,3 @@ def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
         if tb is not None and not tb.tb_frame.f_code.co_filename.startswith(NOT_THE_MODEL) and id(error) not in seen:
             seen.add(id(error))
             yield error, op
-
-
-# Attributes -----------------------------------------------------------------------------------------------------------
-
-
-class Repetition(Protocol):
-    """A call that has read what another one has read, of the modules and objects in their place."""
-
-    owners: list[int]
-    """The ids of these."""
-
-    def note(self) -> None:
-        """Note each attribute where it is watched, unless it was read or written before."""
-
-
-@dataclasses.dataclass(eq=False)
-class Notes:
-    """What all attributes that are watched have in common."""
-
-    touched: set[int] = dataclasses.field(default_factory=set)
-    """The ids of modules and objects of which an attribute is noted."""
-    repeated: dict[int, Repetition] = dataclasses.field(default_factory=dict)
-    """By the id of a module or object, the call that has read it as another one has read the one in its place.
-
-    Its attributes are not noted one by one, and nothing else has asked for them.
-    """
-
-    def note_repeated(self, owners: Iterable[int]) -> None:
-        """Note each attribute that repetitions have read of modules and objects, given by id."""
-        if self.repeated:
-            for found in {self.repeated[key]: None for key in owners if key in self.repeated}:
-                self.note_all(found)
-
-    def note_all(self, repeated: Repetition) -> None:
-        """Note each attribute that a repetition has read."""
-        for key in repeated.owners:
-            self.repeated.pop(key, None)
-        self.touched.update(repeated.owners)
-        repeated.note()
-
-
-class Watched:
-    """Stands for an attribute of a class while the forward runs, and tells who reads it.
-
-    `value` is what `base`, the class or one that it inherits from, has under that name; MISSING if there is nothing.
-    """
-
-    __slots__ = ("base", "builder", "cls", "first", "key", "notes", "value")
-
-    def __init__(self, builder: TapeBuilder, notes: Notes, cls: type, key: str, base: type, value: Any) -> None:
-        self.builder, self.cls, self.key, self.base, self.value = builder, cls, key, base, value
-        self.notes = notes
-        self.first: dict[int, tuple[Any, Noted | None]] = {}
-        """By id, each owner with where it was first read; None where it was written before."""
-
-    def _is_no_value(self, *_: object) -> NoReturn:
-        raise TypeError(f"{Watched.__name__!r} is no value")
-
-    __bool__ = __repr__ = __eq__ = _is_no_value
-    __hash__ = object.__hash__
-
-    def __get__(self, owner: Any, cls: type) -> Any:
-        self.note_read(self.base if owner is None else owner, sys._getframe(1))
-        value = MISSING if owner is None else own_dict(owner).get(self.key, MISSING)
-        if value is not MISSING:
-            return value
-        if self.value is MISSING:
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {self.key!r}")
-        return self.value.__get__(owner, cls) if hasattr(type(self.value), "__get__") else self.value
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        self._note(owner, None)
-        own_dict(owner)[self.key] = value
-
-    def __delete__(self, owner: Any) -> None:
-        self._note(owner, None)
-        try:
-            del own_dict(owner)[self.key]
-        except KeyError:
-            raise AttributeError(self.key) from None
-
-    def note_read(self, owner: Any, asker: types.FrameType) -> None:
-        """Note that code in this frame asks an object, or `base`, for the attribute."""
-        if id(owner) not in self.first and not self.builder.looks_at_objects:
-            self._note(owner, noted_at(self.builder, asker))
-
-    def _note(self, owner: Any, noted: Noted | None) -> None:
-        if id(owner) not in self.first:
-            self.notes.touched.add(id(owner))
-            if id(owner) in self.notes.repeated:
-                self.notes.note_repeated([id(owner)])
-            self.first.setdefault(id(owner), (owner, noted))
-
-    def places(self, owner: Any) -> list[tuple[Any, InTable]]:
-        """What an `owner` of `first` was asked: itself, and the class where that has the attribute in its place.
-
-        `nn.Module.__getattr__` tells of a module that does not have it.
-        """
-        own = {} if owner is self.base else own_dict(owner)
-        if self.key in own:
-            return [(owner, InTable(own, self.key))]
-        from_class = self.value is not MISSING
-        if from_class and hasattr(type(self.value), "__get__"):
-            return []  # a method
-        found: list[tuple[Any, InTable]] = []
-        if owner is not self.base and (from_class or not isinstance(owner, torch.nn.Module)):
-            found.append((owner, InTable(own, self.key)))
-        if from_class:
-            found.append((self.base, InTable(vars(self.base), self.key)))
-        return found
-
-    def put_back(self) -> None:
-        """Give the class back what it had, unless the forward has set the name itself."""
-        if vars(self.cls).get(self.key) is self:
-            if self.base is self.cls and self.value is not MISSING:
-                setattr(self.cls, self.key, self.value)
-            else:
-                delattr(self.cls, self.key)
-
-
-def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
-    """Where the forward is, in `frame`, or in the one outside of scopetrace from which that was called."""
-    while frame.f_code.co_filename.startswith(SCOPETRACE) and frame.f_back is not None:
-        frame = frame.f_back
-    outer: Frames = builder.call.frames if builder.call is not None else ()
-    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
-
-
-def class_attribute(cls: type, name: str) -> tuple[type, Any]:
-    """The class that defines an attribute of `cls`, and its value there; MISSING where none does."""
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base, base.__dict__[name]
-    return cls, MISSING

@@ -1,12 +1,10 @@
-"""What source text does with a name: writes it, reads it, or only shows its value to people.
+"""What source text says: whether a text is only shown to people, entries are taken by key, errors are caught.
 
 Data flow:
-    a function -> its source -> a syntax tree -> the nodes that stand for a variable, an attribute or a call
-    a node, and what is around it -> a write (`self.n += 1`, `self.hist.append(y)`, `self.stats["n"] = 1`)
-    or told (`log.info("%d", self.n)`, `if not self.warned: warnings.warn(...)`), or else a read
+    a frame that makes text of a tensor -> the expression it is at -> `print`, a logger, an error around it, or not
+    a function and the name of a dict -> whether it takes entries by constant keys alone
 
-A write reads too, and that does not count: `self.n += 1` and `self.n = self.n + 1` tell nobody what n was. Where there
-is no source, a name that the code has counts as read.
+Where there is no source, the answer is that which refuses more.
 """
 
 from __future__ import annotations
@@ -17,12 +15,13 @@ import inspect
 import itertools
 import linecache
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from scopetrace.record.code import is_users, names_of
+from scopetrace._compat.sources import is_users
+from scopetrace.guards.reach import names_of
 
 # Methods that change a container and return None, so that a call of them tells nothing.
 _MUTATORS = (
@@ -42,82 +41,6 @@ Parents = tuple[ast.AST, ...]
 """The nodes around a node, innermost first."""
 Place = tuple[int | None, ...]
 """The lines and columns between which an expression is."""
-
-
-class Uses(NamedTuple):
-    """How a function uses a name."""
-
-    lines: list[int]
-    """The lines that write it."""
-    reads: bool
-    """Whether it reads it."""
-
-
-def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False, is_tensor: bool = False) -> Uses:
-    """How a function uses a variable `n`, a parameter `n=` or an attribute `.n`.
-
-    `is_tensor`: it gets a tensor, which is made to be used: `self.total = self.total + loss` reads it. Of a number,
-    which may be a count that only people look at, it does not.
-
-    `foreign_self`: the function is of another class than that with the attribute, so that its `self.n` is another one,
-    unless it is a static method, whose first parameter has another name.
-    """
-    code, name = function.__code__, key.strip(".=")
-    if not _mentions(code, name):
-        return Uses([], False)
-    tree = _tree(code)
-    if tree is None:
-        return Uses([code.co_firstlineno], True)
-    own = "self" if foreign_self and code.co_varnames[:1] == ("self",) else None
-    variable = key[:1] != "." and (key[-1:] == "=") == (name in code.co_varnames)
-    lines, reads = [], False
-    for node, parents in _walk(tree, ()):
-        if _is_use(node, name, variable, own):
-            if _is_write(node, parents) or _only_updates(node, parents):
-                lines.append(node.lineno)  # type: ignore[attr-defined]  # an expression
-                is_update = _is_augmented(parents) or not _is_write(node, parents)
-                reads = reads or (is_tensor and is_update)
-            else:
-                reads = reads or not _Telling(code, tree, name).is_told(node, parents)
-    return Uses(lines, reads)
-
-
-def kept_in(code: types.CodeType, place: Place) -> set[str] | None:
-    """What keeps what the call at a place in code gives, if it is only shown beside that.
-
-    Attributes `.n`, globals and variables of enclosing functions `n`. None where it may decide something else.
-    """
-    tree = _tree(code)
-    if tree is None:
-        return None
-    telling = _Telling(code, tree, None)
-    found = [f for f in _walk(tree, ()) if isinstance(f[0], ast.Call) and _place_of(f[0]) == place]
-    return telling.kept if found and all(telling.is_told(*f) for f in found) else None
-
-
-def are_only_shown(keys: set[str], functions: Sequence[types.FunctionType]) -> bool:
-    """Whether the values of attributes and variables are only shown, or kept in others of which that is true."""
-    pending, seen = set(keys), set[str]()
-    while pending:
-        seen.add(key := pending.pop())
-        name = key.strip(".")
-        is_variable = key == name  # what it holds may be an attribute too, or given to a function that calls it so
-        for code in [f.__code__ for f in functions if _mentions(f.__code__, name)]:
-            tree = _tree(code)
-            if is_variable and any(isinstance(n, ast.arg) and n.arg == name for n in ast.walk(tree or ast.Pass())):
-                return False
-            telling = _Telling(code, tree, None)
-            for node, parents in _walk(tree, ()) if tree is not None else ():
-                if not _is_use(node, name, is_variable, None):
-                    continue
-                if _is_write(node, parents) or _only_updates(node, parents):
-                    continue
-                if not telling.is_told(node, parents):
-                    return False
-            if tree is None:
-                return False
-            pending |= telling.kept - seen
-    return True
 
 
 def shows_only(frame: types.FrameType) -> bool:
@@ -349,14 +272,6 @@ def catches_errors(code: types.CodeType, line: int) -> bool:
     return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in found)
 
 
-def _mentions(code: types.CodeType, name: str) -> bool:
-    variables = (*code.co_varnames, *code.co_freevars, *code.co_cellvars)
-    names = names_of(code)
-    if name in names.all or name in names.asked or name in variables or name in code.co_consts:
-        return True
-    return any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
-
-
 # Syntax trees --------------------------------------------------------------------------------------------------------
 
 
@@ -400,17 +315,6 @@ def _walk(node: ast.AST, parents: Parents) -> Iterator[tuple[ast.AST, Parents]]:
         yield from _walk(child, (node, *parents))
 
 
-def _is_use(node: ast.AST, name: str, variable: bool, own: str | None) -> bool:
-    if isinstance(node, ast.Attribute):
-        return node.attr == name and not (own and isinstance(node.value, ast.Name) and node.value.id == own)
-    if isinstance(node, ast.Name):
-        return variable and node.id == name
-    if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
-        return False
-    path = node.value.split(".")  # getattr(self, "n"), attrgetter("config.n"), and no sentence that ends in "n."
-    return name in path and all(map(str.isidentifier, path))
-
-
 def _is_write(node: ast.AST, parents: Parents) -> bool:
     """Whether a use stands where it is bound, deleted or changed in place."""
     for parent in parents:
@@ -426,24 +330,3 @@ def _is_write(node: ast.AST, parents: Parents) -> bool:
             changes = isinstance(parent, ast.Call) and parent.func is node
             return changes and isinstance(node, ast.Attribute) and node.attr in _MUTATORS
     return False
-
-
-def _is_augmented(parents: Parents) -> bool:
-    """Whether it, or an entry of it, is the target of `+=`."""
-    outer = next(p for p in parents if not isinstance(p, (ast.Attribute, ast.Subscript)))
-    return isinstance(outer, ast.AugAssign)
-
-
-def _only_updates(node: ast.AST, parents: Parents) -> bool:
-    """Whether a value goes nowhere but back to where it came from: `self.n = self.n + 1`."""
-    while parents and isinstance(parents[0], (ast.Attribute, ast.Subscript)):
-        node, parents = parents[0], parents[1:]
-    statement = next((p for p in parents if isinstance(p, ast.stmt)), None)
-    if not isinstance(statement, ast.Assign) or not isinstance(node, ast.expr):
-        return False
-    text, around = ast.unparse(node), parents[0]
-    if isinstance(node, ast.Constant) and isinstance(around, ast.Call) and _name_of(around.func) == "getattr":
-        text = f"{ast.unparse(around.args[0])}.{node.value!s}"
-    elif isinstance(around, ast.Call) and _method(around) == "get" and around.args:  # d[k] = d.get(k, 0) + 1
-        text = f"{text.removesuffix('.get')}[{ast.unparse(around.args[0])}]"
-    return all(ast.unparse(target) == text for target in statement.targets)

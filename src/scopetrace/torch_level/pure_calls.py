@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,8 @@ def _without_inplace_module(module: torch.nn.Module, args: tuple[Any, ...], kwar
         return None
     pure: Any = copy.copy(module)
     pure.inplace = False
+    if getattr(pure.forward, "__self__", None) is module:  # one that the module itself has, as in a trace
+        pure.forward = types.MethodType(pure.forward.__func__, pure)
     return PureCall(Step("call_module", pure), args, kwargs, args[:1])
 
 

@@ -17,10 +17,10 @@ from scopetrace._compat.ops import autocast_enabled, in_transform
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, RecordedTape, Value
-from scopetrace.record import Recording, retraced
 from scopetrace.record.builder import Assumptions
 from scopetrace.record.calls import NodeRunner, root_scope, scope_of_node
 from scopetrace.record.model import Model
+from scopetrace.session import Recording, retraced
 from scopetrace.torch_level.pure_calls import pure_call
 from scopetrace.torch_level.step import Step
 
@@ -86,7 +86,7 @@ def _record(
 
     recording = Recording(Model(gm), root_scope(gm), assumptions, run_graph=run_body)
     stepper = _Stepper(gm, recording, with_trials=with_trials)
-    return recording.run(stepper.run, gm, args, {}), stepper.nodes
+    return recording.run(stepper.run, gm, args, {}).tape, stepper.nodes
 
 
 class _Stepper(torch.fx.Interpreter):

@@ -88,7 +88,6 @@ class Meter:
 
     def __init__(self, program: TracedProgram) -> None:
         self._attributes = program.tape.attributes
-        self._of_leaves = {call.position: call for call in program.calls if call.is_leaf}
         self._flops: dict[Hashable, int] = {}
         self._found: dict[Section, Measures] = {}
         self._ops: dict[Op, Measures] = {}

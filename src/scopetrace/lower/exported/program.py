@@ -45,7 +45,7 @@ from scopetrace.program.graph import (
     set_unbacked_bindings,
 )
 from scopetrace.program.traced import TracedProgram
-from scopetrace.record import argument_names
+from scopetrace.session import argument_names
 
 
 def to_exported_program(

@@ -1,8 +1,6 @@
-"""Training steps whose backward is made from the tape, beside the same with autograd, and beside eager."""
+"""Training steps of blocks and of ops in place, beside eager; how often their Python runs."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import scopetrace as st
-from scopetrace.record import tape_autograd
 
 
 class Block(nn.Module):
@@ -66,41 +63,24 @@ def only_some(layers, x):
     return found
 
 
-def traced(step, layers, *args, by_autograd=False):
+def traced(step, layers, *args):
     """The trace of a step, which prints when its Python runs."""
 
     def told(*args):
         print("a run")
         return step(layers, *args)
 
-    class Never(tape_autograd.TapeAutograd):
-        def gradients(self, *_, **__):
-            self.retrace("a test asks for it")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if by_autograd:
-            patch.setattr("scopetrace.record.gradients.TapeAutograd", Never)
-        return st.trace(told, args)
-
-
-def described(trace):
-    """All that a trace says."""
-    nodes = [(n.name, str(n.target), trace.phase_of(n), str(trace.scope_of(n))) for n in trace.graph_module.graph.nodes]
-    return str(trace), trace.graph_module.code, str(trace.write_back), str(trace.memory()), nodes
+    return st.trace(told, args)
 
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize(("block", "size"), [(Block, (2, 4, 6, 6)), (Attention, (2, 5, 8))])
 @pytest.mark.parametrize("step", [plain, several, only_some])
-def test_a_step_is_what_autograd_makes_of_it(step, block, size, checked, monkeypatch, capsys):
+def test_a_step_is_as_in_eager(step, block, size, checked, monkeypatch, capsys):
     monkeypatch.setenv("SCOPETRACE_CHECK", str(int(checked)))
     layers, x = stack(block, 3, *size)
     trace = traced(step, layers, x)
-    writes_again = step is plain and block is Block  # the statistics that backward of the first call reads
-    assert capsys.readouterr().out.count("a run") == 1 + writes_again
-    other = traced(step, layers, x, by_autograd=True)
-    assert capsys.readouterr().out.count("a run") == 2
-    assert described(trace) == described(other)
+    assert capsys.readouterr().out.count("a run") == 1
     twin = copy.deepcopy(layers)
     torch.manual_seed(0)
     found = trace(x)
@@ -160,15 +140,38 @@ def twice(w, x):
     gradient.sum().backward()
 
 
+def by_another_name(w, x):
+    getattr((x * w).sum(), "".join(("back", "ward")))()
+
+
+@pytest.mark.parametrize("names_other_things", [False, True])
+def test_names_that_say_nothing_cost_a_second_run(names_other_things, capsys):
+    """That code names `backward` is a hint alone."""
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    if names_other_things:
+
+        def step(w, x):
+            return F.linear(x, w) if x.dim() else x.backward()
+
+        assert "linear" in str(traced(step, w, x))  # recorded as without the name
+    else:
+        twin = w.detach().clone().requires_grad_()
+        trace = traced(by_another_name, w, x)
+        trace(x)
+        by_another_name(twin, x)
+        assert torch.equal(w.grad, twin.grad)
+    assert capsys.readouterr().out.count("a run") == 2
+
+
 @pytest.mark.parametrize(
     "step",
     [written_view, written_by_alias, hooked, autocast, checkpointed, function, twice],
 )
-def test_what_the_tape_does_not_hold_is_left_to_autograd(step, capsys):
+def test_a_step_runs_once(step, capsys):
     w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     twin = w.detach().clone().requires_grad_()
     trace = traced(step, w, x)
-    assert capsys.readouterr().out.count("a run") == 2
+    assert capsys.readouterr().out.count("a run") == 1
     trace(x)
     step(twin, x)
     assert torch.allclose(w.grad, twin.grad)
@@ -209,7 +212,7 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_an_op_in_place_is_differentiated_as_by_autograd(name):
+def test_an_op_in_place_is_differentiated_as_in_eager(name):
     weights, x = [torch.rand(4, 4, requires_grad=True) for _ in range(2)], torch.rand(4, 4)
 
     def step(weights, x):
@@ -224,49 +227,10 @@ def test_an_op_in_place_is_differentiated_as_by_autograd(name):
         with pytest.raises(RuntimeError, match=str(error)[:30]):
             traced(step, weights, x)
         return
-    trace, other = traced(step, weights, x), traced(step, weights, x, by_autograd=True)
-    assert described(trace) == described(other)
-    trace(x)
+    traced(step, weights, x)(x)
     for p, q in zip(weights, twins, strict=True):
         assert (p.grad is None) == (q.grad is None)
         assert p.grad is None or torch.allclose(p.grad, q.grad)
-
-
-class Gated(nn.Module):
-    """A layer that activates in place, twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.out, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.rand(4))
-
-    def forward(self, x):
-        """Run it."""
-        y = F.silu(self.out(F.silu(self.fc(x), inplace=True)), inplace=True)
-        y *= self.scale
-        return F.hardswish(x + y, inplace=True)
-
-
-@pytest.mark.parametrize("checked", [False, True])
-def test_layers_with_ops_in_place_are_copied(checked, monkeypatch, capsys):
-    monkeypatch.setenv("SCOPETRACE_CHECK", str(int(checked)))
-    layers, x = stack(Gated, 4, 2, 4)
-    layers = nn.Sequential(*layers)
-
-    def step(layers, x):
-        layers(x).sum().backward()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scopetrace.record.session.SMALLEST", 2)
-        trace = traced(step, layers, x)
-    assert capsys.readouterr().out.count("a run") == 1
-    assert trace.reuse.replayed == {"Gated": 2}  # the first takes what does not require grad
-    other = traced(step, layers, x, by_autograd=True)
-    assert described(trace) == described(other)
-    twin = copy.deepcopy(layers)
-    trace(x)
-    step(twin, x)
-    for p, q in zip(layers.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(p.grad, q.grad)
 
 
 def test_a_write_after_an_op_that_saved_is_refused_as_in_eager():
@@ -295,79 +259,6 @@ def test_a_second_backward_through_a_graph_that_is_freed_fails_as_in_eager():
 
     with pytest.raises(RuntimeError, match="second time"):
         traced(step, w, x)
-
-
-def test_layers_that_repeat_are_copied_in_a_model_that_differentiates():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Attention() for _ in range(4)])
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            loss = x.square().sum()
-            loss.backward()
-            return loss.detach()
-
-    model, x = Net(), torch.randn(2, 5, 8)
-    copied, recorded = (st.trace(model, (x,), reuse=reuse) for reuse in (True, False))
-    assert copied.reuse.replayed == {"Attention": 2}  # the first one takes what does not require grad
-    assert described(copied) == described(recorded)
-
-
-def test_formulas_are_found_once_in_a_process_and_hold_no_model(monkeypatch):
-    monkeypatch.setenv("SCOPETRACE_CHECK", "0")  # which finds them again, and compares
-    monkeypatch.setattr(tape_autograd, "_of_torch", {})
-    found, formula = [], tape_autograd.TapeAutograd._formula
-
-    def counted(self, op, *rest):
-        found.append(op.target)
-        return formula(self, op, *rest)
-
-    monkeypatch.setattr(tape_autograd.TapeAutograd, "_formula", counted)
-    told, counts, models = [], [], []
-    for _ in range(2):
-        layers, x = stack(Attention, 2, 2, 5, 8)
-        trace = traced(only_some, layers, x)
-        told.append(described(trace))
-        counts.append(len(found))
-        models.append(weakref.ref(layers))
-        torch.manual_seed(0)
-        ours = trace(x)
-        torch.manual_seed(0)
-        assert all(map(torch.allclose, ours, only_some(layers, x)))
-        del layers, trace, ours
-    assert counts[0] == counts[1] > 0
-    assert told[0] == told[1]
-    gc.collect()
-    assert [model() for model in models] == [None, None]
-
-
-def test_a_known_formula_notes_what_it_noted_when_it_was_found(monkeypatch):
-    monkeypatch.setenv("SCOPETRACE_CHECK", "0")  # which finds them again, and compares
-    monkeypatch.setattr(tape_autograd, "_of_torch", {})
-
-    layer, x = nn.Linear(4, 2), torch.randn(3, 4)
-
-    def step(x):
-        layer(x.exp()).sum().backward()
-
-    reads = [[str(read) for read in st.trace(step, (x,))._held.tape.reads] for _ in range(2)]
-    assert tape_autograd._of_torch
-    assert reads[0] == reads[1]
-
-
-def test_parts_of_composite_ops_follow_the_settings_of_torch():
-    def step(w, x):
-        loss = 0
-        for enabled in (True, False, True):
-            with torch.backends.mkldnn.flags(enabled):
-                loss = loss + F.scaled_dot_product_attention(x * w, x, x).sum() + F.linear(x, w).sum()
-        loss.backward()
-
-    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(1, 4, 4)
-    assert described(traced(step, w, x)) == described(traced(step, w, x, by_autograd=True))
 
 
 def test_a_parameter_that_a_call_takes_is_read_before_the_call():

@@ -71,10 +71,6 @@ class FlagRecorder:
         entry, now = self._flagged.get(id(t)), self._values.value_of(t)
         return now if entry is None or now.storage != entry.value.storage else entry.value
 
-    def is_set(self) -> bool:
-        """Whether the forward has set a flag to what it was not."""
-        return bool(self._flagged)
-
     def without_frozen(self, by: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the leaves of autograd's graph into whose `grad` it adds now."""
         real = {id(e.value.fake): e.tensor for e in self._flagged.values()}

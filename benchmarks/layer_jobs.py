@@ -41,7 +41,7 @@ def least(table: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
 
 
 def repeated(model: str, rounds: int, slow_peers: bool) -> Result:
-    """A model that repeats a layer, traced with and without copies, with what is made of it; and by torch.export."""
+    """A model that repeats a layer: its trace, with what is made of it; and by torch.export."""
     st = models.import_scopetrace()
     assert st is not None
     net, args = MODELS[model]()
@@ -50,8 +50,7 @@ def repeated(model: str, rounds: int, slow_peers: bool) -> Result:
         return st.trace(net, args).to_onnx(functions="layers", weight_inputs=True)
 
     table: dict[str, Callable[[], Any]] = {
-        "reuse=False": lambda: st.trace(net, args, reuse=False),
-        "default": lambda: st.trace(net, args),
+        "trace": lambda: st.trace(net, args),
         "calls": lambda: st.trace(net, args).calls,
         "functions": lambda: (lambda t: (t.calls, t.outline("layers").functions))(st.trace(net, args)),
         "graph_module": lambda: st.trace(net, args).graph_module,
@@ -62,7 +61,7 @@ def repeated(model: str, rounds: int, slow_peers: bool) -> Result:
         trace = st.trace(net, args)
         python = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        result = {"best": best, "python": python, "report": str(trace.reuse).partition("\n")[0]}
+        result = {"best": best, "python": python}
         del trace
         result["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         try:
@@ -87,7 +86,6 @@ def jaxpr(rounds: int) -> Result:
         best = least(
             {
                 "st.trace": lambda: st.trace(net, args),
-                "st.trace, reuse=False": lambda: st.trace(net, args, reuse=False),
                 "st.trace and calls": lambda: st.trace(net, args).calls,
                 "st.trace and graph_module": lambda: st.trace(net, args).graph_module,
                 "jax.make_jaxpr": jax_bert.trace,

@@ -29,20 +29,11 @@ from scopetrace._compat.gradients import (
     leaves_of,
     run_after_accumulation,
 )
-from scopetrace._compat.ops import can_decompose, eager, in_transform, is_op, paused, unwrapped
+from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
-from scopetrace.containers.structure import leaves
-from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place, same
-from scopetrace.ir.tape import AttributeWrite, Value
-from scopetrace.ir.write_back import GraphInput, StateRef
-from scopetrace.ops.higher_order import FUNCTIONS
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
-from scopetrace.record.flags import FlagRecorder
-from scopetrace.record.model import Model
-from scopetrace.record.ops import OpRecorder
-from scopetrace.record.optimizers import (
+from scopetrace.autograd.flags import FlagRecorder
+from scopetrace.autograd.optimizers import (
     are_held,
     has_gradient,
     how_many,
@@ -53,9 +44,17 @@ from scopetrace.record.optimizers import (
     state_tensors,
     tensors_of,
 )
-from scopetrace.record.phases import OTHER, PhaseRecorder
+from scopetrace.autograd.phases import OTHER, PhaseRecorder
+from scopetrace.containers.contents import same
+from scopetrace.containers.structure import leaves
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place
+from scopetrace.ir.tape import AttributeWrite, Value
+from scopetrace.ir.write_back import GraphInput, StateRef
+from scopetrace.ops.higher_order import FUNCTIONS
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.tape_autograd import TapeAutograd
 
 _SET_DATA = torch.ops.aten.set_.source_Tensor
 Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
@@ -106,7 +105,6 @@ class GradientRecorder:
         reads: ReadRecorder,
         model: Model,
         flags: FlagRecorder,
-        ops: OpRecorder,
     ) -> None:
         self._builder = builder
         self._flags = flags
@@ -115,9 +113,6 @@ class GradientRecorder:
         self._reads = reads
         self._model = model
         self._phases = PhaseRecorder(builder, values)
-        self._by_tape = (
-            TapeAutograd(builder, values, ops, ops.factory, self._phases) if builder.derives_by_tape else None
-        )
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
@@ -145,7 +140,7 @@ class GradientRecorder:
         self._refuse_without_history()
         by = list(map(self.differentiated, inputs))
         if accumulates and not by:
-            by = self._flags.without_frozen((self._by_tape.leaves_of if self._by_tape else leaves_of)(outputs))
+            by = self._flags.without_frozen(leaves_of(outputs))
             self._reads.on_requires_grad(outputs[0])
             if any(unwrapped(t) is t and id(t) not in self._values.by_id for t in by):
                 self._refuse_beyond()
@@ -161,15 +156,7 @@ class GradientRecorder:
             give_hooks(p, t)
         given = list(given)
         with self._phases.backward(outputs, given, keeps_graph=keeps_graph):
-            if self._by_tape is not None:
-                if create_graph or self._flags.is_set() or any(hooks_of(*known, *by)):
-                    self._by_tape.retrace("there are flags or hooks")
-                may_miss = accumulates or not inputs
-                found: Sequence[torch.Tensor | None] = self._by_tape.gradients(
-                    outputs, given, by, keeps_graph=keeps_graph, may_miss=may_miss
-                )
-            else:
-                found = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
+            found = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
         if not accumulates:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
@@ -491,7 +478,7 @@ class GradientRecorder:
             made = new_state(optimizer, params)
         for p, state in made.items():
             optimizer.state[p] = state
-            self._model.snapshot.accept(optimizer.state, p)
+            self._model.contents.accept(optimizer.state, p)
         for p, key, x in state_tensors(optimizer):
             self._model.name_state(x, p, key)
 
@@ -529,7 +516,7 @@ class GradientRecorder:
         """Name a scaler's tensors, which it has from now on."""
         for name, t in vars(scaler).items():
             if isinstance(t, torch.Tensor):
-                self._model.snapshot.accept(vars(scaler), name)
+                self._model.contents.accept(vars(scaler), name)
                 self._model.state_names[id(t)] = f"GradScaler{name}"
 
     def on_begun_scaler(self, problem: str) -> NoReturn:
@@ -548,17 +535,9 @@ class GradientRecorder:
     # ---------------------------------------------------------------- refusals
 
     def _refuse_without_history(self) -> None:
-        if self._by_tape is not None:
-            if self._values.transformed or in_transform() or self._builder.opaque_to_autograd is not None:
-                self._by_tape.retrace("the forward differentiates a function or transform")
-            return
-        if not self._tape.exact_autograd:
-            # torch's derivatives of most composite ops read what their parts have made
-            apart = any(op.grad and is_op(op.target) and can_decompose(op.target) for op in self._tape.ops)
-            raise Retrace("the forward differentiates", Assumptions(exact_autograd=True, composites_apart=apart))
         op = self._builder.opaque_to_autograd
-        if op in [str(function) for function in FUNCTIONS] and not self._builder.functions_apart:
-            raise Retrace("the forward differentiates a function", Assumptions(functions_apart=True))
+        if not in_transform() or op in [str(function) for function in FUNCTIONS]:
+            self._builder.expect_backward("the forward differentiates")
         if op is not None:
             hint = "trace the forward alone, without torch.autograd.grad in it"
             self._refuse(f"the forward differentiates, and has {op} of tensors that require grad", hint, op)

@@ -49,8 +49,7 @@ class PhaseRecorder:
                 ops[i] = ops[i].replace(phase=self._of_op(ops[i].tensor(0).op))
                 ops[i].result.op = ops[i]
         self._builder.tape.backwards.append([])
-        nodes = [] if self._builder.derives_by_tape else nodes_of(outputs)
-        handles = [node.register_hook(self._on_end(node, keeps_graph=keeps_graph)) for node in nodes]
+        handles = [node.register_hook(self._on_end(node, keeps_graph=keeps_graph)) for node in nodes_of(outputs)]
         before, self._builder.phase = self._builder.phase, self._of_running_node
         try:
             yield

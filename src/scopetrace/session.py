@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, TypeVar
 
 import torch
@@ -33,9 +34,23 @@ from scopetrace._compat.tensors import (
     NO_SHAPE_RULE,
     FakeFactory,
     FakeTensor,
+    is_symbolic,
     tags_of,
     with_version,
 )
+from scopetrace.autograd import AutogradRecorder
+from scopetrace.autograd.checkpoints import refuse_recomputed
+from scopetrace.autograd.gradients import sparse_gradient
+from scopetrace.autograd.history import (
+    inputs_made_leaves,
+    refuse_detached_bases,
+    refuse_detached_inputs,
+    refuse_lost_gradients,
+    refuse_lost_hooks,
+    without_hidden_gradients,
+    writes_to_inputs_apart,
+)
+from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
     Watch,
@@ -58,22 +73,24 @@ from scopetrace.errors import (
     ScopetraceError,
     TraceError,
     UnsupportedOpError,
+    noting_errors,
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.leaf_reads import note_leaf
-from scopetrace.ir.reads import ModuleTables, Read, numbers_read
-from scopetrace.ir.reuse import Reuse
+from scopetrace.ir.reads import numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
-from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import CallList, OpList, ReadList, RecordedTape, Value, checks_enabled, recorded, recorded_ops
+from scopetrace.ir.tape import (
+    AttributeWrite,
+    RecordedTape,
+    Value,
+    checks_enabled,
+)
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
-from scopetrace.record.checkpoints import refuse_recomputed
-from scopetrace.record.code import ATOMS
-from scopetrace.record.data import NoRealValue
+from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
     DynamicShapes,
@@ -83,27 +100,16 @@ from scopetrace.record.dynamic_shapes import (
     refuse_shared,
     symbolic_strides,
 )
-from scopetrace.record.effects import (
-    EffectWatch,
-    inputs_made_leaves,
-    refuse_detached_bases,
-    refuse_detached_inputs,
-    refuse_lost_gradients,
-    refuse_lost_hooks,
-    refuse_tags,
-    settings_left,
-    without_hidden_gradients,
-    writes_to_inputs_apart,
-)
-from scopetrace.record.gradients import sparse_gradient
+from scopetrace.record.effects import refuse_tags, settings_left
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
-from scopetrace.record.model import Model, holds_iterator
-from scopetrace.record.object_reads import ObjectReads
+from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
-from scopetrace.record.reads import ReadRecorder, Watched, caught, noting_errors
+from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
-from scopetrace.record.reuse import SMALLEST, CallRecorderWithReuse, ReadRecorderWithReuse
+from scopetrace.watch.effects import EffectWatch
+from scopetrace.watch.settle import Run, judged, random_like
+from scopetrace.watch.table import StateReads
 
 T = TypeVar("T")
 
@@ -117,7 +123,6 @@ def record(
     leaf_modules: Any = (),
     specialize: bool = False,
     progress: Progress | None = None,
-    reuse: bool | None = None,
 ) -> RecordedTape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError.
 
@@ -130,17 +135,17 @@ def record(
     Traces of several threads take turns.
     """
 
-    def attempt(assumptions: Assumptions) -> RecordedTape:
+    def attempt(assumptions: Assumptions) -> Run:
         model = Model(fn, [*zip(argument_names(fn, len(args)), args, strict=True), *kwargs.items()])
         _refuse_wrapped(model)
         _refuse_lazy(model)
         root = root_scope(model.root) if knows_origins(model.root) else scopes.Scope("", model.type_name)
         recording = Recording(
-            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress, reuse=reuse
+            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
         return recording.run(fn, model.forward, args, kwargs, dynamic_shapes)
 
-    return retraced(attempt)
+    return judged(retraced(attempt), lambda: retraced(attempt))
 
 
 def _refuse_wrapped(model: Model) -> None:
@@ -203,7 +208,6 @@ class Recording:
         specialize: bool = False,
         progress: Progress | None = None,
         run_graph: RunGraph = _run_nodes,
-        reuse: bool | None = None,
     ) -> None:
         """`run_graph` runs a GraphModule that is the body of a higher-order op."""
         self.model = model
@@ -216,23 +220,16 @@ class Recording:
             shape_env=self.factory.shape_env,
             fake_mode=self.factory.mode,
             inference=inference,
-            exact_autograd=assumptions.exact_autograd or assumptions.differentiates_by_autograd,
+            exact_autograd=assumptions.exact_autograd or bool(assumptions.differentiates),
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
-            ops=OpList(),
-            calls=CallList(),
-            reads=ReadList(),
         )
         self.builder = TapeBuilder(self.tape)
-        self.builder.functions_apart = assumptions.functions_apart
+        self.builder.differentiates = bool(assumptions.differentiates)
         self.builder.gradients_shared = assumptions.gradients_shared
-        self._specialize = specialize
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
-        self.tape.reuse = None if reuse is False else Reuse(assumptions.why_each_runs)
-        self._reuses = reuse is not False and not assumptions.records_all and model.has_layers()
-        self._smallest = 0 if reuse else SMALLEST
-        self.reads = (ReadRecorderWithReuse if self._reuses else ReadRecorder)(self.builder, self.values, model)
+        self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
             self.values,
@@ -241,7 +238,6 @@ class Recording:
             inference,
             run_graph,
             specialize=specialize,
-            composites_apart=assumptions.composites_apart or bool(assumptions.differentiates),
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
@@ -254,8 +250,8 @@ class Recording:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dynamic_shapes: Any = None,
-    ) -> RecordedTape:
-        """The tape of `fn(*args, **kwargs)`; `forward` names the arguments."""
+    ) -> Run:
+        """The recording of `fn(*args, **kwargs)`; `forward` names the arguments."""
         tape = self.tape
         others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
@@ -267,40 +263,38 @@ class Recording:
         self._add_inputs(forward, args, kwargs, dynamic_shapes)
         names = argument_names(forward, len(args))
         given = [*zip(names, args, strict=True), *kwargs.items()]
-        effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
-        if "backward" in effects.reach.names and self._assumptions.differentiates is None:
-            self._expect_backward()
+        inputs = [(path, v.fake) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
+        effects = EffectWatch(fn, self.model, given, self.object_types, inputs)
+        guessed = self._assumptions.differentiates is None and _names_backward(effects.reach.names)
+        if guessed:
+            self.builder.differentiates = self.tape.exact_autograd = self.ops.exact = True
         examples = [self.values.examples[value] for value in tape.inputs]
-        reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members, examples)
-        tape.module_tables = ModuleTables(self.model.tables(), hooks_of_all_modules(), effects.reach.names)
+        parts = self.builder, self.model, effects.reach, self.reads.members
+        reads = StateReads(*parts, examples, effects.objects)
+        hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
+        changes: list[Change] = []
         try:
-            with self._expecting_backward():
+            with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
-        except Retrace:
-            effects.restore(outside=True)
-            tape.module_tables.restore()
-            raise
+            self.values.foreign.refuse_changes()
         finally:
-            changes = effects.restore()
+            bound = {id(t): v for t, v in self._bound_tensors()}
+            changes += effects.restore()
+            for table, before in hooks.values():
+                if table != before:
+                    table.clear()
+                    table.update(before)
         self.reads.drop_inner_flags()
-        variables, attributes, repeated = reads.found(fn, changes)
-        effects.note(changes, reads.overwritten, reads.is_written_first)
+        guards = reads.guards(fn, changes)
+        changes = self._without_bound(changes, reads)
         apart = () if tape.grad else writes_to_inputs_apart(tape, self.values.examples)
         for value, op in itertools.chain(without_hidden_gradients(tape), ((root_of(op.writes[0]), op) for op in apart)):
             note_leaf(tape, value, op)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        reads_of_tape = tape.reads
-        assert isinstance(reads_of_tape, ReadList)
-        reads_of_tape[:] = [*variables, *tape.reads, *attributes]
+        tape.reads = [*tape.reads, *guards]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
-        held = [read for read in tape.reads if type(read.value) not in ATOMS]
-        tape.side_effects += [_of_iterator(read) for read in held if holds_iterator(read.value)]
-        for each in repeated:  # which have no iterators: calls that read one are not repeated
-            reads_of_tape.wait(each)
-        found, after = (
-            numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
-        )
+        found, after = (numbers_read(*pair, names, self.object_types, reads.names) for pair in ((args, kwargs), fakes))
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
         new = {n.name: n.value for n in after}
         tape.argument_numbers = [
@@ -314,36 +308,81 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        return tape
+        return Run(tape, changes, bound, reads.was_read, functools.partial(self._differs, examples))
+
+    def _bound_tensors(self) -> Iterator[tuple[torch.Tensor, Value]]:
+        """The tensors of the trace that are known, each with its value."""
+        yield from [(v.fake, v) for op in self.tape.ops for v in op.values()]
+
+    def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
+        """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
+        left = []
+        for change in changes:
+            if same(snapshot(change.old), snapshot(self._as_given(change.new))):
+                continue
+            names, value = self.model.names_of(change.holder), None
+            if names and change.attribute and isinstance(change.new, torch.Tensor):
+                value = self.values.bound_value(change.new)
+            if names and value is not None:
+                write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
+                self.tape.attribute_writes.append(write)
+                if _are_alike(change.old, value.fake):
+                    continue
+            left.append(change)
+        return left
+
+    def _as_given(self, x: Any) -> Any:
+        """`x`, with tensors of the model in the place of what stands for them in the trace."""
+        if isinstance(x, FakeTensor):
+            value = self.values.by_id.get(id(x))
+            return x if value is None or value.op.kind != "get_attr" or value.real is None else value.real
+        if type(x) in (list, tuple):
+            return type(x)([self._as_given(item) for item in x])
+        return {key: self._as_given(item) for key, item in x.items()} if type(x) is dict else x
+
+    def _differs(self, examples: list[torch.Tensor], other: RecordedTape) -> bool:
+        """Whether two recordings give other results, for the example inputs and for random ones like them.
+
+        True where it cannot be told, since tensors have no data.
+        """
+        is_state = self.values.is_state
+        try:
+            for seed in range(3):
+                inputs = [t if seed == 0 else random_like(t, seed) for t in examples]
+                results = []
+                for tape in (self.tape, other):
+                    given = dict(zip(tape.inputs, inputs, strict=True))
+                    run = ExampleRun(tape, self.factory.shape_env, given, lambda *_: None, is_state)
+                    results.append([run.tensor(v) for v in leaves(tape.outputs, Value)])
+                first, second = results
+                with eager():
+                    if len(first) != len(second) or not all(map(torch.equal, first, second)):
+                        return True
+        except NoRealValue:
+            return True
+        return False
 
     def _come_apart(self) -> None:
         """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
         self.builder.phase = None
+        self.model.contents.clear()
         self.ops.come_apart()
-
-    def _expect_backward(self) -> None:
-        """Before the forward runs: take it for one that differentiates."""
-        self._assumptions = dataclasses.replace(self._assumptions, differentiates=True)
-        self.ops.composites_apart = True
-        self.builder.derives_by_tape = not self.tape.exact_autograd
-        if self.tape.sizes is not None or self._specialize:
-            self.builder.expect_no_tape("sizes or data are symbols")
 
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:
-        """Start again where the forward was taken to differentiate, and has not when it ends or fails."""
+        """Start again where the forward was taken to differentiate for the names in it, and has not when it ends."""
         wrong = Retrace("the forward does not differentiate", Assumptions(differentiates=False))
         try:
             yield
         except Exception:
-            if self._assumptions.differentiates and not self.tape.backwards:
+            if not self.tape.backwards:
                 raise wrong from None
             raise
-        if self._assumptions.differentiates and not self.tape.backwards:
+        if not self.tape.backwards:
             raise wrong
 
     def _run_forward(
-        self, fn: Callable[..., Any], effects: EffectWatch, reads: ObjectReads
+        self, fn: Callable[..., Any], effects: EffectWatch, reads: StateReads
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Run `fn` on fake tensors, with everything on the tape that it does. Gives (args, kwargs) after it."""
         tape, object_types = self.tape, self.object_types
@@ -358,28 +397,23 @@ class Recording:
 
         rules = object_types, self._leaves, self._progress
         parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
-        calls = (
-            CallRecorderWithReuse(*parts, effects, reads, self.factory, self._smallest)
-            if self._reuses
-            else CallRecorder(*parts)
-        )
-        with effects.watching(), scopes.activate(self.builder.state):
+        calls = CallRecorder(*parts)
+        with scopes.activate(self.builder.state):
+            autograd = calls.autograd = AutogradRecorder(self.builder, self.values, self.ops, self.reads, self.model)
             with (
                 self._errors_explained(),
                 self._unseeded(),
                 noting_errors(self.builder.raised),
-                observing(calls, self.model.modules) as mine,
-                self.reads.watching(mine, effects.reach, effects.tag_names),
+                contextlib.closing(calls),  # what this puts back is nothing that the forward does
+                observing(calls, autograd, self.reads, self.model.modules) as mine,
+                self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
-                contextlib.closing(calls),
             ):
                 before = settings()
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
-            for tensor in self.values.foreign:
-                tensor.refuse_change()
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
             missed = (calls.result_types | tensor_holders(fakes)) - object_types
@@ -419,15 +453,14 @@ class Recording:
         tape = self.tape
         if self.builder.deferred:
             raise self.builder.deferred[0]
-        for tensor in self.values.foreign:
-            tensor.refuse_change()
-            tensor.refuse_write(tape, self.values.foreign)
+        self.values.foreign.refuse_changes()
+        self.values.foreign.refuse_writes(tape)
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device
         refuse_tags(tape, results)
         refuse_lost_hooks(tape, results, self.builder.hooked, self.builder.differentiated)
-        differentiated = self.builder.differentiated if self.builder.functions_apart else None
+        differentiated = self.builder.differentiated if self.builder.differentiates else None
         refuse_lost_gradients(tape, results, self.values.examples, differentiated, self.builder.former_leaves)
         if self.builder.regions:
             passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}
@@ -438,7 +471,7 @@ class Recording:
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             expect_copies(tape, tape.sizes.env)
-            for number in leaves([(op.args, op.kwargs) for op in recorded_ops(tape.ops)], torch.SymFloat):
+            for number in leaves([(op.args, op.kwargs) for op in tape.ops], torch.SymFloat):
                 tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
             tape.sizes.name_equal()
@@ -596,9 +629,6 @@ class Recording:
         if isinstance(error, NoRealValue):
             problem = f"Python needs a value, and there is none: {error}"
             return DataDependentError(problem, op=self.ops.data.reader(None, running), **place)
-        if f"'{Watched.__name__}'" in str(error):
-            problem = "the forward takes an attribute out of the __dict__ of a class, where a trace has another object"
-            return UnsupportedOpError(problem, hint="ask the class for it: getattr(type(self), name)", **place)
         for text, (problem, hint) in _NO_FAKE.items():
             if text in str(error):
                 op = None if running is None else str(running)
@@ -625,7 +655,7 @@ class Recording:
 
     def _place(self, error: Exception) -> dict[str, str | None]:
         """`module` and `source` of an exception that left the forward."""
-        failed = next((c for c in reversed(recorded(self.tape.calls)) if c.raised is error), None)
+        failed = next((c for c in reversed(self.tape.calls) if c.raised is error), None)
         scope = failed.scope if failed is not None else self.builder.state.current_scope
         return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
 
@@ -672,7 +702,8 @@ _NO_FAKE = {
 _BRANCH = (
     "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
     "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
-    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
+    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped; "
+    "for min(n, 4) and max(n, 4) write torch.sym_min(n, 4) and torch.sym_max(n, 4)"
 )
 
 
@@ -700,9 +731,16 @@ def _way_out(error: BaseException) -> str:
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
 
 
-def _of_iterator(read: Read) -> SideEffect:
-    """An iterator or generator gives another item to each call."""
-    return SideEffect(f"next({read.name})", "", "an item", read.module, read.source, True)
+def _are_alike(old: Any, new: torch.Tensor) -> bool:
+    """Whether what Python sees of two tensors, while no op takes the first, is equal."""
+    if not isinstance(old, torch.Tensor) or is_symbolic(new):
+        return False
+    return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
+
+
+def _names_backward(names: Set[str]) -> bool:
+    """Whether code with these names is likely to differentiate. A wrong answer costs a second run, and no more."""
+    return "backward" in names or {"autograd", "grad"} <= names
 
 
 def _may_vary(leaf: Any) -> bool:

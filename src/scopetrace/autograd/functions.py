@@ -23,12 +23,12 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.functions import APPLY_BY_GRADIENTS
 from scopetrace._compat.tensors import FakeFactory, base_of, requires_grad_of, run_fake
 from scopetrace.errors import UnsupportedOpError
+from scopetrace.guards.reach import names_of
 from scopetrace.ir.segment import TapeSegment, body_tape, captured
 from scopetrace.ir.tape import BodyTape, Value
 from scopetrace.ops.higher_order import written_inputs
 from scopetrace.ops.history import ONCE_DIFFERENTIABLE
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import names_of
 from scopetrace.record.higher_order import BodyRecorder
 
 _apply = torch.ops.higher_order.autograd_function_apply

@@ -1,0 +1,93 @@
+"""What a trace replaces in the process while it runs, in one table, and how it is put back.
+
+No mode of torch sees these: they are no functions of tensors, or torch's own way would have to change. Each asks
+whether the thread that traces calls it, and else does what it replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from scopetrace._compat.ops import to_undo
+from scopetrace._compat.questions import MISSING, Replace
+
+REPLACED = {
+    "a question that runs no op and takes no tensor": """
+        torch.get_autocast_dtype torch.get_autocast_gpu_dtype torch.get_default_device torch.get_default_dtype
+        torch.is_autocast_cpu_enabled torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled
+        torch.distributed.get_rank torch.distributed.get_world_size torch.distributed.is_initialized
+        torch.backends.ContextProp.__get__ torch.nn.parameter._ParameterMeta.__instancecheck__
+        torch.nn.Module._named_members torch.nn.Module.state_dict""",
+    "a model that asks takes the path that can be traced": """
+        torch.compiler._is_compiling_flag torch.compiler._is_exporting_flag""",
+    "a module is called": "torch.nn.Module._call_impl",
+    "an attribute of a module is read, which waits hidden": """
+        torch.nn.Module.__getattr__ torch.nn.Module.__delattr__""",
+    "a block begins or ends, by which ops run otherwise": """
+        torch.inference_mode.__enter__ torch.inference_mode.__exit__ torch.autocast.__enter__ torch.autocast.__exit__
+        torch.autograd.graph.saved_tensors_hooks.__enter__ torch.autograd.graph.saved_tensors_hooks.__exit__
+        torch.utils._python_dispatch.TorchDispatchMode.__enter__
+        torch.utils._python_dispatch.TorchDispatchMode.__exit__""",
+    "a region under checkpointing where autograd is off, which makes no hooks": """
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator
+        torch.distributed._composable.checkpoint_activation._checkpoint_without_reentrant_generator""",
+    "Python's door to autograd's engine, bound under two names": """
+        torch.autograd._engine_run_backward torch.autograd.graph._engine_run_backward""",
+    "a function with a backward of its own is applied, or its node made": """
+        torch.autograd.function._SingleLevelFunction.apply torch.autograd.Function.apply
+        torch.autograd.function.BackwardCFunction.__init__""",
+    "a transform wraps what stands for a parameter in autograd's graph": """
+        torch._functorch.vmap._add_batch_dim torch._functorch.eager_transforms._wrap_tensor_for_grad""",
+    "an optimizer, a scaler or a scheduler, of which torch's hooks tell only the steps": """
+        torch.optim.Optimizer.__init__ torch.optim.Optimizer.zero_grad torch.amp.GradScaler._check_scale_growth_tracker
+        torch.amp.GradScaler._lazy_init_scale_growth_tracker torch.amp.GradScaler._maybe_opt_step
+        torch.amp.GradScaler.scale torch.optim.lr_scheduler.ReduceLROnPlateau._is_better
+        torch.optim.lr_scheduler._enable_get_lr_call.__init__""",
+    "the state of the random generators is set": """
+        torch.set_rng_state torch.random.set_rng_state torch.cuda.random._lazy_call""",
+    "Python objects are exchanged with other processes": """
+        torch.distributed.distributed_c10d._get_object_coll_device""",
+    "a storage is asked or resized, which is no tensor": """
+        torch.UntypedStorage.data_ptr torch.UntypedStorage.nbytes torch.UntypedStorage.resize_""",
+    "a symbolic number is asked for what Python's numbers have": """
+        torch.SymInt.__getattribute__ torch.SymFloat.__getattribute__ torch.SymBool.__getattribute__
+        torch.SymInt.__repr__ torch.SymFloat.__repr__ torch.SymBool.__repr__ torch.SymInt.__format__
+        torch.SymFloat.__format__ torch.SymInt.__hash__ torch.SymInt.__round__ torch.SymBool.__eq__
+        torch.SymBool.__ne__ torch.SymBool.__index__""",
+    "a higher-order op is called without being compiled first": """
+        torch._higher_order_ops.utils._hop_compile_and_call
+        torch._higher_order_ops.invoke_subgraph.invoke_subgraph_placeholder""",
+    "a compiled function runs its Python": "torch._dynamo.eval_frame._stance",
+    "an op gets from the dispatcher to the recorder, and C++ learns the device of a fake tensor, fast": """
+        torch._ops.OpOverload._get_dispatch torch._subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__""",
+    "torch's Python goes the way that it goes without a mode of torch functions": """
+        torch.overrides.has_torch_function torch.nn.functional.has_torch_function
+        torch.nn.functional.has_torch_function_unary torch.nn.functional.has_torch_function_variadic""",
+    "torch's own, of a mode that is active": "torch.utils._python_dispatch._is_in_torch_dispatch_mode",
+}
+"""By reason, the names. Some are there in some versions of torch only, or where a module is imported."""
+
+
+@contextlib.contextmanager
+def replacing() -> Iterator[Replace]:
+    """Gives what sets attributes of classes and Python modules, or the `__class__` of an object.
+
+    After it they have again what they had, or inherit.
+    """
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, type(owner) if name == "__class__" else vars(owner).get(name, MISSING)))
+        setattr(owner, name, value)
+
+    def put_back() -> None:
+        for owner, name, before in reversed(replaced):
+            if before is MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    with to_undo(put_back):
+        yield replace

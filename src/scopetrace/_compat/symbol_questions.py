@@ -1,0 +1,124 @@
+"""What Python, and torch's C++, ask of symbolic numbers in a trace: answers as of Python's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from scopetrace._compat.function_mode import On
+from scopetrace._compat.questions import Mine, Replace
+from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
+from scopetrace._compat.symbols import Symbolic
+
+_PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def class_of_number(x: Any) -> type:
+    """The class that `type(x)` is in eager."""
+    return _PYTHON_TYPES.get(type(x), type(x))
+
+
+def behave_as_numbers(replace: Replace, mine: Mine) -> None:
+    """`isinstance` and `__class__` say to the model's code what they say of Python's numbers."""
+
+    def get(self: Any, name: str) -> Any:
+        if name == "__class__" and mine() and asked_by_model():
+            return class_of_number(self)
+        return object.__getattribute__(self, name)
+
+    for cls in _PYTHON_TYPES:
+        replace(cls, "__getattribute__", get)
+    _behave_as_bool(replace, mine)
+    round_: Any = torch.SymInt.__round__
+
+    def rounded(self: torch.SymInt, ndigits: int | None = None) -> Any:
+        """Torch's gives the number itself for negative `ndigits` too."""
+        is_same = not mine() or ndigits is None or ndigits >= 0
+        return round_(self, ndigits) if is_same else round(int(self), ndigits)
+
+    replace(torch.SymInt, "__round__", rounded)
+
+
+def _behave_as_bool(replace: Replace, mine: Mine) -> None:
+    """SymBool equals numbers as bool does, and is an index."""
+    same, differs = torch.SymBool.__eq__, torch.SymBool.__ne__
+
+    def equal(self: Any, other: Any) -> Any:
+        if not mine() or isinstance(other, torch.SymBool):
+            return same(self, other)
+        if isinstance(other, bool):
+            return self if other else torch.sym_not(self)
+        return self + 0 == other
+
+    def unequal(self: Any, other: Any) -> Any:
+        return torch.sym_not(equal(self, other)) if mine() else differs(self, other)
+
+    replace(torch.SymBool, "__eq__", equal)
+    replace(torch.SymBool, "__ne__", unequal)
+    replace(torch.SymBool, "__index__", lambda self: int(bool(self)))
+
+
+_SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
+
+
+def index_with_symbols(on: On, mine: Mine) -> None:
+    """Handle indexing, `torch.tensor` and `ctc_loss`, where `mine()`: C++ asks for the values of symbolic integers."""
+
+    def getitem(ask: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
+        items = index if isinstance(index, tuple) else (index,)
+        if not (mine() and any(isinstance(item, torch.SymInt) for item in items)):
+            return ask(t, index)
+        selected, rest = _select_symbols(t, items)
+        return selected if all(map(_is_everything, rest)) else ask(selected, rest)
+
+    def tensor(ask: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+        symbolic = mine() and any(isinstance(a, Symbolic) for a in tree_leaves(data))
+        frame = asking_frame() if symbolic else None
+        if frame is not None and frame.f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
+            data, symbolic = 1, False  # only its dtype matters there: that of a whole number
+        return (torch._refs.tensor if symbolic else ask)(data, *args, **kwargs)
+
+    def ctc_loss(
+        ask: Callable[..., Any],
+        log_probs: Any,
+        targets: Any,
+        input_lengths: Any,
+        target_lengths: Any,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        lengths = [input_lengths, target_lengths]
+        if mine() and any(isinstance(n, Symbolic) for n in tree_leaves(lengths)):
+            lengths = [n if isinstance(n, torch.Tensor) else torch._refs.tensor(n, device="cpu") for n in lengths]
+        return ask(log_probs, targets, *lengths, *more, **options)
+
+    on(torch.ctc_loss, ctc_loss)
+    on(torch.tensor, tensor)
+    on(torch.Tensor.__getitem__, getitem)
+
+
+def _select_symbols(t: torch.Tensor, items: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Apply the symbolic integers of an index, as `select`; torch too applies integers before the other items.
+
+    Returns the selected tensor and the other items.
+    """
+    ellipsis = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    skipped = t.dim() - sum(map(_dims, items))
+    for i in reversed(range(len(items))):
+        if isinstance(items[i], torch.SymInt):
+            t = t.select(sum(map(_dims, items[:i])) + (skipped if i > ellipsis else 0), items[i])
+    return t, tuple(item for item in items if not isinstance(item, torch.SymInt))
+
+
+def _is_everything(item: Any) -> bool:
+    return item is Ellipsis or (isinstance(item, slice) and item == slice(None))
+
+
+def _dims(item: Any) -> int:
+    """How many dimensions an item of an index consumes."""
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1

@@ -1,0 +1,263 @@
+"""What of autograd's history a graph of ops would lose: refused, or what a call of it is compared with.
+
+Data flow:
+    inputs and attributes that require grad, and tensors that the forward makes require grad -> `History`: a bit each
+    a result, or what an input or attribute becomes, with the second bit alone -> UnsupportedOpError
+    a block in another grad mode, or a write beside autograd -> the leaves that may not require grad in a call
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import operator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from scopetrace._compat.gradients import is_function, node_of, nodes_of, sequence_number
+from scopetrace._compat.tensors import base_of, is_view, requires_grad_of
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.side_effects import SideEffect
+from scopetrace.ir.tape import Op, RecordedTape, Value
+from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
+from scopetrace.record.effects import place_of
+
+_KEPT, _MADE = 1, 2
+
+
+def refuse_lost_gradients(
+    tape: RecordedTape,
+    results: Iterable[Value],
+    examples: Mapping[Value, torch.Tensor],
+    differentiated: Container[int] | None,
+    former: list[Value],
+) -> None:
+    """Raise UnsupportedOpError where a tensor requires grad only by `requires_grad_()` or the like in the forward.
+
+    That is one of the results, an input, or a tensor of the model. `examples` are the inputs as they were given, and
+    `differentiated` the numbers of the nodes through which the forward itself has differentiated once and for all,
+    None where torch applied no function of autograd itself. `former` are tensors that no longer require grad.
+    """
+    ops = tape.ops
+    late = [v for op in ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
+    given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
+    if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
+        quiet = [op for op in ops if op.kind == "call_function" and not op.grad]
+        given = [v for op in quiet for v in op.values() if v.requires_grad_now]
+    written = tape.written_storages()
+    functions = ((v, node) for v in given for node in _functions(v, behind_writes=v.storage in written))
+    if differentiated is None:
+        unseen = next((v for v, _ in functions), None)
+    else:
+        found = [(v, sequence_number(node)) for v, node in functions]
+        reached = _reached_from_outside(tape, results) if found else ()
+        unseen = next((v for v, number in found if number in reached and number not in differentiated), None)
+    if unseen is not None and differentiated is not None:
+        raise UnsupportedOpError(
+            "the forward differentiates, and has autograd_function_apply of tensors that require grad, through which "
+            "gradients may go to a result too",
+            **place_of(unseen.op),
+            hint="trace the forward alone, without torch.autograd.grad in it",
+        )
+    if unseen is not None:
+        raise UnsupportedOpError(
+            "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.15 and "
+            "later do not show, so that its backward would be lost",
+            **place_of(unseen.op),
+            hint="call Function.apply(...) itself, in a function where one is needed",
+        )
+    if not (late or former):
+        return
+    outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
+    tracked = {v.storage for op in tape.ops if op.grad for v in op.writes}  # what is outside is no leaf after that
+    candidates = (v for v in late if v.storage not in tracked or v not in outside)
+    made = [v for v in candidates if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
+    made += former
+    if not made:
+        return
+    leaves = {v: _KEPT for v in outside if v.requires_grad} | dict.fromkeys(made, _MADE)
+    history = History(tape.ops, leaves, _KEPT)
+    bound = [w.value for w in tape.attribute_writes]
+    for value in (*results, *bound, *(v for v in outside if v not in made)):
+        if history.of(value) == _MADE and value not in former:
+            raise UnsupportedOpError(
+                "the forward itself makes a tensor require grad (requires_grad_(), requires_grad=True, nn.Parameter), "
+                "and a result depends on it, which a graph of ops does not have",
+                **place_of(value.op),
+                hint="give the tensor as an argument that requires grad, or make it a parameter of the model, as by "
+                "one run before st.trace; or return x.detach()"
+                + ("; or trace under torch.no_grad()" if tape.grad else ""),
+            )
+
+
+def _reached_from_outside(tape: RecordedTape, results: Iterable[Value]) -> set[int]:
+    """The numbers of the nodes to which a backward from what the forward leaves goes: results, attributes, writes."""
+    written = tape.written_storages()
+    outside = (v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values())
+    left = [*results, *(w.value for w in tape.attribute_writes), *(v for v in outside if v.storage in written)]
+    return set(map(sequence_number, nodes_of([v.fake for v in left if requires_grad_of(v.fake)])))
+
+
+def refuse_lost_hooks(
+    tape: RecordedTape,
+    results: Iterable[Value],
+    hooked: Mapping[int, UnsupportedOpError],
+    differentiated: Container[int],
+) -> None:
+    """Raise UnsupportedOpError where a backward from outside would run a hook that the forward has made.
+
+    Those are on the nodes of `hooked`, by their numbers; through those of `differentiated` the forward itself has
+    differentiated once and for all. A result whose `grad` the forward keeps is refused too.
+    """
+    if hooked:
+        bound = [w.value for w in tape.attribute_writes]
+        found = [v.fake for v in (*results, *bound) if requires_grad_of(v.fake)]
+        numbers = [n for n in map(sequence_number, nodes_of(found)) if n not in differentiated]
+        for number in numbers:
+            if number in hooked:
+                raise hooked[number]
+        if any(t.retains_grad for t in found):  # a write may have given it another node since
+            raise next(iter(hooked.values()))
+
+
+def _functions(v: Value, *, behind_writes: bool) -> Iterator[Any]:
+    """The nodes of a `torch.autograd.Function` that made a tensor, or that are behind the writes to it."""
+    nodes = [node_of(v.fake)]
+    for node in nodes:
+        if is_function(node):
+            yield node
+        elif behind_writes and node is not None:
+            nodes += [n for n, _ in node.next_functions if n not in nodes]
+
+
+def _is_leaf(v: Value, examples: Mapping[Value, torch.Tensor]) -> bool:
+    """Whether the forward made this tensor require grad; inputs and attributes that did before are none."""
+    if v.autograd_placeholder or not v.fake.requires_grad or is_view(v.fake) or not v.fake.is_leaf:
+        return False
+    real = v.real if v.real is not None else examples.get(v)
+    return not real.requires_grad if real is not None else v.op.kind == "call_function"
+
+
+def inputs_made_leaves(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> list[SideEffect]:
+    """The inputs that the forward made require grad, which no call of the trace does."""
+    names = [path for path, v in zip(tape.input_paths, tape.inputs, strict=True) if _is_leaf(v, examples)]
+    return [SideEffect(f"{n}.requires_grad", "False", "True", tape.root.path, None, baked_in=False) for n in names]
+
+
+def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
+    """The inputs and parameters that do not require grad, where the program would differ if they did.
+
+    Each is given with the first such op of either grad mode. It runs in another grad mode than that of the call, or
+    writes to a detached tensor: the memory of others.
+    """
+    there = tape.ops
+    other = [op for op in there if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
+    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in there)
+    if not other or not has_hidden:
+        return
+    ops = _up_to_last(tape, other)
+    other = [op for op in ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
+    bits = plain_leaves(tape, ops)
+    if not bits:
+        return
+    if tape.grad:  # one op for each leaf is enough, and many programs have that early
+        first = _first_of_each(ops, bits)
+        if len(first) == len(bits):
+            yield from first.items()
+            return
+    yield from _by_whole_history(tape, ops, other, bits)
+
+
+def _by_whole_history(
+    tape: RecordedTape, ops: list[Op], other: list[Op], bits: dict[Value, int]
+) -> Iterator[tuple[Value, Op]]:
+    """As `without_hidden_gradients`, of the leaves of `bits`; `other` are those of the ops to look at."""
+    history = History(ops, bits, assumed=True)
+
+    @functools.cache
+    def sharing() -> dict[int, int]:
+        found: dict[int, int] = collections.defaultdict(int)
+        for v in [v for op in ops for v in op.values()]:
+            found[v.storage] |= history.of(v)
+        return found
+
+    left = dict.fromkeys((False, True), (1 << len(bits)) - 1)
+    for op in other:
+        if not left[op.grad]:
+            continue
+        found = 0
+        for v in op.inputs() if op.grad != tape.grad else ():
+            found |= history.of(v)
+        for v in op.writes:
+            is_hidden = op.grad != tape.grad or history.is_detached(v) or op.target in DETACHED
+            found |= sharing()[v.storage] if is_hidden else 0
+        found &= left[op.grad]
+        left[op.grad] &= ~found
+        if found:
+            yield from ((leaf, op) for leaf, bit in bits.items() if found & bit)
+
+
+def _first_of_each(ops: list[Op], bits: dict[Value, int]) -> dict[Value, Op]:
+    """By leaf, the first op without autograd that takes what autograd leads from to it. Ends when all leaves have one.
+
+    What later ops write counts for none.
+    """
+    history, left, found = History((), bits, assumed=True), (1 << len(bits)) - 1, dict[Value, Op]()
+    for op in ops:
+        if not op.grad and op.kind == "call_function":
+            taken = left & functools.reduce(operator.or_, map(history.of, op.inputs()), 0)
+            if taken:
+                left &= ~taken
+                found.update({leaf: op for leaf, bit in bits.items() if bit & taken})
+                if not left:
+                    break
+        history.add(op)
+    return found
+
+
+def _up_to_last(tape: RecordedTape, found: list[Op]) -> list[Op]:
+    """The ops of a tape up to the last of those which were found among the recorded ones.
+
+    All of them where one of these writes, since later ones may share its memory.
+    """
+    if any(op.writes for op in found):
+        return tape.ops
+    wanted = set(found)
+    last = max(i for i, op in enumerate(tape.ops) if op in wanted)
+    return tape.ops[: last + 1]
+
+
+def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
+    """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`."""
+    for op in tape.ops:
+        for written in op.writes:
+            sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
+            if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:
+                yield op
+
+
+def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> None:
+    """Raise UnsupportedOpError where a gradient flows into memory of several inputs, which autograd keeps apart."""
+    for op in writes_to_inputs_apart(tape, examples):
+        if op.grad and op.tracked:
+            raise UnsupportedOpError(
+                "a tensor that requires grad is written into memory that inputs share, one of which is detached",
+                **place_of(op),
+                hint="clone() one of the inputs, or trace under torch.no_grad()",
+            )
+
+
+def refuse_detached_bases(tape: RecordedTape, detached: set[int]) -> None:
+    """Raise UnsupportedOpError for a view under no_grad in memory that a tensor had which was detached in place.
+
+    Each view of it requires grad as the tensor does, which does again in a trace.
+    """
+    for op in tape.ops if detached else ():
+        if not op.grad and any(v.storage in detached for v in op.values()):
+            raise UnsupportedOpError(
+                "the forward detaches a tensor in place, and makes a view under no_grad of one of its views",
+                **place_of(op),
+                hint="to cut a gradient, use x.detach()",
+            )

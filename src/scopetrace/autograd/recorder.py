@@ -1,0 +1,275 @@
+"""What the forward does with autograd, told by the patches of torch.
+
+Data flow:
+    a `torch.autograd.Function` is applied -> an op with its own backward, or torch applies it
+    hooks, `grad_fn`, `requires_grad`, `detach_()` -> noted, refused, or recorded again with autograd's own history
+    a region under checkpointing begins and ends -> `CheckpointedRegion`
+    derivatives, `grad`, optimizers -> `GradientRecorder`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.gradients import SavedTensorsHooks, is_module_hook, next_sequence_number, node_number
+from scopetrace._compat.ops import paused, unwrapped
+from scopetrace._compat.tensors import FakeTensor, is_known_leaf, requires_grad_of
+from scopetrace.autograd.checkpoints import CheckpointedRegion
+from scopetrace.autograd.flags import FlagRecorder
+from scopetrace.autograd.functions import FunctionRecorder, refuse_dirty_view
+from scopetrace.autograd.gradients import GradientRecorder
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.tape import Phase
+from scopetrace.ops.history import can_require_grad, is_cut, is_view
+from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.calls import refuse_flag
+from scopetrace.record.model import Model
+from scopetrace.record.ops import OpRecorder
+from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.regions import CHECKPOINT
+
+
+class AutogradRecorder:
+    """Records what one forward does with autograd; the `AutogradObserver` of `_compat.patches`."""
+
+    def __init__(
+        self, builder: TapeBuilder, values: ValueTable, ops: OpRecorder, reads: ReadRecorder, model: Model
+    ) -> None:
+        self._builder = builder
+        self._values = values
+        self._ops = ops
+        self._reads = reads
+        self._model = model
+        self._checkpointed: list[CheckpointedRegion] = []
+        self._open_regions: list[CheckpointedRegion] = []
+
+    def finish(self) -> None:
+        """Put on the tape what autograd's side of the forward has left, where it ends."""
+        if "gradients" in self.__dict__:
+            self.gradients.finish()
+        if "flags" in self.__dict__:
+            self.flags.finish()
+
+    @functools.cached_property
+    def gradients(self) -> GradientRecorder:
+        """Records derivatives, and the `grad` of tensors."""
+        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags)
+
+    @functools.cached_property
+    def flags(self) -> FlagRecorder:
+        """Records what becomes of `requires_grad` of parameters."""
+        return FlagRecorder(self._builder, self._values, self._reads, self._model)
+
+    def close(self) -> None:
+        """Put back what the forward has set that is not its result."""
+        for region in self._checkpointed:
+            region.forget()
+        if "flags" in self.__dict__:
+            self.flags.close()
+        if "gradients" in self.__dict__:
+            self.gradients.close()
+
+    @property
+    def differentiates(self) -> bool:
+        """As `HookListener.differentiates`."""
+        return self._builder.tape.exact_autograd
+
+    def on_forward_ad(self) -> None:
+        """The forward makes a tensor with a tangent, on which no op of a graph acts."""
+        raise UnsupportedOpError(
+            "the forward differentiates in forward mode (torch.autograd.forward_ad, torch.func.linearize)",
+            op="torch.autograd.forward_ad.make_dual",
+            **self._builder.where(),
+            hint="use torch.func.jvp, or differentiate outside of the forward",
+        )
+
+    def on_custom_function(self, cls: type, args: Any) -> Any:
+        """A function with a backward of its own is applied."""
+        if is_module_hook(cls) and torch.is_grad_enabled() and any(requires_grad_of(t) for t in args):
+            number = next_sequence_number()
+            self._on_hook("a backward hook of a module", "nn.Module.register_full_backward_hook", number)
+        tensors, call = [t for t in args if isinstance(t, torch.Tensor)], self._builder.call
+        for t in tensors:
+            self._reads.on_gradient(t)
+        if not any(map(requires_grad_of, tensors)):
+            return NotImplemented
+        if not torch.is_grad_enabled():
+            # torch detaches a result that autograd takes for no view
+            self._builder.expect_history("a torch.autograd.Function runs under no_grad")
+            return NotImplemented
+        if self._builder.differentiates:
+            refuse_dirty_view(cls, tensors, self._builder)
+            phase = Phase("backward", 0 if call is None else call.position, self._builder.state.current_scope)
+            self._builder.made_nodes.append((next_sequence_number(), phase))
+            return NotImplemented
+        with paused():
+            return FunctionRecorder(
+                cls, args, self._builder, self._values, self._ops.factory, self._ops.run_callable
+            ).run()
+
+    def on_unseen_function(self) -> None:
+        """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""
+        for value in self._builder.tape.inputs:
+            self._reads.on_gradient(value.fake)
+
+    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
+        """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
+        return self.gradients.differentiated(t) if self._builder.differentiates else t
+
+    @contextlib.contextmanager
+    def on_reentrant(self, tensors: list[torch.Tensor]) -> Iterator[None]:
+        """As `Observer.on_reentrant`."""
+        for t in tensors:
+            self._reads.on_requires_grad(t)
+        runs_again = torch.is_grad_enabled() and any(map(requires_grad_of, tensors))
+        outer = self._builder.reentrant
+        if runs_again and outer is None:
+            self._builder.reentrant = len(self._builder.tape.ops)
+        try:
+            yield
+        finally:
+            self._builder.reentrant = outer
+
+    def on_hook(self, t: torch.Tensor, method: str) -> None:
+        """The forward hangs a hook on a tensor. On a tensor that does not require grad, torch raises itself.
+
+        A leaf from outside keeps its gradient anyway. A view made in inference mode requires grad where its base does.
+        """
+        self._reads.refuse_in_reentrant(t, f"Tensor.{method}")
+        required = t.requires_grad or any(v.ever_requires_grad for v in self._values.sharing(t))
+        outside = self._values.is_outside(t)
+        keeps_it_anyway = method == "retain_grad" and outside and t.requires_grad and t.is_leaf
+        if required and not keeps_it_anyway:
+            self._on_hook("a hook on the gradient of a tensor", f"Tensor.{method}", None if outside else node_number(t))
+
+    def on_graph(self, t: torch.Tensor) -> None:
+        """The forward asks for the history of a tensor, which results that were made from metadata do not have."""
+        if not self._values.is_outside(t):
+            self._builder.expect_history("the forward reads autograd's history of a tensor")
+
+    def on_grad_fn(self, t: torch.Tensor, *, to_hook: bool) -> None:
+        """The forward gets a node of autograd's graph, from where it may go on to others; torch hangs a hook there."""
+        outside = not to_hook or self._values.is_outside(t)
+        self._on_hook("a node of autograd's graph", "Tensor.grad_fn", None if outside else node_number(t))
+
+    def _on_hook(self, what: str, op: str, number: int | None) -> None:
+        """The forward makes a hook on a node of autograd's graph; `number` is None for one that it has not made.
+
+        It is part of the program where the forward itself differentiates through the node.
+        """
+        error = self._hook_error(what, op)
+        if number is None:
+            raise error
+        self._builder.expect_backward("the forward makes a hook")
+        self._builder.hooked[number] = error
+
+    def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
+        """The forward sets `requires_grad`. An input that did not require grad may: its gradients stay inside."""
+        if unwrapped(t) is not t:
+            return  # a transform such as torch.func.grad sets it, of the tensor that it made of its argument
+        if not isinstance(t, FakeTensor):
+            self.flags.set(t, required)
+            return
+        if self._values.is_outside(t) and not (required and not requires_grad_of(t)):
+            if not required and next((v.requires_grad for v in self._builder.tape.inputs if v.fake is t), True):
+                refuse_flag(self._builder, "sets requires_grad of an input to False", "requires_grad")
+            self._reads.on_requires_grad(t)  # in another call it may change something
+        if not required:
+            if requires_grad_of(t) and any(v.autograd_placeholder for v in self._values.names_of(t)):
+                refuse_flag(self._builder, "sets requires_grad of a tensor that it computed to False", "requires_grad")
+            self._leave_history(t)
+        elif not self._values.is_outside(t):
+            self._values.new_tensors.append(t)
+            if requires_grad_of(t) or not (torch.is_grad_enabled() or self._builder.tape.grad):
+                self._reads.on_gradient(t)  # in another grad mode it becomes a leaf here, or what depends on it has one
+            else:
+                self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
+
+    def on_detach(self, t: torch.Tensor) -> bool:
+        """The forward detaches a tensor in place. One from outside that does not require grad stays as it is.
+
+        So do all in inference mode, where autograd does not see the op.
+        """
+        if torch.is_inference_mode_enabled():
+            return False
+        if self._values.is_given(t):
+            self._reads.on_requires_grad(t)
+            value = self._values.value_of(t)
+            if value.storage in self._builder.tape.written_storages():  # by which it may require grad in other calls
+                self.on_unseen_function()
+            if not requires_grad_of(value.fake):
+                return False
+            refuse_flag(self._builder, "detaches a tensor of the model, or an input, in place", "detach_")
+        if id(t) in self._builder.accumulated:
+            return False
+        if any(map(is_view, self._values.names_of(t))):
+            refuse_flag(self._builder, "detaches a view in place, which torch forbids", "detach_")
+        sharing = self._values.sharing(t)
+        if any(map(is_cut, sharing)):
+            refuse_flag(
+                self._builder, "detaches in place a tensor of which it has made a view under no_grad", "detach_"
+            )
+        if any(is_view(v) and requires_grad_of(v.fake) for v in sharing):
+            self._builder.detached.add(sharing[0].storage)
+        self._leave_history(t)
+        return True
+
+    def _leave_history(self, t: torch.Tensor) -> None:
+        """A leaf of the forward no longer requires grad; what was computed from it before still does."""
+        names = self._values.names_of(t)
+        if requires_grad_of(t) and is_known_leaf(t) and not any(v.autograd_placeholder for v in names):
+            self._builder.former_leaves += names
+
+    def mark(self) -> tuple[int, int]:
+        """This place in the program."""
+        return self._builder.mark()
+
+    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None, *, keeps_rng: bool = True) -> None:
+        """A checkpointed region ends."""
+        known = ((name, self._values.by_id.get(id(t))) for name, t in self._model.bound_tensors())
+        attributes = {name: value for name, value in known if value is not None}
+        of_region = {"context_fn": context_fn, "keeps_rng": keeps_rng, "attributes": attributes}
+        self._builder.end_region(CHECKPOINT, mark, **of_region)
+
+    def begin_checkpointed(
+        self, arguments: list[torch.Tensor], *, early_stop: bool, context_fn: Any = None
+    ) -> SavedTensorsHooks:
+        """As `HookListener.begin_checkpointed`."""
+        outer = self._open_regions[-1] if self._open_regions else None
+        parts = self._builder, self._values, self._ops.record
+        region = CheckpointedRegion(*parts, outer, arguments, early_stop=early_stop, context_fn=context_fn)
+        self._checkpointed.append(region)
+        self._open_regions.append(region)
+        return region.hooks()
+
+    def end_checkpointed(self) -> None:
+        """As `HookListener.end_checkpointed`."""
+        self._open_regions.pop().end()
+
+    def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
+        """The forward leaves `saved_tensors_hooks`, which act on the ops that autograd records."""
+        ops = self._builder.tape.ops[mark[0] :]
+        seen = (v for op in ops if op.grad and op.kind == "call_function" for v in (*op.values(), *op.writes))
+        if any(v.fake.requires_grad for v in seen):
+            raise self._hook_error("hooks on what autograd saves for backward", "saved_tensors_hooks")
+        for v in [v for op in ops for v in op.values() if can_require_grad(v)][:1]:
+            self._reads.on_gradient(v.fake)
+
+    def leave_offloading(self, mark: tuple[int, int]) -> None:
+        """The forward leaves `save_on_cpu`."""
+        self._builder.tape.offloaded.update(self._builder.tape.ops[mark[0] :])
+
+    def _hook_error(self, what: str, op: str) -> UnsupportedOpError:
+        return UnsupportedOpError(
+            f"the forward makes or uses {what}, which a graph of ops does not have",
+            op=op,
+            **self._builder.where(),
+            hint="trace under torch.no_grad(); or make hooks outside of the forward, on parameters and inputs, which "
+            "act in a trace too; or make a torch.library.custom_op whose backward does what the hook does; to ask "
+            "whether a tensor has a gradient, read requires_grad",
+        )

@@ -1,0 +1,637 @@
+"""What Python objects hold: one walker that copies, compares and puts back.
+
+Data flow:
+    the class of an object -> `form_of`, one table -> a Form: how its content is read and put back, its kind of entries
+    an object -> `snapshot` -> lists, dicts and `Attributes` that later writes do not change -> `same` compares by value
+    roots -> Contents.add: each object that they lead to, with a shallow copy of its content
+    later -> Contents.restore: everything as it was, and a Change for each entry that holds another value
+
+Modules, tensors, functions, classes and objects of torch and the standard library without a Form are compared by
+identity, and are not entered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import contextlib
+import contextvars
+import functools
+import operator
+import queue
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+import torch
+
+from scopetrace._compat.questions import MISSING, Missing
+from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
+
+ATOMS = frozenset(
+    {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
+)
+"""The classes of values that have no content and run no code."""
+
+MEMO = type(functools.cache(len))
+"""The class of functions under `functools.cache`."""
+
+_LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
+
+
+def is_library(module: object) -> bool:
+    """Whether a module name is of Python's library, torch, NumPy, sympy or scopetrace: no content of theirs counts."""
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def is_users_class(kind: Any) -> bool:
+    """Whether a class, or function, comes from outside of these libraries."""
+    return not is_library(kind.__module__)
+
+
+# Forms of content -----------------------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """How the content of a class of objects is read and put back."""
+
+    read: Callable[[Any], Any]
+    """The content: a new list, dict, set or tuple, or any value that is compared as a whole."""
+    write: Callable[[Any, Any], None]
+    """(object, content)."""
+    entries: str = ""
+    """How an entry is named: `[]` by key, `.` by attribute; empty for what is named as a whole."""
+    is_generator: bool = False
+    """Whether it is the state of a random generator."""
+    by_identity: bool = False
+    """Whether it is compared by identity; what it holds is put back all the same."""
+
+
+class Attributes(NamedTuple):
+    """The snapshot of an object with attributes."""
+
+    kind: type
+    values: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__}({', '.join(f'{k}={v!r}' for k, v in self.values.items())})"
+
+
+def own_dict(x: Any) -> dict[str, Any]:
+    """The `__dict__` of an object, past a `__getattribute__` of its class; of a `threading.local`, this thread's."""
+    if issubclass(type(x), threading.local):  # isinstance may call a `__getattribute__` too
+        return x.__dict__
+    found: dict[str, Any] = object.__getattribute__(x, "__dict__")
+    return found
+
+
+_known_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names of its `__slots__`."""
+    if kind not in _known_slots:
+        _known_slots[kind] = _find_slots(kind)
+    return _known_slots[kind]
+
+
+def _find_slots(kind: type) -> list[str]:
+    members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
+    return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
+
+
+def attributes_and_slots(x: Any) -> dict[str, Any]:
+    """The attributes that an object itself has."""
+    found = dict(own_dict(x)) if type(x).__dictoffset__ or issubclass(type(x), threading.local) else {}
+    for name in slots_of(type(x)):
+        with contextlib.suppress(AttributeError):
+            found[name] = getattr(x, name)
+    return found
+
+
+def _write_attributes(x: Any, before: dict[str, Any]) -> None:
+    now = attributes_and_slots(x)
+    plain: Any = threading.local if isinstance(x, threading.local) else object  # not by methods of the class
+    for name in now.keys() - before.keys():
+        plain.__delattr__(x, name)
+    for name, value in before.items():
+        if now.get(name, MISSING) is not value:
+            plain.__setattr__(x, name, value)
+
+
+def _base_of(x: Any) -> Any:
+    """The built-in class of a container: methods of a subclass may do anything, as a table that makes what is asked."""
+    return next(base for base in (collections.OrderedDict, list, collections.deque, dict, set) if isinstance(x, base))
+
+
+def _write_list(x: Any, before: Iterable[Any]) -> None:
+    _base_of(x).clear(x)
+    _base_of(x).extend(x, before)
+
+
+def write_dict(x: Any, before: Mapping[Any, Any]) -> None:
+    """Give a dict these entries, past the methods of its class."""
+    _base_of(x).clear(x)
+    for key, item in before.items():
+        _base_of(x).__setitem__(x, key, item)
+
+
+def _write_set(x: set[Any], before: Set[Any]) -> None:
+    set.clear(x)
+    set.update(x, before)
+
+
+def _write_slice(x: Any, before: Any) -> None:
+    x[:] = before
+
+
+def _write_nothing(x: Any, before: Any) -> None:
+    """For what cannot be put back: an iterator, a view of something else."""
+
+
+def value_of(variable: contextvars.ContextVar[Any]) -> Any:
+    """The value in the present context, which may be the default; MISSING where there is none."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
+
+
+def content_of(cell: types.CellType) -> Any:
+    """The variable of an enclosing function; MISSING where it is not bound."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _position(x: Any) -> Any:
+    """How far an iterator of Python has gone, without asking for an item; of a generator, where it stands."""
+    if isinstance(x, types.GeneratorType):
+        frame = x.gi_frame
+        return MISSING if frame is None else (frame.f_lasti, snapshot(frame.f_locals))
+    try:
+        _, *parts = x.__reduce__()
+    except TypeError:  # as of a file
+        return MISSING
+    return [_position(part) if is_iterator(part) else part for part in _flat(parts)]
+
+
+def _flat(parts: Iterable[Any]) -> Iterator[Any]:
+    for part in parts:
+        if type(part) is tuple:
+            yield from _flat(part)
+        else:
+            yield part
+
+
+def is_iterator(x: Any) -> bool:
+    """Whether `x` is an iterator or generator, which gives another item to each call."""
+    return hasattr(type(x), "__next__") and type(x) not in weakref.ProxyTypes
+
+
+def entries_of(x: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries of a dict, past the methods of its class."""
+    return dict(_base_of(x).items(x))
+
+
+_DICT = Form(entries_of, write_dict, "[]")
+_LIST = Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)
+ATTRIBUTES = Form(attributes_and_slots, _write_attributes, ".")
+"""Of objects whose attributes are what code of users gives them."""
+_INNER = Form(attributes_and_slots, _write_attributes, ".")
+"""Of objects of libraries that hold something in attributes."""
+_OPTIMIZER = Form(attributes_and_slots, _write_attributes, ".", by_identity=True)
+_ITERATOR = Form(_position, _write_nothing)
+_FORMS: dict[type, Form] = {
+    list: _LIST,
+    collections.deque: Form(lambda x: list(collections.deque.__iter__(x)), _write_list),
+    dict: _DICT,
+    types.MappingProxyType: Form(dict, _write_nothing, "[]"),
+    set: Form(lambda x: set(set.__iter__(x)), _write_set),
+    tuple: Form(lambda x: tuple(tuple.__iter__(x)), _write_nothing),
+    bytearray: Form(bytes, _write_slice),
+    array.array: Form(
+        lambda x: (x.typecode, *x), lambda x, before: _write_slice(x, array.array(before[0], before[1:]))
+    ),
+    queue.Queue: Form(lambda x: list(x.queue), lambda x, before: _write_list(x.queue, before)),
+    functools.partial: Form(lambda x: {k: getattr(x, k) for k in ("func", "args", "keywords")}, _write_nothing, "."),
+    types.MethodType: Form(lambda x: {k: getattr(x, k) for k in ("__func__", "__self__")}, _write_nothing, "."),
+    weakref.ref: Form(lambda x: x(), _write_nothing),
+    contextvars.ContextVar: Form(value_of, lambda x, before: x.set(before) if before is not MISSING else None),
+    random.Random: Form(random.Random.getstate, lambda x, before: x.setstate(before), is_generator=True),
+    **dict.fromkeys((types.SimpleNamespace, argparse.Namespace, threading.local), ATTRIBUTES),
+    **dict.fromkeys((collections.UserDict, collections.UserList, collections.ChainMap), _INNER),
+    **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _INNER),
+    **dict.fromkeys((torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler), _OPTIMIZER),
+}
+_WITHOUT = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.BuiltinFunctionType)
+_WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)
+"""What holds items, and in a subclass attributes too."""
+
+
+def form_of(kind: type) -> Form | None:
+    """How the objects of a class hold something; None for those that are compared by identity."""
+    if kind not in _known_forms:
+        _known_forms[kind] = _find_form(kind)
+    return _known_forms[kind]
+
+
+_known_forms: weakref.WeakKeyDictionary[type, Form | None] = weakref.WeakKeyDictionary()
+
+
+def _find_form(kind: Any) -> Form | None:
+    if kind in ATOMS or kind in STAND_INS or issubclass(kind, _WITHOUT):
+        return None
+    for base, form in _FORMS.items():
+        if issubclass(kind, base):
+            return form
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
+        return Form(numpy.copy, numpy.copyto)
+    if numpy is not None and issubclass(kind, numpy.random.RandomState):
+        return Form(lambda x: x.get_state(legacy=False), lambda x, c: x.set_state(c), is_generator=True)
+    if numpy is not None and issubclass(kind, numpy.random.Generator):
+        bits = operator.attrgetter("bit_generator.state")
+        return Form(bits, lambda x, c: setattr(x.bit_generator, "state", c), is_generator=True)
+    if hasattr(kind, "__next__"):
+        return _ITERATOR if is_library(kind.__module__) else ATTRIBUTES
+    has_attributes = bool(kind.__dictoffset__) or bool(slots_of(kind))
+    return ATTRIBUTES if has_attributes and is_users_class(kind) else None
+
+
+def extra_attributes(x: Any) -> dict[str, Any]:
+    """The attributes of a container of a subclass, beside its items."""
+    kind = type(x)
+    if (
+        not kind.__dictoffset__
+        or not issubclass(kind, _WITH_MORE)
+        or issubclass(kind, (collections.OrderedDict, StandIn))
+    ):
+        return {}
+    own = own_dict(x)
+    return {} if own is x else own  # a dict that is its own `__dict__`
+
+
+# By value -------------------------------------------------------------------------------------------------------------
+
+
+def snapshot(x: Any, names: Set[str] | None = None, skip: Set[tuple[int, Any]] = frozenset()) -> Any:
+    """`x`, with copies of what holds values in it; one copy of each object.
+
+    Args:
+        x: any object.
+        names: of objects with attributes, those that count; None for all.
+        skip: entries that do not count: the id of what holds them, and their key.
+    """
+    try:
+        return _Snapshots(names, skip).of(x)
+    except RecursionError:  # nested deeper than Python can follow: compared by identity
+        return x
+
+
+class _Snapshots:
+    """Makes the snapshot of one object."""
+
+    def __init__(self, names: Set[str] | None, skip: Set[tuple[int, Any]]) -> None:
+        self._names, self._skip = names, skip
+        self._taken: dict[int, tuple[Any, Any]] = {}
+        """By id, the objects inside with their snapshots; while that is made, the position stands for it."""
+
+    def of(self, x: Any) -> Any:
+        kind = type(x)  # isinstance would ask an object for its `__class__`
+        if kind in ATOMS or kind is types.FunctionType or (kind is tuple and ATOMS.issuperset(map(type, x))):
+            return x
+        form = form_of(kind)
+        if form is None or form.by_identity:
+            return x if kind not in STAND_INS else self.of(plain(x))
+        if id(x) not in self._taken:
+            self._taken[id(x)] = x, f"<container {len(self._taken)}>"
+            self._taken[id(x)] = x, self._content(x, form)
+        return self._taken[id(x)][1]
+
+    def _content(self, x: Any, form: Form) -> Any:
+        content = form.read(x)
+        if form.entries:
+            names = self._names if form is ATTRIBUTES else None
+            entries = {
+                key: self.of(item)
+                for key, item in content.items()
+                if (names is None or key in names) and (id(x), key) not in self._skip
+            }
+            return Attributes(type(x), entries) if form.entries == "." else {**entries, **self._more(x)}
+        if type(content) in (list, tuple):
+            return type(content)((*map(self.of, content), *self._more(x).items()))
+        if type(content).__module__ == "numpy" and hasattr(content, "tobytes"):
+            return ArrayContent(str(content.dtype), content.shape, content.tobytes())
+        return content if form.is_generator or type(content) is set else self.of(content)
+
+    def _more(self, x: Any) -> dict[str, Any]:
+        return {f".{key}": self.of(item) for key, item in extra_attributes(x).items()}
+
+
+_BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset, torch.Size, types.CodeType})
+"""Classes of values that are the same if they are equal."""
+
+
+def same(then: Any, now: Any) -> bool:
+    """Whether two snapshots are equal: one object, containers of such, or equal values of one type and text.
+
+    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor of its metadata.
+    """
+    return _same(then, now, set())
+
+
+def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
+    """`known` has the ids of containers that are equal: those in many places are compared once."""
+    if then is now:
+        return True
+    kind: Any = type(then)
+    if kind is TensorLike:
+        return isinstance(now, torch.Tensor) and then == TensorLike.of(now)
+    if kind is not type(now):
+        return False
+    is_dict = kind is dict
+    if is_dict or issubclass(kind, (list, tuple)):
+        pair = id(then), id(now)
+        if pair not in known and len(then) == len(now):
+            old, new = ([*x, *x.values()] if is_dict else [*x] for x in (then, now))
+            if all(_same(a, b, known) for a, b in zip(old, new, strict=True)):
+                known.add(pair)
+        return pair in known
+    if kind is types.FunctionType:  # as that of a GraphModule that is compiled again
+        parts = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
+        return _same(list(parts(then)), list(parts(now)), known)
+    try:
+        if kind in _BY_EQUALITY:
+            return bool(then == now)
+        is_equal = not isinstance(then, torch.Tensor) and bool(then == now or then != then)
+        return is_equal and repr(then) == repr(now)
+    except Exception:  # objects of others may raise anything, as tables of numbers do
+        return False
+
+
+class ArrayContent(NamedTuple):
+    """The snapshot of an array of NumPy."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"an array of {self.dtype} {list(self.shape)}"
+
+
+class TensorLike(NamedTuple):
+    """Any tensor of this dtype, shape and device."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> TensorLike:
+        """Of one like `t`."""
+        return cls(t.dtype, tuple(t.shape), t.device)
+
+
+def difference(then: Any, now: Any, name: str) -> tuple[str, Any, Any]:
+    """Where two snapshots differ first: its name below `name`, and both values there."""
+    if isinstance(then, Attributes) and isinstance(now, Attributes) and then.kind is now.kind:
+        return _first_difference(then.values, now.values, name, "{}.{}")
+    if type(then) is dict and type(now) is dict:
+        return _first_difference(then, now, name, "{}[{!r}]")
+    if type(then) is type(now) and type(then) in (list, tuple) and len(then) == len(now):
+        return _first_difference(dict(enumerate(then)), dict(enumerate(now)), name, "{}[{!r}]")
+    return name, then, now
+
+
+def _first_difference(then: dict[Any, Any], now: dict[Any, Any], name: str, form: str) -> tuple[str, Any, Any]:
+    for key in dict.fromkeys((*then, *now)):
+        a, b = then.get(key, MISSING), now.get(key, MISSING)
+        if not same(a, b):
+            return difference(a, b, form.format(name, key))
+    return f"the order of {name}", list(then), list(now)
+
+
+# Put back -------------------------------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A value that is not what it was."""
+
+    name: str
+    """In source: `self.n`, `self.stats['n']`; of a list or set, that of the whole."""
+    old: Any
+    new: Any
+    holder: Any
+    """The module, object or class that has it; None for a variable."""
+    attribute: str
+    """The attribute of `holder`; empty where an entry in its value is another one."""
+    put: Callable[[Any], None]
+    """Gives it a value again; MISSING takes it away."""
+    entry: tuple[int, Any] | None = None
+    """The id of what holds it, and the key; None where that is no entry."""
+    buffer: bool | None = None
+    """Of a buffer that is new or another one, whether it is in the state dict."""
+    is_generator: bool = False
+    """Whether it is the state of a random generator."""
+    place: Callable[[Any], None] | None = None
+    """Of the content of a list or set: puts another object where it was found."""
+
+
+class _Saved(NamedTuple):
+    """One object with a copy of its content."""
+
+    name: str
+    holder: Any
+    owner: Any
+    before: Any
+    form: Form
+    place: Callable[[Any], None] | None = None
+
+
+class Contents:
+    """The contents of all objects that `add` was led to."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, _Saved] = {}
+        self._memos: list[tuple[Any, int]] = []
+        self.functions: list[Any] = []
+        """The functions on the way; they are not entered."""
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        """The modules on the way, with their names; they are not entered."""
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """The tensors on the way, with their names."""
+        self.classes: dict[type, None] = {}
+        """The classes of the objects with attributes."""
+
+    def add(self, name: str, x: Any, holder: Any = None, place: Callable[[Any], None] | None = None) -> None:
+        """Save what `x` holds, and what its items and attributes hold; `place` puts another object in its place."""
+        kind = type(x)
+        if kind in ATOMS or id(x) in self._saved:
+            return
+        form = form_of(kind)
+        if form is None:
+            self._pass(name, x)
+            return
+        content = form.read(x)
+        self._saved[id(x)] = _Saved(name, holder, x, content, form, place)
+        if form.entries == ".":
+            self.classes[kind] = None
+        for entry, item, part in _items(name, content, form):
+            if type(item) not in ATOMS:
+                self.add(part, item, x if form.entries == "." and entry else holder, _place_in(x, form, entry))
+        more = extra_attributes(x)
+        if more:
+            self._saved[id(more)] = _Saved(name, holder, x, dict(more), _EXTRA)
+            for key, item in more.items():
+                self.add(f"{name}.{key}", item, x)
+
+    def _pass(self, name: str, x: Any) -> None:
+        if isinstance(x, torch.nn.Module):
+            self.modules.append((name, x))
+        elif isinstance(x, torch.Tensor):
+            self.tensors.append((name, x))
+        elif isinstance(x, MEMO):
+            self._memos.append((x, x.cache_info().misses))
+        elif isinstance(x, (types.FunctionType, type)):
+            self.functions.append(x)
+
+    def accept(self, table: Any, key: Any) -> None:
+        """Keep an entry that was put into a saved dict, as if it had been there."""
+        if id(table) in self._saved:
+            self._saved[id(table)].before[key] = table[key]
+            self.add(f"{self._saved[id(table)].name}[{short(key)}]", table[key])
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for kept in (self._saved, self.functions, self.modules, self.tensors, self.classes):
+            kept.clear()
+
+    def restore(self) -> list[Change]:
+        """Put everything back, and say what had changed, by value. Memos that have a new result forget all."""
+        for memo, misses in self._memos:
+            if memo.cache_info().misses != misses:
+                memo.cache_clear()
+        contents = [(saved, saved.form.read(saved.owner)) for saved in self._saved.values()]
+        changed = [(saved, now) for saved, now in contents if not _same_objects(saved.before, now)]
+        entries = [entry for saved, now in changed for entry in _entries(saved, now)]
+        new = [snapshot(change.new) for change in entries]
+        for saved, _ in changed:
+            saved.form.write(saved.owner, saved.before)
+        return [c for c, x in zip(entries, new, strict=True) if not same(snapshot(c.old), x)]
+
+
+_EXTRA = Form(lambda x: dict(extra_attributes(x)), lambda x, before: _write_extra(x, before), ".")
+
+
+def _write_extra(x: Any, before: dict[str, Any]) -> None:
+    own_dict(x).clear()
+    own_dict(x).update(before)
+
+
+def _items(name: str, content: Any, form: Form) -> Iterator[tuple[Any, Any, str]]:
+    """(key, item, name) of what a content holds; without key, an item of a list or set."""
+    if form.entries == ".":
+        yield from ((key, item, f"{name}.{key}") for key, item in content.items())
+    elif form.entries:
+        yield from ((key, item, f"{name}[{short(key)}]") for key, item in content.items())
+    elif type(content) in (list, tuple, set) and not form.is_generator:
+        yield from ((None, item, f"{name}[{i}]") for i, item in enumerate(content))
+
+
+def same_entries(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> bool:
+    """Whether two tables have the same keys in the same order, with the same objects."""
+    return len(now) == len(before) and (
+        not before or (all(map(operator.is_, now, before)) and all(map(operator.is_, now.values(), before.values())))
+    )
+
+
+def _same_objects(before: Any, now: Any) -> bool:
+    """Whether two contents have the same objects; numbers and text by value."""
+    if type(before) is dict and type(now) is dict:
+        return same_entries(before, now)
+    if type(before) is type(now) and type(before) in (list, tuple):
+        return len(before) == len(now) and all(map(operator.is_, before, now))
+    return same(snapshot(before), snapshot(now))
+
+
+def _entries(saved: _Saved, now: Any) -> Iterator[Change]:
+    """The entries of a content that are other objects, or the content as a whole."""
+    name, holder, owner, before, form, place = saved
+    if not form.entries:
+        put = functools.partial(form.write, owner)
+        entry = (id(owner), None)
+        yield Change(name, before, now, holder, "", put, entry, is_generator=form.is_generator, place=place)
+        return
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key, MISSING), now.get(key, MISSING)
+        if old is new or is_memo(owner, key, old):
+            continue
+        if form.entries == ".":
+            put = functools.partial(_put_attribute, owner, key)
+            yield Change(f"{name}.{key}", old, new, owner, key, put, (id(owner), key))
+        else:
+            put = functools.partial(put_entry, owner, key)
+            yield Change(f"{name}[{short(key)}]", old, new, holder, "", put, (id(owner), key))
+
+
+def _place_in(owner: Any, form: Form, key: Any) -> Callable[[Any], None] | None:
+    """Puts another object in the place of an entry; None for an item of a list or set."""
+    return functools.partial(_put_attribute if form.entries == "." else put_entry, owner, key) if form.entries else None
+
+
+def _put_attribute(owner: Any, key: str, value: Any) -> None:
+    plain: Any = threading.local if isinstance(owner, threading.local) else object
+    if value is not MISSING:
+        plain.__setattr__(owner, key, value)
+    elif key in attributes_and_slots(owner):
+        plain.__delattr__(owner, key)
+
+
+def put_entry(table: Any, key: Any, value: Any) -> None:
+    """Give an entry of a dict a value; MISSING takes it away."""
+    base = _base_of(table)
+    if value is not MISSING:
+        base.__setitem__(table, key, value)
+    else:
+        base.pop(table, key, None)
+
+
+def is_memo(owner: Any, name: Any, old: Any) -> bool:
+    """Whether an attribute is one that `functools.cached_property` computes when it is first asked for."""
+    known = getattr(type(owner), name, None) if isinstance(name, str) and old is MISSING else None
+    return isinstance(known, functools.cached_property)
+
+
+def fill_cell(cell: types.CellType, value: Any) -> None:
+    """Give a variable of an enclosing function a value; MISSING takes it away."""
+    if value is MISSING:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+_SHOWN, _WIDTH = 8, 60
+
+
+def short(x: Any) -> str:
+    """A value as short text."""
+    if isinstance(x, torch.Tensor):
+        return f"a tensor {list(x.shape)}"
+    kind = type(x)
+    if kind in ATOMS or kind is Missing:
+        text = repr(x)
+    elif kind in (list, tuple, set, dict) and len(x) <= _SHOWN:
+        inside = [f"{short(k)}: {short(v)}" for k, v in x.items()] if kind is dict else list(map(short, x))
+        left, right = ("[", "]") if kind is list else ("(", ")") if kind is tuple else ("{", "}")
+        text = left + ", ".join(inside) + right
+    else:
+        text = f"a {kind.__name__}" + (f" of {len(x)}" if isinstance(x, (list, tuple, set, dict)) else "")
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."

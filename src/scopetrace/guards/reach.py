@@ -1,0 +1,242 @@
+"""The functions that a forward may run, and the variables that these name.
+
+Data flow:
+    callable, classes of modules, hooks -> the code of functions -> names in it -> globals, closures, classes
+    -> more functions, until there are none; not those of torch and of Python's library
+    what the variables hold -> `Contents`, so that it can be compared and put back after the forward
+
+This finds more functions than run. It says what is copied before the forward; what a call is checked for comes from the
+functions that ran (`guards.variables`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import functools
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from scopetrace.containers.contents import MEMO, content_of, fill_cell, is_library, is_users_class, put_entry
+
+
+class Names(NamedTuple):
+    """What the code of a function, and of the functions inside it, names."""
+
+    all: frozenset[str]
+    """Its globals and attributes, and texts that may be names of attributes for `getattr`."""
+    globals: frozenset[str]
+    """The globals that it reads."""
+    bound: frozenset[str]
+    """The globals that it binds or deletes."""
+    dotted: frozenset[tuple[str, str]]
+    """The attributes that it reads of globals: `("config", "SCALE")`."""
+    compares_objects: bool
+    """Whether it asks for identity: `x is y`, but not `x is None`."""
+    compares_bools: bool
+    """Whether it has `x is True` or `x is False`."""
+
+
+_known: dict[int, tuple[Names, weakref.ref[types.CodeType]]] = {}  # a cache by id; an entry goes with its code
+
+
+def names_of(code: types.CodeType) -> Names:
+    """The names in a function's code."""
+    known = _known.get(id(code))
+    if known is None:
+        key = id(code)
+        known = _known[key] = _read(code), weakref.ref(code, lambda _: _known.pop(key, None))
+    return known[0]
+
+
+def _read(code: types.CodeType) -> Names:
+    """As `dis.get_instructions` says, which would take as long as the trace of a small model."""
+    reads, binds, dotted, compares, is_bool = set[str](), set[str](), set[tuple[str, str]](), set[bool](), False
+    raw, extended, before, last = code.co_code, 0, 0, ""
+    for i in range(0, len(raw), 2):
+        op, operand = raw[i], raw[i + 1] | extended
+        extended = operand << 8 if op == dis.EXTENDED_ARG else 0
+        if op in (0, dis.EXTENDED_ARG):  # 0: room for the interpreter
+            continue
+        if op == _LOAD_GLOBAL:
+            reads.add(code.co_names[operand >> 1])  # the lowest bit is a flag
+        elif op in _LOAD_ATTRIBUTE and last:
+            dotted.add((last, code.co_names[operand >> _ATTRIBUTE_FLAG]))
+        elif op in _BIND_GLOBAL:
+            binds.add(code.co_names[operand])
+        elif op == _IS:
+            compares.update([False] if before not in _CONSTANTS else [True] if is_bool else ())
+        elif op == _LOAD_CONST:
+            is_bool = type(code.co_consts[operand]) is bool
+        last = code.co_names[operand >> 1] if op == _LOAD_GLOBAL else ""
+        before = op
+    texts = [c for c in code.co_consts if type(c) is str] if _ASKING.intersection(code.co_names) else []
+    names = {*code.co_names, *(part for text in texts for part in text.split(".") if part.isidentifier())}
+    inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return Names(
+        frozenset(names).union(*(n.all for n in inner)),
+        frozenset(reads).union(*(n.globals for n in inner)),
+        frozenset(binds).union(*(n.bound for n in inner)),
+        frozenset(dotted).union(*(n.dotted for n in inner)),
+        False in compares or "id" in reads or any(n.compares_objects for n in inner),
+        True in compares or any(n.compares_bools for n in inner),
+    )
+
+
+_ASKING = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "methodcaller"})
+_IS, _LOAD_GLOBAL, _LOAD_CONST = dis.opmap["IS_OP"], dis.opmap["LOAD_GLOBAL"], dis.opmap["LOAD_CONST"]
+_CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
+_LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap)
+_ATTRIBUTE_FLAG = 1 if sys.version_info >= (3, 12) else 0
+_BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
+Visit = Callable[..., None]
+Place = Callable[[Any], None]
+"""Puts another object where one was found."""
+
+
+class Reach:
+    """Follows names from functions and classes.
+
+    `visit` gets each object that a variable holds: its name, the object, None, and what puts another in its place.
+    """
+
+    def __init__(self, visit: Visit) -> None:
+        self._visit = visit
+        self.functions: dict[types.CodeType, types.FunctionType] = {}
+        """By code, the functions that may run."""
+        self.variables: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        """The globals that they name: the table and the name."""
+        self.cells: dict[int, tuple[str, types.CellType]] = {}
+        """By id, the variables of enclosing functions, with their names."""
+        self.classes: dict[type, None] = {}
+        """The users' classes whose attributes they may write to."""
+        self.names: set[str] = set()
+        """What they name."""
+        self._unnamed: dict[str, list[tuple[Any, int]]] = {}
+        """By name, the methods of the classes that no function has named so far."""
+        self._pending: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
+        """The functions that are to be followed, and how far from the forward they are named."""
+
+    def add(self, x: Any) -> None:
+        """Follow a function, method, partial or class; nothing is done for other objects."""
+        self._add(x, 0)
+        self._follow_all()
+
+    def add_class(self, kind: type) -> None:
+        """Follow the methods of a class that some function names, and its operators."""
+        self._add_class(kind, 0)
+        self._follow_all()
+
+    def function_of(self, code: types.CodeType) -> types.FunctionType | None:
+        """The function that has run some code, as far as it is known; a method may have a computed name."""
+        unnamed = (unwrapped(function) for function, _ in self._unnamed.get(code.co_name, ()))
+        return self.functions.get(code) or next((f for f in unnamed if getattr(f, "__code__", None) is code), None)
+
+    def _add(self, x: Any, depth: int) -> None:
+        while isinstance(x, functools.partial):
+            self._visit("partial", (*x.args, *x.keywords.values()))
+            x = x.func
+        x = getattr(x, "__func__", x) if isinstance(x, (types.MethodType, staticmethod, classmethod)) else x
+        if isinstance(x, MEMO):
+            self._visit("a memo", x)
+        if isinstance(x, property):
+            for accessor in (x.fget, x.fset):
+                self._add(accessor, depth)
+        elif isinstance(x, type):
+            self._add_class(x, depth)
+        elif isinstance(x, operator.attrgetter):  # code that names attributes in C
+            self._name({name for path in x.__reduce__()[1] for name in path.split(".")})
+        elif isinstance(inner := unwrapped(x), types.FunctionType):
+            self._add_function(inner, depth)
+        elif inner is not x:  # a module under torch.compile
+            self._visit(x.__name__, inner)
+
+    def _add_class(self, kind: type, depth: int) -> None:
+        for base in kind.__mro__:
+            if base in self.classes or not is_users_class(base):
+                continue
+            self.classes[base] = None
+            for name, member in vars(base).items():
+                for function in _functions_of(member):
+                    if name in self.names or name == "forward" or name[:2] == "__":
+                        self._add(function, depth)
+                    else:
+                        self._unnamed.setdefault(name, []).append((function, depth))
+                if name[:2] != "__" and not callable(member) and not hasattr(type(member), "__get__"):
+                    self._visit(f"{base.__name__}.{name}", member, None, functools.partial(setattr, base, name))
+
+    def _name(self, names: set[str] | frozenset[str]) -> None:
+        new = names - self.names
+        self.names |= new
+        for name in new & self._unnamed.keys():
+            for function, depth in self._unnamed.pop(name, ()):
+                self._add(function, depth)
+
+    def _add_function(self, function: types.FunctionType, depth: int) -> None:
+        if function.__code__ not in self.functions and not is_library(_home(function)):
+            self.functions[function.__code__] = function
+            self._pending.append((function, depth))
+
+    def _follow_all(self) -> None:
+        while self._pending:
+            function, depth = self._pending.popleft()
+            if depth <= _DEPTH:
+                self._follow(function, depth + 1)
+
+    def _follow(self, function: types.FunctionType, depth: int) -> None:
+        code, table = function.__code__, function.__globals__
+        names = names_of(code)
+        self._name(names.all)
+        for name in names.bound | (names.globals & table.keys()):
+            if (id(table), name) not in self.variables:
+                self.variables[id(table), name] = table, name
+                if name in table:
+                    self._look_at(name, table[name], depth, functools.partial(put_entry, table, name))
+        for name, attribute in names.dotted:
+            module = table.get(name)
+            if isinstance(module, types.ModuleType) and not is_library(module.__name__):
+                own = vars(module)
+                if attribute in own and (id(own), attribute) not in self.variables:
+                    self.variables[id(own), attribute] = own, attribute
+                    place = functools.partial(put_entry, own, attribute)
+                    self._look_at(f"{module.__name__}.{attribute}", own[attribute], depth, place)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            if id(cell) not in self.cells:
+                self.cells[id(cell)] = name, cell
+                self._look_at(name, content_of(cell), depth, functools.partial(fill_cell, cell))
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._look_at(f"a default argument of {function.__name__}", default, depth)
+
+    def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
+        """Follow what a variable holds."""
+        if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
+            self._add(value, depth)
+        elif not isinstance(value, types.ModuleType):
+            self._visit(name, value, None, place)
+
+
+_DEPTH = 2
+"""How far functions are followed that others name: what lies deeper is put back only where an argument leads to it."""
+
+
+def unwrapped(function: Any) -> Any:
+    """The function of users behind a wrapper of a library, as of `contextlib.contextmanager` and `functools.cache`."""
+    while hasattr(function, "__wrapped__") and (isinstance(function, MEMO) or is_library(_home(function))):
+        function = function.__wrapped__
+    return function
+
+
+def _home(function: Any) -> str:
+    """The Python module whose code a function runs; `functools.wraps` gives it the name of another."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def _functions_of(member: Any) -> Iterator[Any]:
+    """The functions, and those under `functools.cache`, that an entry of a class stands for."""
+    member = getattr(member, "__func__", member)
+    accessors = (member.fget, member.fset) if isinstance(member, property) else (getattr(member, "func", member),)
+    yield from (f for f in accessors if isinstance(f, (types.FunctionType, MEMO)))

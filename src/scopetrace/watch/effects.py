@@ -1,0 +1,151 @@
+"""What a forward may change of Python's state: copied before it runs, put back after it.
+
+Data flow:
+    the modules, functions, variables, classes and arguments of a forward -> their contents, before it runs
+    after it -> everything as it was, and a Change for each value that differs; those are judged in `watch.settle`
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.gradients import hooks_of
+from scopetrace._compat.questions import MISSING
+from scopetrace._compat.tensors import parameters_of, tags_of
+from scopetrace.containers.contents import ATTRIBUTES, Change, content_of, fill_cell, form_of, put_entry, same, snapshot
+from scopetrace.containers.structure import leaves_with_path, object_classes
+from scopetrace.guards.reach import Reach
+from scopetrace.record.model import Model
+
+_NO_TAGS: dict[str, Any] = {}
+
+
+class EffectWatch:
+    """What a forward may write to, saved: made before it runs."""
+
+    def __init__(
+        self,
+        fn: Any,
+        model: Model,
+        arguments: list[tuple[str, Any]],
+        object_types: Collection[type],
+        inputs: list[tuple[str, torch.Tensor]],
+    ) -> None:
+        """`inputs` are the tensors among the arguments, with their names, as the forward gets them."""
+        self._model = model
+        self._contents = model.contents
+        self.reach = Reach(self._contents.add)
+        self.objects: list[tuple[str, Any]] = []
+        """Objects with attributes among the arguments, with their names."""
+        for name, argument in arguments:
+            for path, leaf in leaves_with_path(argument, name, object_types):
+                self._contents.add(path, leaf)
+                if form_of(type(leaf)) is ATTRIBUTES:
+                    self.objects.append((path, leaf))
+            for kind in object_classes(argument, object_types):
+                self.reach.add_class(kind)
+        numpy = getattr(sys.modules.get("numpy"), "random", None)
+        for name, module in (("random", random), ("numpy.random", numpy)):
+            if module is not None:
+                self._contents.add(name, getattr(module.random, "__self__", None))  # somebody may replace it
+        tensors = [*inputs, *zip(model.names_of_tensors(model.tensors), model.tensors, strict=True)]
+        self._tagged: list[tuple[str, Any, dict[str, Any]]] = [
+            (name, t, tags_of(t) if vars(t) else _NO_TAGS) for name, t in tensors
+        ]
+        """Tensors and functions with the attributes that users have set on them."""
+        for path, t, tags in self._tagged:
+            for name, x in tags.items():
+                self._contents.add(f"{path}.{name}", x, t)
+        self._follow(fn)
+        if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
+            self._follow_hooks()
+        self._variables = [(table, name, table.get(name, MISSING)) for table, name in self.reach.variables.values()]
+        self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
+        self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes]
+        self._tagged += [(f.__name__, f, dict(vars(f))) for f in self.reach.functions.values()]
+
+    def _follow(self, fn: Any) -> None:
+        """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
+        self.reach.add(fn)
+        owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
+        self._contents.add("self", owner)
+        if not isinstance(owner, (torch.nn.Module, types.FunctionType, functools.partial)):
+            self.reach.add_class(type(owner))
+        for kind in {type(module): None for module in self._model.modules}:
+            self.reach.add_class(kind)
+        self._follow_contents()
+
+    def _follow_hooks(self) -> None:
+        """What hooks on the gradients of tensors from outside may run, and the objects that they may write to."""
+        inside = [p for s in self._model.saved_modules for p in parameters_of(s.module).values() if p is not None]
+        of_objects = [t for _, t in self._contents.tensors]
+        for t in {id(t): t for t in (*self._model.tensors, *of_objects, *inside)}.values():
+            for hook in hooks_of(t)[0]:
+                self._contents.add("a hook on a gradient", hook)
+        self._follow_contents()
+
+    def _follow_contents(self) -> None:
+        """Follow the functions, classes and modules to which contents lead, until there are none."""
+        contents, seen = self._contents, 0
+        while contents.functions or contents.modules or len(contents.classes) > seen:
+            seen = len(contents.classes)
+            for kind in list(contents.classes):
+                self.reach.add_class(kind)
+            functions, contents.functions = contents.functions, []
+            for function in functions:
+                self.reach.add(function)
+            modules, contents.modules = contents.modules, []
+            for name, module in modules:
+                for inner in self._model.save_outside(name, module):
+                    self.reach.add_class(type(inner))
+
+    def restore(self) -> list[Change]:
+        """Put all back as it was, and say what had changed, by value."""
+        changes = [*self._model.restore(), *self._of_variables(), *self._of_classes(), *self._of_tags()]
+        for change in changes:
+            change.put(change.old)
+        return [*self._contents.restore(), *(c for c in changes if not same(snapshot(c.old), snapshot(c.new)))]
+
+    def _of_variables(self) -> Iterator[Change]:
+        for table, name, old in self._variables:
+            new = table.get(name, MISSING)
+            if new is not old:
+                put = functools.partial(put_entry, table, name)
+                yield Change(f"globals()[{name!r}]", old, new, None, "", put, (id(table), name))
+        for name, cell, old in self._cells:
+            new = content_of(cell)
+            if new is not old:
+                put = functools.partial(fill_cell, cell)
+                yield Change(f"closure {name}", old, new, None, "", put, (id(cell), None))
+
+    def _of_classes(self) -> Iterator[Change]:
+        for kind, before in self._classes:
+            now = dict(vars(kind))
+            for name in dict.fromkeys((*before, *now)):
+                old, new = before.get(name, MISSING), now.get(name, MISSING)
+                if new is not old and name[:2] != "__":
+                    put = functools.partial(_set_attribute, kind, name)
+                    yield Change(f"{kind.__name__}.{name}", old, new, kind, name, put, (id(kind), name))
+
+    def _of_tags(self) -> Iterator[Change]:
+        for path, t, before in self._tagged:
+            now = (tags_of(t) if isinstance(t, torch.Tensor) else vars(t)) if vars(t) else _NO_TAGS
+            for key in dict.fromkeys((*before, *now)) if now or before else ():
+                old, new = before.get(key, MISSING), now.get(key, MISSING)
+                if new is not old:
+                    put = functools.partial(put_entry, vars(t), key)
+                    yield Change(f"{path}.{key}", old, new, t, key, put, (id(t), key))
+
+
+def _set_attribute(kind: type, name: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, value)

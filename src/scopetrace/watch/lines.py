@@ -1,0 +1,114 @@
+"""The lines that change Python's state, seen in a run of the forward that is traced line by line.
+
+Data flow:
+    changes of an earlier run -> what each of them has now -> compared after each line of code of users
+    a value that is another one -> the line before -> the source of a SideEffect
+
+Only a run that is made again to judge changes is watched in this way: it takes several times as long.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.questions import MISSING
+from scopetrace._compat.sources import is_users
+from scopetrace.containers.contents import Change, form_of
+from scopetrace.guards.attributes import current_attributes
+from scopetrace.ir.scopes import user_line
+
+
+@contextlib.contextmanager
+def noting_lines(changes: list[Change]) -> Iterator[dict[str, str]]:
+    """Inside, the lines that change what `changes` are of are noted, by the names of the changes.
+
+    Nothing is noted where a debugger or a coverage tool traces lines already.
+    """
+    noted: dict[str, str] = {}
+    if sys.gettrace() is not None:
+        yield noted
+        return
+    values = [_Value(change) for change in changes]
+    last: list[tuple[types.CodeType, int]] = []
+
+    def look(code: types.CodeType, line: int) -> None:
+        for value in values:
+            if value.has_changed() and last and value.name not in noted:
+                noted[value.name] = user_line(last[-1:]) or ""
+        last[:] = [(code, line)]
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename[:1] == "<" or not is_users(frame.f_code.co_filename):
+            return None
+        if event in ("line", "return"):
+            look(frame.f_code, frame.f_lineno)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield noted
+    finally:
+        sys.settrace(None)
+
+
+class _Value:
+    """What a change is of, and what it held last."""
+
+    def __init__(self, change: Change) -> None:
+        self.name = change.name
+        self._get = _getter(change)
+        self._last = self._get()
+
+    def has_changed(self) -> bool:
+        """Whether it holds something else than when it was asked last."""
+        now = self._get()
+        is_plain = type(now) is type(self._last) and type(now) in (int, _Ids)  # a stand-in would be asked
+        is_other = now is not self._last and not (is_plain and now == self._last)
+        self._last = now
+        return is_other
+
+
+def _getter(change: Change) -> Callable[[], Any]:
+    owner, *key = getattr(change.put, "args", (None,))
+    if isinstance(change.holder, torch.nn.Module) and change.attribute:
+        return lambda: _of_module(change.holder, change.attribute)
+    if change.is_generator:
+        form = form_of(type(owner))
+        return lambda: hash(str(form.read(owner))) if form is not None else None
+    if change.place is not None and type(owner) is list:  # which may have a stand-in there
+        get = _in_place(*getattr(change.place, "args", ()))
+        return lambda: _ids(get())
+    return _in_place(owner, *key)
+
+
+def _in_place(owner: Any, *key: Any) -> Callable[[], Any]:
+    if key and isinstance(owner, dict):
+        return lambda: dict.get(owner, key[0], MISSING)
+    if key:
+        return lambda: getattr(owner, key[0], MISSING)
+    if isinstance(owner, types.CellType):
+        return lambda: owner.cell_contents
+    return lambda: _ids(owner)
+
+
+class _Ids(tuple[int, ...]):
+    """The ids of the items of a list or set."""
+
+
+def _ids(x: Any) -> _Ids:
+    """The ids of the items of a list or set, without asking a stand-in."""
+    base = next((base for base in (list, set, collections.deque) if isinstance(x, base)), None)
+    return _Ids(() if base is None else map(id, base.__iter__(x)))
+
+
+def _of_module(module: torch.nn.Module, name: str) -> Any:
+    own = current_attributes(module)
+    tables = (own, *(own.get(table, {}) for table in ("_buffers", "_parameters", "_modules")))
+    return next((table[name] for table in tables if name in table), MISSING)

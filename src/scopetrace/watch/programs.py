@@ -1,0 +1,140 @@
+"""Whether two recordings of one forward are the same program.
+
+Data flow:
+    ops of the second, in order -> ops of the first with equal targets and arguments -> their values are one
+    a tensor that the first run has stored and the second reads -> the value that was stored
+    ops of the first that only made what it stored -> passed over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from scopetrace._compat.ops import eager, is_random
+from scopetrace._compat.symbols import Symbolic
+from scopetrace.containers.structure import leaves
+from scopetrace.ir.tape import Op, ProgramTape, Tape, Value
+
+
+def is_same_program(first: ProgramTape, second: ProgramTape) -> bool:
+    """Whether two recordings have the same ops, with the same results."""
+    return _Match(first, second, {}).run()
+
+
+def holds_when_filled(cold: ProgramTape, filled: ProgramTape, stored: Mapping[int, Value]) -> bool:
+    """Whether `cold` computes what `filled` does, and beside it no more than what it stores.
+
+    `stored` has the values of `cold` that are stored, by the id of the tensor that `filled` reads in their place.
+    """
+    return _Match(cold, filled, stored).run()
+
+
+class _Match:
+    def __init__(self, first: ProgramTape, second: ProgramTape, stored: Mapping[int, Value]) -> None:
+        self._first, self._second, self._stored = first, second, stored
+        self._now: dict[int, int] = {}
+        """By id of a fake tensor of the second program, that of the first; `to` may return what it takes."""
+        self._attributes = [op for op in first.ops if op.kind == "get_attr"]
+        self._ops = [op for op in first.ops if op.kind not in ("get_attr", "placeholder")]
+
+    def run(self) -> bool:
+        first, second = self._first, self._second
+        if len(first.inputs) != len(second.inputs):
+            return False
+        for old, new in zip(first.inputs, second.inputs, strict=True):
+            self._now.setdefault(id(new.fake), id(old.fake))
+        at = 0
+        for op in second.ops:
+            if op.kind == "placeholder":
+                continue
+            if op.kind == "get_attr":
+                if not self._find_attribute(op):
+                    return False
+                continue
+            while at < len(self._ops) and not self._are_equal(self._ops[at], op):
+                if not self._stored or not self._may_pass(self._ops[at]):
+                    return False
+                at += 1
+            if at == len(self._ops):
+                return False
+            self._pair(self._ops[at], op)
+            at += 1
+        rest = self._ops[at:]
+        return (not rest or (bool(self._stored) and all(map(self._may_pass, rest)))) and self._has_same_results()
+
+    def _may_pass(self, op: Op) -> bool:
+        """Whether an op of the first program does nothing but to give results."""
+        return not op.writes and not is_random(op.target) and op.kind == "call_function"
+
+    def _find_attribute(self, op: Op) -> bool:
+        (value,) = op.values()
+        real = value.real
+        if id(real) in self._stored:
+            self._now[id(value.fake)] = id(self._stored[id(real)].fake)
+            return True
+        for known in self._attributes:
+            (of_first,) = known.values()
+            if of_first.real is real or (known.name == op.name and _are_equal_tensors(of_first.real, real)):
+                self._now[id(value.fake)] = id(of_first.fake)
+                return True
+        return False
+
+    def _are_equal(self, first: Op, second: Op) -> bool:
+        return (
+            (first.kind, first.target, first.grad) == (second.kind, second.target, second.grad)
+            and len(first.values()) == len(second.values())
+            and self._same((first.args, first.kwargs), (second.args, second.kwargs))
+        )
+
+    def _pair(self, first: Op, second: Op) -> None:
+        for old, new in zip(first.values(), second.values(), strict=True):
+            self._now.setdefault(id(new.fake), id(old.fake))
+
+    def _same(self, first: Any, second: Any) -> bool:
+        if isinstance(second, Value):
+            return isinstance(first, Value) and self._now.get(id(second.fake)) == id(first.fake)
+        if isinstance(second, Tape):
+            return isinstance(first, Tape) and _are_same_bodies(first, second)
+        if isinstance(second, Symbolic):
+            return type(first) is type(second) and str(first.node.expr) == str(second.node.expr)
+        if isinstance(second, (list, tuple)):
+            return (
+                isinstance(first, (list, tuple)) and len(first) == len(second) and all(map(self._same, first, second))
+            )
+        if isinstance(second, dict):
+            return (
+                isinstance(first, dict) and [*first] == [*second] and self._same([*first.values()], [*second.values()])
+            )
+        return first is second or (type(first) is type(second) and repr(first) == repr(second))
+
+    def _has_same_results(self) -> bool:
+        first, second = self._first, self._second
+        of_first, of_second = (leaves(tape.outputs, (Value, *Symbolic)) for tape in (first, second))
+        if len(of_first) != len(of_second) or not self._same(of_first, of_second):
+            return False
+        written = [[(w.path, w.value) for w in tape.attribute_writes] for tape in (first, second)]
+        by_path = dict(written[0])
+        return all(path in by_path and self._same(by_path[path], value) for path, value in written[1])
+
+
+def _are_same_bodies(first: Tape, second: Tape) -> bool:
+    names: dict[Value, int] = {}
+    told = []
+    for tape in (first, second):
+        names.clear()
+        for op in tape.ops:
+            for v in op.values():
+                names.setdefault(v, len(names))
+        told.append([(op.kind, str(op.target), [names.get(v) for v in op.inputs()]) for op in tape.ops])
+    return told[0] == told[1]
+
+
+def _are_equal_tensors(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    """Whether two constants, as of `torch.tensor([1, 2])`, are equal."""
+    if first is None or second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    with eager():
+        return first.device.type != "meta" and torch.equal(first, second)

@@ -1,0 +1,362 @@
+"""What a forward's changes of Python's state mean for calls, judged by running it again.
+
+Data flow:
+    changes of the first run -> none, or only tensors that the program reads and binds as state: nothing to judge
+    else the forward runs again on the state that it left, with stand-ins in the place of what it changed
+    same program, nothing asked of the stand-ins -> the changes do not matter: counters, histories, logs
+    no further change, same program -> a call may have the first value or the one that the forward leaves
+    no further change, and the first program computes what the second does, beside what it stores -> a cache
+    anything else -> the program is right for one call
+
+Each run begins with the modules, arguments and random state as they were; at the end all is as before the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from scopetrace._compat.ops import eager, is_random
+from scopetrace._compat.questions import MISSING
+from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import FakeTensor
+from scopetrace.containers.contents import (
+    ATTRIBUTES,
+    Change,
+    TensorLike,
+    attributes_and_slots,
+    entries_of,
+    form_of,
+    is_iterator,
+    same,
+    short,
+    snapshot,
+    write_dict,
+)
+from scopetrace.containers.stand_ins import is_watched, plain, stand_in
+from scopetrace.ir.reads import HOOKS, NO_CALL, Read
+from scopetrace.ir.side_effects import SideEffect
+from scopetrace.ir.tape import RecordedTape, Value
+from scopetrace.watch.lines import noting_lines
+from scopetrace.watch.programs import holds_when_filled, is_same_program
+
+_RUNS = 3
+"""After so many runs a forward that still changes what is asked of it never settles."""
+
+
+class Run(NamedTuple):
+    """One recording, and what the forward changed."""
+
+    tape: RecordedTape
+    changes: list[Change]
+    """By value; without tensors that are bound to attributes in the place of ones like them."""
+    bound: Mapping[int, Value]
+    """By id of a change's new value, the value of the tape that a tensor is."""
+    was_read: Callable[[Change], bool]
+    """Whether the forward read what it changed before it wrote it."""
+    values_differ: Callable[[RecordedTape], bool]
+    """Whether the results of another recording differ from those of this one for the example inputs."""
+
+
+def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
+    """The tape of `first`, with what its changes mean for calls; `again` records the forward another time."""
+    if not first.changes:
+        return first.tape
+    never = any(change.is_generator or _advances(change) for change in first.changes)
+    runs, lefts, lines = [first], [_left_by(first)], dict[str, str]()
+    matter = set[str]()
+    for _ in range(0 if any(map(_advances, first.changes)) else _RUNS - 1):
+        with _state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
+            run = _if_it_runs(again)
+        lines |= noted
+        if never or run is None:
+            break
+        changes = [c for c in run.changes if not same(snapshot(plain(c.old)), snapshot(plain(c.new)))]
+        runs.append(run)
+        is_same = is_same_program(runs[0].tape, run.tape)
+        if not changes and _is_settled(runs, lefts, is_same=is_same):
+            return _settled(runs, lefts, lines)
+        if not changes:
+            break
+        reads = [c for c in changes if _was_read(c, run)]
+        matter.update(asked, (c.name for c in reads))
+        if not is_same:  # an op takes a number without asking it
+            matter.update(change.name for change in first.changes if not _is_content(change))
+        if is_same and not matter:
+            return _does_not_matter(first, lines)
+        lefts.append(_left_by(run))
+    if not any(map(_advances, first.changes)) and not lines.keys() >= {change.name for change in first.changes}:
+        with noting_lines(first.changes) as noted:
+            again()
+        lines |= noted
+    return _for_one_call(first, lines, matter)
+
+
+def _was_read(change: Change, run: Run) -> bool:
+    """Whether a run read what another one had left where it changes it again, of what has no stand-in."""
+    if isinstance(change.old, torch.Tensor):
+        return any(t is change.old for t in run.tape.attributes.values())
+    return not is_watched(plain(change.old)) and run.was_read(change)
+
+
+def _if_it_runs(again: Callable[[], Run]) -> Run | None:
+    """None where the forward fails on the state that it left, as one does that deletes an attribute."""
+    try:
+        return again()
+    except Exception:
+        return None
+
+
+def _advances(change: Change) -> bool:
+    """Whether an iterator gave an item: it gives another one to each call, and to each run."""
+    return is_iterator(_owner(change))
+
+
+# The state that a run left --------------------------------------------------------------------------------------------
+
+
+class _Left(NamedTuple):
+    """What a run left in the place of something, without tensors and numbers of its trace."""
+
+    change: Change
+    value: Any
+    tensors: dict[int, torch.Tensor]
+    """By id of the tensors of the trace, what stands for them."""
+
+
+def _left_by(run: Run) -> list[_Left]:
+    tensors: dict[int, torch.Tensor] = {}
+    return [_Left(change, _real(plain(change.new), tensors), tensors) for change in run.changes]
+
+
+def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    """`x`, with tensors that have data in the place of those of a trace, and numbers in that of symbols."""
+    if isinstance(x, FakeTensor):
+        if id(x) not in tensors:
+            with eager():
+                sizes = [int(n) if not isinstance(n, Symbolic) else int(n.node.hint or 1) for n in x.shape]
+                t = torch.zeros(sizes, dtype=x.dtype, device="meta" if x.is_meta else x.device)
+            tensors[id(x)] = random_like(t, len(tensors))
+        return tensors[id(x)]
+    if isinstance(x, Symbolic):
+        return x.node.pytype(x.node.hint) if x.node.hint is not None else x
+    if type(x) in (list, tuple):
+        return type(x)([_real(item, tensors) for item in x])
+    if type(x) is dict:
+        return {key: _real(item, tensors) for key, item in x.items()}
+    if form_of(type(x)) is ATTRIBUTES and id(x) not in tensors and not isinstance(x, type):
+        tensors[id(x)] = x  # an object that the forward has made: each once
+        for name, item in attributes_and_slots(x).items():
+            real = _real(item, tensors)
+            if real is not item:
+                object.__setattr__(x, name, real)
+    return x
+
+
+def random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
+    """A tensor with other data, where it has numbers of which any may be a value."""
+    if not t.is_floating_point() or t.device.type == "meta":
+        return t
+    with eager():
+        generator = torch.Generator(t.device).manual_seed(seed)  # torch's generator is to stay as it is
+        return torch.empty_like(t).normal_(generator=generator)
+
+
+@contextlib.contextmanager
+def _put_back(lefts: list[list[_Left]]) -> Iterator[None]:
+    """After it, what the runs changed is as before, also the order of entries."""
+    changes = [left.change for run in lefts for left in run]
+    tables = [(table, entries_of(table)) for table in map(_owner, changes) if isinstance(table, dict)]
+    try:
+        yield
+    finally:
+        for change in reversed(changes):
+            change.put(change.old)
+        for table, entries in tables:
+            write_dict(table, entries)
+
+
+@contextlib.contextmanager
+def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
+    """Inside, Python's state is what the runs left, with stand-ins. Gives the names of those that were asked."""
+    asked: list[str] = []
+    replaced: list[tuple[Callable[[Any], None], Any]] = []
+    with _put_back(lefts):
+        for change, value in _last(lefts):
+            ask = functools.partial(asked.append, change.name)
+            if not _is_content(change):
+                change.put(stand_in(value, ask))
+                continue
+            change.put(value)
+            if type(_owner(change)) is list and change.place is not None:
+                replaced.append((change.place, _owner(change)))
+                change.place(stand_in(value, ask))
+            else:  # nobody can see what is asked of it
+                ask()
+        try:
+            yield asked
+        finally:
+            for place, owner in reversed(replaced):
+                place(owner)
+
+
+def _last(lefts: list[list[_Left]]) -> list[tuple[Change, Any]]:
+    """What changed, each once, with its last value."""
+    last: dict[tuple[str, bool], tuple[Change, Any]] = {}
+    for left in (left for run in lefts for left in run):
+        key = left.change.name, _is_content(left.change)
+        last[key] = last.get(key, (left.change, None))[0], left.value
+    return list(last.values())
+
+
+def _is_content(change: Change) -> bool:
+    """Whether it is of the content of a list or set as a whole."""
+    return change.entry is not None and change.entry[1] is None and not isinstance(_owner(change), types.CellType)
+
+
+def _owner(change: Change) -> Any:
+    """The container or variable that has it; None where that is not known."""
+    return getattr(change.put, "args", (None,))[0]
+
+
+@contextlib.contextmanager
+def _plain_state(lefts: list[list[_Left]]) -> Iterator[None]:
+    """Inside, Python's state is what the runs left, with plain values."""
+    with _put_back(lefts):
+        for left in (left for run in lefts for left in run):
+            left.change.put(left.value)
+        yield
+
+
+# What it means -------------------------------------------------------------------------------------------------------
+
+
+def _does_not_matter(run: Run, lines: dict[str, str]) -> RecordedTape:
+    """No result depends on the changes: what a call finds there does not count."""
+    _leave_out(run.tape, run.changes)
+    run.tape.side_effects += _harmless(run, lines)
+    return run.tape
+
+
+def _harmless(run: Run, lines: dict[str, str]) -> list[SideEffect]:
+    """The changes that calls do not make, and need not: all but tensors that these bind to attributes of modules."""
+    bound = {(id(write.module), write.name) for write in run.tape.attribute_writes}
+    changes = [c for c in run.changes if (id(c.holder), c.attribute) not in bound]
+    return [_effect(change, run, lines, baked_in=False) for change in changes]
+
+
+def _stored(first: Run, lefts: list[list[_Left]]) -> dict[int, Value]:
+    """By id of what stands for tensors that the first run stored, the values that they are."""
+    return {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
+
+
+def _is_settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> bool:
+    """Whether the first program is right on the state that it leaves too; the last run has changed nothing."""
+    first, last, stored = runs[0], runs[-1], _stored(runs[0], lefts)
+    if is_same or len(runs) > 2:
+        return is_same
+    if not _depends_on_data(first.tape, stored.values()) and holds_when_filled(first.tape, last.tape, stored):
+        return True
+    return not _writes_to_state(last.tape) and not first.values_differ(last.tape)
+
+
+def _writes_to_state(tape: RecordedTape) -> bool:
+    """Whether a forward writes into tensors that were there or puts others there, as `self.total += x` does."""
+    return bool(tape.attribute_writes) or not tape.written_storages().isdisjoint(
+        v.storage for _, v in tape.attribute_reads()
+    )
+
+
+def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -> RecordedTape:
+    """The last run changed nothing: a call may find what the first did, or what that and the next ones left."""
+    first, last = runs[0], runs[-1]
+    tape, stored = first.tape, _stored(first, lefts)
+    for count in range(1, len(runs)):
+        if count < len(lefts) and not is_same_program(tape, runs[count].tape):
+            continue
+        with _plain_state(lefts[:count]):
+            for i, read in enumerate(tape.reads):
+                if read.place.kind in ("attribute", "global", "closure") and not same(read.value, now := read.now()):
+                    tape.reads[i] = dataclasses.replace(read, others=(*read.others, _without_tensors(now, stored)))
+    again = {write.path for write in last.tape.attribute_writes}
+    tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
+    tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
+    tape.side_effects += _harmless(first, lines)
+    return tape
+
+
+def _without_tensors(x: Any, stored: Mapping[int, Value]) -> Any:
+    """A snapshot in which any tensor like a stored one is as good."""
+    if isinstance(x, torch.Tensor) and id(x) in stored:
+        return TensorLike.of(x)
+    if type(x) in (list, tuple):
+        return type(x)([_without_tensors(item, stored) for item in x])
+    if type(x) is dict:
+        return {key: _without_tensors(item, stored) for key, item in x.items()}
+    if isinstance(x, tuple) and hasattr(x, "_replace"):
+        return x._replace(values=_without_tensors(x.values, stored))  # type: ignore[attr-defined]
+    return x
+
+
+def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
+    """Whether inputs, random numbers or state that the forward writes decide one of these values."""
+    differs = {v.storage for v in tape.inputs} | tape.written_storages()
+    for op in tape.ops:
+        if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
+            differs |= {v.storage for v in op.values()}
+    return any(v.storage in differs for v in values)
+
+
+def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> RecordedTape:
+    """The results depend on the changes `matter`; on all, where it is not known on which."""
+    known = matter & {change.name for change in run.changes}
+    run.tape.side_effects += [
+        _effect(change, run, lines, baked_in=not known or change.name in known) for change in run.changes
+    ]
+    _leave_out(run.tape, run.changes)
+    return run.tape
+
+
+def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
+    """Take what was changed out of the table of what a call is checked for."""
+    entries = frozenset(change.entry for change in changes if change.entry is not None)
+    names = {(id(change.holder), change.attribute) for change in changes if change.attribute}
+    kept: list[Read] = []
+    for read in tape.reads:
+        table = getattr(read.place, "table", None)
+        cell = getattr(read.place, "cell", None)
+        key = getattr(read.place, "key", None)
+        if (id(table), key) in entries or (id(cell), None) in entries or _is_absent_one_of(read, names):
+            continue
+        if read.place.kind in ("attribute", "global", "closure") and not isinstance(read.value, torch.Tensor):
+            skip = read.skip | entries
+            raw = read.place.now(NO_CALL)
+            if skip and form_of(type(raw)) is not None:
+                if id(raw) in {number for number, key in entries if key is None}:
+                    continue
+                read = dataclasses.replace(read, skip=skip, value=snapshot(raw, read.names, skip))
+        kept.append(read)
+    tape.reads[:] = kept
+
+
+def _is_absent_one_of(read: Read, names: set[tuple[int, str]]) -> bool:
+    tables, key = getattr(read.place, "tables", None), getattr(read.place, "key", None)
+    return tables is not None and any(key == name for _, name in names) and read.value is MISSING
+
+
+def _effect(change: Change, run: Run, lines: dict[str, str], *, baked_in: bool) -> SideEffect:
+    tape, line = run.tape, lines.get(change.name) or None
+    at = {id(call.module): call for call in reversed(tape.calls) if call.module is not None}
+    call = at.get(id(change.holder), tape.calls[0])
+    if _advances(change):
+        return SideEffect(f"next({change.name})", "", "an item", call.scope.path, line, baked_in)
+    if change.is_generator:
+        return SideEffect(change.name, "in one state", "in another", call.scope.path, line, baked_in)
+    text = (lambda x: str(len(x))) if change.attribute in HOOKS else short
+    return SideEffect(change.name, text(change.old), text(change.new), call.scope.path, line, baked_in)

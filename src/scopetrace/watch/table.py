@@ -1,0 +1,445 @@
+"""The table of what a call is checked for: what one forward read of Python's state.
+
+Data flow:
+    reads of modules' attributes, seen by `guards.attributes` -> a Guard each, with the line
+    modules that were called -> their classes, hooks and own methods -> a Guard each for all of them
+    functions that ran, known by the frames of ops and calls -> their code, and what they name of globals, variables
+        around them and attributes of classes -> a Guard each; of functions that these name, numbers and text
+    tensors of the model in several places -> a Guard that they are one
+
+Values are taken after the forward, when the model is as it was before. What the forward has changed is no Guard here:
+`watch.settle` decides.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scopetrace._compat.patches import replacing
+from scopetrace._compat.questions import MISSING, Mine
+from scopetrace._compat.sources import SCOPETRACE, is_users
+from scopetrace.containers.contents import (
+    ATTRIBUTES,
+    MEMO,
+    Change,
+    content_of,
+    form_of,
+    is_library,
+    is_users_class,
+    snapshot,
+)
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.guards import attributes
+from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
+from scopetrace.guards.reach import Reach, names_of, unwrapped
+from scopetrace.ir.reads import (
+    NO_CALL,
+    Asked,
+    CallInputs,
+    InClosure,
+    InTable,
+    InTables,
+    OfArgument,
+    OfClass,
+    OfFunctions,
+    OfModules,
+    OfTensor,
+    ProcessHooks,
+    Read,
+    Submodules,
+    Tied,
+    WhichInputs,
+    WhichOfModel,
+)
+from scopetrace.ir.scopes import Frames, source_of
+from scopetrace.ir.tape import RecordedTape
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.model import RECURRENT, Model, is_torchs
+
+Noted = tuple[Frames, str]
+"""Where something was read: the frames, and the path of the scope."""
+_Held = tuple[int, str, dict[str, Any], str]
+"""A place of a tensor in a module: the id of the tensor, the name of the place, a table and a key in it."""
+_RECORDER = tuple([str(Path(__file__).parents[1] / room) + os.sep for room in ("record", "watch", "guards")])
+_SKIPPED = BOOKKEEPING - {ALL_SUBMODULES} | {"forward"}
+
+
+class StateReads:
+    """Sees what one forward reads of Python's state, and makes the table of it.
+
+    `reach` leads to the functions that it may run, `members` gets the parameters and buffers that it takes from
+    modules, and `examples` are the inputs as they were given.
+    """
+
+    def __init__(
+        self,
+        builder: TapeBuilder,
+        model: Model,
+        reach: Reach,
+        members: dict[int, torch.Tensor],
+        examples: Sequence[torch.Tensor],
+        objects: Sequence[tuple[str, Any]],
+    ) -> None:
+        """`objects` are those with attributes among the arguments, with their names."""
+        self._builder, self._model, self._reach, self._objects = builder, model, reach, objects
+        self._members, self._examples = members, examples
+        self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Noted]] = {}
+        """By id of a module and name, the attributes that were asked for, in order."""
+        self.overwritten: dict[tuple[int, str], Read] = {}
+        """By the id of a module and a name, what was read of it that the forward changes."""
+
+    @contextlib.contextmanager
+    def watching(self, mine: Mine) -> Iterator[None]:
+        """Inside, reads of attributes are seen; `mine` says whether the forward runs, rather than the recorder."""
+        watch = AttributeWatch([saved.module for saved in self._model.saved_modules], self._note)
+        with replacing() as replace, watch.watching(replace, mine):
+            yield
+
+    def _note(self, module: torch.nn.Module, name: str) -> bool:
+        key, asker = (id(module), name), sys._getframe(2)
+        while asker.f_code.co_filename == attributes.__file__ and asker.f_back is not None:
+            asker = asker.f_back
+        if asker.f_code.co_filename.startswith(_RECORDER):
+            return False
+        if key not in self._read and name not in _SKIPPED and name not in RECURRENT:
+            self._read[key] = module, name, noted_at(self._builder, asker)
+        return True
+
+    def was_read(self, change: Change) -> bool:
+        """Whether the forward read what it changed before it wrote it, as far as that is known."""
+        saved = None if change.holder is None else self._model.saved(change.holder)
+        return saved is None or (id(change.holder), change.attribute or "") in self._read
+
+    # ---------------------------------------------------------------- after the forward
+
+    def guards(self, fn: Any, changes: list[Change]) -> list[Read]:
+        """The table; `changes` are what the forward changed. To be called when the model is as it was before."""
+        changed = {(id(change.holder), change.attribute) for change in changes if change.attribute}
+        skip = {change.entry for change in changes if change.entry is not None}
+        tape, held = self._builder.tape, list[_Held]()
+        values = [module.__dict__.get(key) for module, key, _ in self._read.values()]
+        ran = self._ran = RanFunctions(fn, tape, self._reach, values)
+        attributes = list(self._attributes(changed, held))
+        variables = list(ran.guards(skip, tape.root.path))
+        objects = [*self._objects]
+        while isinstance(fn, functools.partial):
+            attributes += [self._variable(name, fn.keywords, name) for name in fn.keywords]
+            objects += [(f"args[{i}]", x) for i, x in enumerate(fn.args)]
+            fn = fn.func
+        owner = getattr(fn, "__self__", fn)
+        objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
+        of_objects = [Read(n, snapshot(x, self.names), OfArgument(x), names=self.names) for n, x in objects]
+        others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
+        return [*variables, *attributes, *others, *self._of_members(changed, held)]
+
+    def _of_ties(self, ran: RanFunctions) -> Iterator[Read]:
+        """Which parameters and buffers are one tensor, where code asks for identity."""
+        if any(names_of(code).compares_objects for code in (*ran.functions, *ran.inner)):
+            tables = [(s.fqn, t) for s in self._model.saved_modules for t in s.live[1:3]]
+            places = [(f"{fqn}.{key}".lstrip("."), table, key) for fqn, table in tables for key in table]
+            name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
+            yield Read(name, _shared(places), Asked(_shared, (places,)), (), path)
+
+    def _variable(self, name: str, table: dict[str, Any], key: str) -> Read:
+        value = snapshot(table[key], self.names)
+        return Read(name, value, InTable(table, key), (), self._builder.tape.root.path, names=self.names)
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Of objects with attributes, those that code which ran names; None for all. Known after `guards`."""
+        return self._ran.names
+
+    def _attributes(self, changed: Set[tuple[int, str]], held: list[_Held]) -> Iterator[Read]:
+        """A Guard for each attribute that was asked for; `held` gets the plain ones that are tensors."""
+        self._read_what_is_not_hidden()
+        for module, key, (frames, path) in self._read.values():
+            saved = self._model.saved(module)
+            outer = "" if saved is None else saved.name
+            name = f"{outer}.{key}".removeprefix("self.").lstrip(".")
+            if key == ALL_SUBMODULES:
+                outer = name.rpartition(".")[0]
+                place: Any = Submodules(module, outer)
+                yield Read(f"the submodules of {outer or 'the model'}", place.now(NO_CALL), place, frames, path)
+                continue
+            place = self._place(module, key)
+            value = place.now(NO_CALL)
+            if isinstance(value, torch.Tensor):
+                self._members[id(value)] = value
+                if isinstance(place, InTable) and place.table is module.__dict__:
+                    held.append((id(value), name, place.table, key))
+                continue
+            read = Read(name, snapshot(value, self.names), place, frames, path, names=self.names)
+            if (id(module), key) in changed:
+                self.overwritten[id(module), key] = read
+            yield read
+
+    def _read_what_is_not_hidden(self) -> None:
+        """Attributes that modules have beside their class, or beside a `__getattr__` of it: those that code names."""
+        called = {id(call.module) for call in self._builder.tape.calls}
+        for saved in self._model.saved_modules:
+            if id(saved.module) not in called:
+                continue
+            is_open = not saved.is_watched
+            for key in self._reach.names & saved.module.__dict__.keys():
+                if (is_open or hasattr(saved.kind, key)) and key not in _SKIPPED | RECURRENT and key not in saved.hooks:
+                    self._read.setdefault((id(saved.module), key), (saved.module, key, ((), saved.name)))
+
+    @staticmethod
+    def _place(module: torch.nn.Module, key: str) -> InTable | InTables:
+        own = module.__dict__
+        tables = [own, *[t for t in map(own.get, ("_parameters", "_buffers", "_modules")) if isinstance(t, dict)]]
+        return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
+
+    def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
+        """Classes, hooks and methods of the modules that were called; hooks of all modules of the process."""
+        tape, path = self._builder.tape, self._builder.tape.root.path
+        called = {id(c.module): c.module for c in tape.calls if c.module is not None and not c.leaf}
+        for module in list(called.values()):
+            if is_torchs(module):  # which may ask for the hooks of those in them
+                called.update((id(inner), inner) for inner in module.modules())
+        plain = [m for m in called.values() if not isinstance(m, torch.jit.ScriptModule)]
+        saved = [(self._model.saved(m), m) for m in plain]
+        named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
+        for aspect in OfModules.ASPECTS:
+            place = OfModules(named, aspect, self.names, frozenset(name for _, name in changed))
+            yield Read(f"{aspect} of the modules", snapshot(place.now(NO_CALL)), place, (), path)
+        yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
+
+    # ---------------------------------------------------------------- tensors
+
+    def _identities(self, ran: RanFunctions) -> Iterator[Read]:
+        """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.
+
+        An input that is a tensor of the model, which the forward takes from there too, is one value with it.
+        """
+        tape = self._builder.tape
+        code = next((code for code in (*ran.functions, *ran.inner) if names_of(code).compares_objects), None)
+        taken = set(map(id, tape.attributes.values()))
+        examples = self._examples if code is not None else [t for t in self._examples if id(t) in taken]
+        of_model = dict.fromkeys(filter(None, map(self._model.owner, examples)))
+        if not tape.inputs or (code is None and not of_model):
+            return
+        frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
+        places = WhichInputs(), WhichOfModel(tuple(of_model) if code is None else self._model.owners)
+        now = CallInputs((), {}, self._examples)
+        which = WhichOfModel(tuple(of_model)).now(now)
+        if code is not None and which:
+            raise UnsupportedOpError(
+                f"{tape.input_paths[which[0][0]]} is a tensor of the model, and the forward compares objects (`is`, "
+                "`id`), which are others in a trace",
+                module=path,
+                source=source_of(frames),
+                hint="give x.clone() to the trace",
+            )
+        if code is not None:
+            yield Read("which arguments are one tensor", places[0].now(now), places[0], frames, path)
+        yield Read("which arguments are tensors of the model", which, places[1], frames, path)
+
+    def _of_members(self, changed: Set[tuple[int, str]], held: Sequence[_Held]) -> Iterator[Read]:
+        """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
+
+        `held` are the plain attributes that were read. Those in whose place the forward puts others are `overwritten`.
+        """
+        model, root = self._model, self._builder.tape.root.path
+        used = set(map(id, self._builder.tape.attributes.values()))
+        for saved in model.saved_modules if len(model.saved_modules) > len(model.modules) else ():
+            tables = saved.tables[1:3] if model.is_outside(saved.module) else []
+            for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
+                yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
+        for tied in self._tied(used | self._members.keys(), held):
+            names = " and ".join([name for _, name, _, _ in tied])
+            yield Read(f"{names} as one tensor", True, Tied(tuple([(t, key) for _, _, t, key in tied])), (), root)
+        for key, t in self._members.items():
+            owner = model.owner(t)
+            if key in used or owner is None:
+                continue
+            fqn, holder, attribute = owner
+            place = OfTensor(holder, attribute, "metadata")
+            read = Read(f"{fqn}'s dtype, shape and device", place.now(NO_CALL), place, (), root)
+            if (id(holder), attribute) in changed:
+                self.overwritten.setdefault((id(holder), attribute), read)
+            else:
+                yield read
+
+    def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
+        """Where each tensor of the model is that several places hold, if its id is in `used`."""
+        model = self._model
+        if not held and not model.has_shared_tensors and len(model.saved_modules) == len(model.modules):
+            return
+        holders: dict[int, list[_Held]] = collections.defaultdict(list)
+        for saved in model.saved_modules:
+            for table, live in zip(saved.tables[1:3], saved.live[1:3], strict=True):
+                for key, t in table.items():
+                    holders[id(t)].append((id(t), f"{saved.fqn}.{key}".lstrip("."), live, key))
+        for place in self._with_others(held):
+            holders[place[0]].append(place)
+        yield from [places for key, places in holders.items() if len(places) > 1 and key in used]
+
+    def _with_others(self, held: Sequence[_Held]) -> list[_Held]:
+        """The plain attributes that were read, each once, with others that hold the same tensors."""
+        known = {(number, id(table), key): (number, name, table, key) for number, name, table, key in held}
+        owners = [self._model.owner(table[key]) for _, _, table, key in held]
+        places = [(module, key, fqn) for fqn, module, key in filter(None, owners) if key in module.__dict__]
+        for saved in self._model.saved_modules:
+            names = self._reach.names.intersection(saved.contents)
+            places += [(saved.module, key, f"{saved.fqn}.{key}".lstrip(".")) for key in sorted(names)]
+        for module, key, name in places:
+            table = module.__dict__
+            known.setdefault((id(table[key]), id(table), key), (id(table[key]), name, table, key))
+        return [*known.values()]
+
+
+class RanFunctions:
+    """The functions that ran, since ops and calls were in them, and what they read of variables."""
+
+    def __init__(self, fn: Any, tape: RecordedTape, reach: Reach, held: Sequence[Any]) -> None:
+        """`held` are the values of the attributes that were read."""
+        frames = [op.frames for op in tape.ops if op.kind == "call_function"] + [call.frames for call in tape.calls]
+        codes = {id(code): code for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
+        for call in tape.calls:
+            forward = getattr(call.module_type, "forward", None)
+            if isinstance(forward, types.FunctionType):
+                codes[id(forward.__code__)] = forward.__code__
+        code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+        if code is not None:
+            codes[id(code)] = code
+        functions = [(code, reach.function_of(code)) for code in codes.values()]
+        self.functions = {code: function for code, function in functions if function is not None}
+        """By code, those of users."""
+        self._reach, self._tape = reach, tape
+        self.inner = self._named_by(held)
+        """By code, functions of users that these name, which may have run too."""
+        inner = (code for code, function in self.inner.items() if function.__name__ not in _OF_ALL_ATTRIBUTES)
+        names = set[str]().union(*(names_of(code).all for code in (*self.functions, *inner)))
+        self.names = None if names & {"vars", "__dict__"} else frozenset(names)
+        """Of objects with attributes, those that code which ran names; None where it may take all."""
+
+    def _named_by(self, held: Sequence[Any]) -> dict[types.CodeType, types.FunctionType]:
+        """Functions that those which ran name, and these: by variables and attributes, and what these hold."""
+        found, new, values = dict(self.functions), dict(self.functions), [*held]
+        while new or values:
+            for function in new.values():
+                values += [function.__globals__.get(name) for name in names_of(function.__code__).globals]
+                values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
+            names = {name for code in new for name in names_of(code).all}
+            new = {}
+            items = itertools.chain.from_iterable(map(_with_items, values))
+            for each in [unwrapped(x) for x in items if issubclass(type(x), (types.FunctionType, MEMO))]:
+                if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
+                    new[each.__code__] = each
+            for code, function in self._reach.functions.items():
+                if "." in function.__qualname__ and (function.__name__ in names or function.__name__[:2] == "__"):
+                    new[code] = function
+            new = {code: function for code, function in new.items() if code not in found}
+            found |= new
+            values = []
+        return {code: function for code, function in found.items() if code not in self.functions}
+
+    def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
+        """What the functions read of variables, beside entries in `skip`, which the forward changes."""
+        inner = [f for f in self.inner.values() if f.__name__ not in _OF_ALL_ATTRIBUTES]
+        functions = [*self.functions.values(), *inner]
+        if functions:
+            place = OfFunctions(tuple(functions))
+            yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
+        known = set[tuple[int, str]]()
+        for function in functions:
+            frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
+            for name, table, key in self._variables_of(function):
+                if (id(table), key) in known or (id(table), key) in skip:
+                    continue
+                value = table[key]
+                if _is_state(value):
+                    known.add((id(table), key))
+                    yield self._read(name, value, InTable(table, key), frames, path, skip)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+                value, is_new = content_of(cell), (id(cell), "") not in known and (id(cell), None) not in skip
+                if is_new and _is_state(value):
+                    known.add((id(cell), ""))
+                    yield self._read(name, value, InClosure(cell), frames, path, skip)
+        yield from self._of_classes(skip, path)
+
+    def _read(self, name: str, value: Any, place: Any, frames: Frames, path: str, skip: Set[tuple[int, Any]]) -> Read:
+        taken = snapshot(value, self.names, skip)
+        return Read(name, taken, place, frames, path, names=self.names, skip=frozenset(skip))
+
+    @staticmethod
+    def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """The globals that a function names, and attributes of Python modules: name, table and key."""
+        table, names = function.__globals__, names_of(function.__code__)
+        for name in sorted(names.globals & table.keys()):
+            yield name, table, name
+        for name, attribute in sorted(names.dotted):
+            module = table.get(name)
+            if isinstance(module, types.ModuleType) and not is_library(module.__name__) and attribute in vars(module):
+                yield f"{name}.{attribute}", vars(module), attribute
+
+    def _of_classes(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
+        """Attributes of users' classes that code which ran names, and methods that ran."""
+        ran = {*self.functions, *self.inner}
+        names = {name for code in ran for name in (*names_of(code).all, code.co_name)}
+        called = {type(call.module): None for call in self._tape.calls if call.module is not None}
+        called = {kind: None for kind in called if not issubclass(kind, torch.fx.GraphModule)}  # made at its first call
+        for kind, name in itertools.product(called, ("forward", "__call__")):
+            place = OfClass(kind, name)
+            yield Read(f"{kind.__name__}.{name}", snapshot(place.now(NO_CALL)), place, (), path)
+        for kind in filter(is_users_class, dict.fromkeys((*called, *self._reach.classes))):
+            members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
+            for name, (base, member) in members.items():
+                code = getattr(getattr(member, "__func__", member), "__code__", None)
+                is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
+                if (is_value or code in ran) and (id(base), name) not in skip and is_users_class(base):
+                    place = OfClass(kind, name)
+                    yield self._read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path, skip)
+
+
+_OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
+"""Methods that name all attributes of an object, and seldom run on one that was there."""
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a variable may hold another value at a call: no function of a library, and no Python module."""
+    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+        return False
+    if isinstance(value, (types.FunctionType, type, MEMO)):
+        return not is_library(getattr(value, "__module__", None))
+    return value is not MISSING
+
+
+def _with_items(x: Any) -> list[Any]:
+    """`x`, and what is in it if it is a list or dict."""
+    return [x, *(x.values() if type(x) is dict else x if type(x) in (list, tuple) else ())]
+
+
+def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...]:
+    """The names of entries of tables that hold one tensor: `("emb.weight and head.weight",)`."""
+    names: dict[int, list[str]] = {}
+    for name, table, key in places:
+        if table.get(key) is not None:
+            names.setdefault(id(table[key]), []).append(name)
+    return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
+
+
+def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
+    """Where the forward is: in `frame`, or where users' code in the same call has led there."""
+    while frame.f_code.co_filename.startswith(SCOPETRACE) and frame.f_back is not None:
+        frame = frame.f_back
+    outer_frame = frame
+    while outer_frame.f_back is not None and not outer_frame.f_code.co_filename.startswith(SCOPETRACE):
+        if is_users(outer_frame.f_code.co_filename):
+            frame = outer_frame
+            break
+        outer_frame = outer_frame.f_back
+    outer: Frames = builder.call.frames if builder.call is not None else ()
+    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
