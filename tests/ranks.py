@@ -377,7 +377,11 @@ def run(job, *names):
     if job == "train":
         return {name: train(name, mesh) for name in names}
     if job == "pipeline":
-        models = {"llama": Llama, "tied": lambda: Llama(tied=True), "three layers": lambda: Llama(order=(0, 1, 2))}
+        models = {
+            "llama": Llama,
+            "tied": lambda: Llama(tied=True).requires_grad_(False),
+            "three layers": lambda: Llama(order=(0, 1, 2)),
+        }
         return {
             f"{name}, {b}": pipeline(make, b) for name, make in models.items() for b in ("params", "flops", "bytes")
         }

@@ -276,7 +276,8 @@ class Recording:
         try:
             with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
-            self.values.foreign.refuse_changes()
+            for tensor in self.values.foreign:
+                tensor.refuse_change()
         finally:
             bound = {id(t): v for t, v in self._bound_tensors()}
             changes += effects.restore()
@@ -453,8 +454,9 @@ class Recording:
         tape = self.tape
         if self.builder.deferred:
             raise self.builder.deferred[0]
-        self.values.foreign.refuse_changes()
-        self.values.foreign.refuse_writes(tape)
+        for tensor in self.values.foreign:
+            tensor.refuse_change()
+            tensor.refuse_write(tape, self.values.foreign)
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device

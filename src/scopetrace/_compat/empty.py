@@ -34,14 +34,14 @@ def or_real(run: Callable[[], Any], mode: FakeTensorMode, func: Any, args: Any, 
             return run()
     except fails:
         raise
-    except Exception as error:
+    except Exception as error:  # a function of shapes that is wrong fails by any
         schema = getattr(func, "_schema", None)
         if schema is None or schema.is_mutable or func.is_view or func.namespace != "aten":
             raise
         try:
             with _disable_current_modes(), torch.no_grad():
                 out = func(*_real(args), **_real(kwargs))
-        except Exception:
+        except Exception:  # an op refuses operands by any error; the user is told that of the shapes
             raise error from None
     return tree_map_only(torch.Tensor, lambda t: _fake(mode, t, kwargs.get("device") or _device_of(args)), out)
 

@@ -196,7 +196,7 @@ def _refuse_few(tape: ProgramTape, alive: Alive, places: Places, cuts: Sequence[
         return
     need = f"{stages} stages need {stages - 1} cuts; there are"
     if len(places) < stages - 1:
-        raise PlanError(f"{need} {len(places)} modules that are called once, and begin after others: take fewer stages")
+        raise PlanError(f"{need} {len(places)} modules called once, after others: take fewer stages or other classes")
     text = f"{need} {len(cuts)} modules that are called once"
     if len(_possible_cuts(tape, alive, places, in_ties=True)) >= stages - 1:
         raise PlanError(f"{text}, with all uses of a trained parameter on one side: {_tie(tape, places)}")

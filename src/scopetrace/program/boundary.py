@@ -25,6 +25,7 @@ from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import (
     buffers_of,
+    is_symbolic,
     parameters_of,
     passes_its_class,
     storage_id,
@@ -63,6 +64,7 @@ from scopetrace.ir.reads import (
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.history import History
+from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.sharing import InputSharing, StateSharing
 from scopetrace.record.uses import takes_by_key
 from scopetrace.session import argument_names, more_keywords
@@ -217,11 +219,13 @@ class CallBoundary:
         self.state = LiveState(tape, graph_module)
         self.check = StateCheck(tape)
         written = tape.written_storages()
-        self._writes_inputs = any(v.storage in written for v in tape.inputs)
+        self._written = [i for i, v in enumerate(tape.inputs) if v.storage in written]
+        self._overlapping = {i for i in self._written if _may_overlap(tape.inputs[i].fake)}
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
-        self._input_sharing, self._state_sharing = InputSharing(tape), StateSharing(tape)
+        self._input_sharing = InputSharing(tape) if len(tape.inputs) > 1 else None
+        self._state_sharing = StateSharing(tape) if tape.attributes else None
         outside = [*tape.inputs, *(v for _, v in tape.attribute_reads())]
         self._writes = [v.storage in written for v in outside] if tape.write_back is not None else []
         """Whether the write-back may write to each tensor from outside, where the graph does not."""
@@ -256,7 +260,7 @@ class CallBoundary:
         if self.check.facts:
             self.check.run_facts(CallInputs(args, kwargs, inputs), self.number(inputs))
         self.check.run_state()
-        if self._writes_inputs and (self._enables_grad or torch.is_grad_enabled()):
+        if self._written and (self._enables_grad or torch.is_grad_enabled()):
             self._check_gradients(inputs)
         if isinstance(self.tape.outputs, Returned):
             inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
@@ -264,7 +268,8 @@ class CallBoundary:
             objects = effect_targets(self._given, self.tape.args, (args, kwargs))
             inputs.given = dict(zip([part.path for part in self._given], objects, strict=True))
         self.state.refresh()
-        self._state_sharing.check(self.state.current, inputs)
+        if self._state_sharing is not None:
+            self._state_sharing.check(self.state.current, inputs)
         return inputs
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -315,10 +320,20 @@ class CallBoundary:
                 )
         if tape.sizes is not None:
             tape.sizes.check(tensors, numbers)
-        self._input_sharing.check(tensors)
+        if self._input_sharing is not None:
+            self._input_sharing.check(tensors)
+        self._check_overlaps(tensors)
         if tape.argument_numbers:
             check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
         return [*tensors, *numbers]
+
+    def _check_overlaps(self, tensors: Sequence[torch.Tensor]) -> None:
+        for i in self._written:
+            if i not in self._overlapping and _may_overlap(tensors[i]):
+                raise InputMismatchError(
+                    f"{self.tape.input_paths[i]}, which the model writes, has elements that share memory, as after "
+                    "expand(), and had none when traced; pass x.clone()"
+                )
 
     def _check_gradients(self, inputs: Sequence[Any]) -> None:
         """Autograd would see the writes to inputs where an input brings a gradient, which it did not in the trace."""
@@ -638,6 +653,11 @@ Number = Callable[[Any], Any]
 """From a symbolic size to its value in a call."""
 
 _NUMBERS = (bool, int, float, str, type(None))
+
+
+def _may_overlap(t: torch.Tensor) -> bool:
+    """Whether several of its elements may be one in memory: most ops refuse to write it, or write it in some order."""
+    return t.layout is torch.strided and not is_symbolic(t) and Geometry.of(t, 0).overlaps_itself()
 
 
 class StateCheck:

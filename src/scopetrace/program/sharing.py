@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.tensors import is_symbolic, storage_id
+from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import SetTo, StateRef
@@ -159,9 +159,9 @@ class InputSharing:
 
     def __init__(self, tape: ProgramTape) -> None:
         written, values = tape.written_storages(), tape.inputs
-        self._paths, self._whole = tape.input_paths, _addressed(tape)
+        self._paths = tape.input_paths
+        self._whole = {i for i, v in enumerate(values) if v.storage in tape.uses_absolute_offset}  # by `as_strided`
         self._written = {i for i, v in enumerate(values) if v.storage in written}
-        self._apart = [path for path, v in zip(self._paths, values, strict=True) if may_overlap(v.fake)]
         storages = [v.storage for v in values]
 
         def matters(i: int, j: int) -> bool:
@@ -171,13 +171,9 @@ class InputSharing:
             return WHOLE if i in self._whole else _place_of_value(values[i])
 
         self._sharing = _Sharing(storages, place, matters)
-        self.is_free = not self._written and not self._sharing._traced
-        """Whether it does not matter how inputs lie."""
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise InputMismatchError where tensors of a call lie otherwise."""
-        if self.is_free:
-            return
         other = self._sharing.difference(tensors, self._whole)
         if other is not None:
             i, j, was = other
@@ -186,24 +182,6 @@ class InputSharing:
                 f"{self._paths[j]} and {self._paths[i]} {was} when traced, and it is otherwise now; trace again with "
                 "inputs like these" + or_else
             )
-        for i in self._written:
-            if may_overlap(tensors[i]) and self._paths[i] not in self._apart:
-                raise InputMismatchError(
-                    f"{self._paths[i]}, which the model writes, has elements that share memory, as after expand(), and "
-                    "had none when traced; pass x.clone()"
-                )
-
-
-def _addressed(tape: ProgramTape) -> set[int]:
-    """The inputs of which `as_strided` reads what lies around them."""
-    return {i for i, v in enumerate(tape.inputs) if v.storage in tape.uses_absolute_offset}
-
-
-def may_overlap(t: torch.Tensor) -> bool:
-    """Whether several of its elements may be one in memory: most ops refuse to write it, or write it in some order."""
-    if t.layout is not torch.strided or is_symbolic(t):
-        return False
-    return Geometry.of(t, 0).overlaps_itself()
 
 
 class StateSharing:

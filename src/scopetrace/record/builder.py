@@ -40,7 +40,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.scopes import Frame, Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
-from scopetrace.record.foreign_memory import ForeignMemory
+from scopetrace.record.foreign_memory import ForeignTensor, is_foreign
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -296,7 +296,7 @@ class ValueTable:
         self.new_tensors: list[torch.Tensor] = []
         """What is a leaf too where it requires grad: `torch.tensor([...])`, `x.new_ones(...)`, `y.requires_grad_()`."""
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
-        self.foreign = ForeignMemory()
+        self.foreign: list[ForeignTensor] = []
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
 
     # ---------------------------------------------------------------- new values
@@ -490,7 +490,8 @@ class ValueTable:
         value = self.new_result(fake)
         value.real = real
         self._builder.append("get_attr", name, (), {}, value)
-        self.foreign.add(real, value.op)
+        if is_foreign(real):
+            self.foreign.append(ForeignTensor.of(real, value.op))
         return value
 
     def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ Data flow:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,53 +23,42 @@ _LIFTED = torch.ops.aten.lift_fresh_copy.default
 _HINT = "keep it as a tensor alone, self.a = torch.from_numpy(a).clone() in __init__, and change it by ops of torch"
 
 
-class _Seen(NamedTuple):
+class ForeignTensor(NamedTuple):
+    """A tensor whose memory torch did not make, as an op reads it."""
+
     op: Op
     tensor: torch.Tensor
     data: torch.Tensor
+    """Its bytes then: u8[n]."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, op: Op) -> ForeignTensor:
+        """With the data that it has now."""
+        return cls(op, tensor, _data_of(tensor))
+
+    def refuse_change(self) -> None:
+        """Raise UnsupportedOpError where Python has changed the data since the op read it."""
+        if not torch.equal(_data_of(self.tensor), self.data):
+            _refuse(self.op, "the forward changes a NumPy array in whose memory this tensor lies")
+
+    def refuse_write(self, tape: RecordedTape, all_of_them: Sequence[ForeignTensor]) -> None:
+        """Raise UnsupportedOpError where an op writes to the memory, and the forward may read it as an array."""
+        lifted = (o.result for o in tape.ops if o.target is _LIFTED and o.args[0] is self.op.result)
+        if next(lifted, self.op.result).storage in tape.written_storages():  # lifted: what `torch.from_numpy` gave
+            start, stop = _bytes_of(self.tensor)
+            others = [_bytes_of(other.tensor) for other in all_of_them if other is not self]
+            if any(a < stop and start < b for a, b in (*others, *_arrays_read(tape))):
+                _refuse(self.op, "the forward writes to this tensor, which lies in the memory of a NumPy array")
 
 
-class ForeignMemory:
-    """Refuses what a program cannot say about memory that NumPy and torch share."""
-
-    def __init__(self) -> None:
-        self._seen: list[_Seen] = []
-
-    def add(self, real: torch.Tensor, op: Op) -> None:
-        """Keep the data of a tensor that `op` reads, if torch did not make its memory."""
-        if is_foreign(real) and not isinstance(real, torch.nn.Parameter):  # weights may be a file that is mapped
-            self._seen.append(_Seen(op, real, _data_of(real)))
-
-    def refuse_changes(self) -> None:
-        """Raise UnsupportedOpError where Python has changed the data of one of them since an op read it."""
-        for op, tensor, data in self._seen:
-            if not torch.equal(_data_of(tensor), data):
-                self._refuse(op, "the forward changes a NumPy array in whose memory this tensor lies")
-
-    def refuse_writes(self, tape: RecordedTape) -> None:
-        """Raise UnsupportedOpError where an op writes to memory that the forward may read as an array."""
-        if not self._seen:
-            return
-        written = tape.written_storages()
-        lifted = {o.args[0]: o for o in tape.ops if o.target is _LIFTED}  # what `torch.from_numpy` gave
-        for op, tensor, _ in self._seen:
-            value = lifted.get(op.result, op).result
-            if value.storage in written and self._is_read_otherwise(tensor, tape):
-                self._refuse(op, "the forward writes to this tensor, which lies in the memory of a NumPy array")
-
-    def _is_read_otherwise(self, tensor: torch.Tensor, tape: RecordedTape) -> bool:
-        start, stop = _bytes_of(tensor)
-        others = [_bytes_of(other) for _, other, _ in self._seen if other is not tensor]
-        return any(a < stop and start < b for a, b in (*others, *_arrays_read(tape)))
-
-    def _refuse(self, op: Op, what: str) -> None:
-        where = {"module": str(op.scope), "source": source_of(op.frames)}
-        raise UnsupportedOpError(f"{what}: {op.name}", op="torch.from_numpy", **where, hint=_HINT)
+def _refuse(op: Op, what: str) -> None:
+    where = {"module": str(op.scope), "source": source_of(op.frames)}
+    raise UnsupportedOpError(f"{what}: {op.name}", op="torch.from_numpy", **where, hint=_HINT)
 
 
 def is_foreign(t: torch.Tensor) -> bool:
-    """Whether torch did not make the memory of a tensor."""
-    is_plain = t.layout is torch.strided and t.device.type == "cpu"
+    """Whether torch did not make the memory of a tensor. Weights may be a file that is mapped."""
+    is_plain = t.layout is torch.strided and t.device.type == "cpu" and not isinstance(t, torch.nn.Parameter)
     return is_plain and not t.untyped_storage().resizable()
 
 
