@@ -293,7 +293,7 @@ class Recording:
             note_leaf(tape, value, op)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        tape.reads = [*tape.reads, *guards]
+        tape.reads += guards
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         found, after = (numbers_read(*pair, names, self.object_types, reads.names) for pair in ((args, kwargs), fakes))
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()

@@ -525,6 +525,11 @@ def hooks_of_all_optimizers() -> list[Callable[..., Any]]:
     return [hook for table in tables for hook in table.values() if not str(hook.__module__).startswith("scopetrace.")]
 
 
+def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks that run around each step of an optimizer."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is one of torch.optim itself."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")

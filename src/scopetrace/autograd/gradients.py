@@ -26,6 +26,7 @@ from scopetrace._compat.gradients import (
     have_node_hooks,
     hooks_of,
     hooks_of_all_optimizers,
+    hooks_of_optimizer,
     leaves_of,
     run_after_accumulation,
 )
@@ -151,7 +152,7 @@ class GradientRecorder:
         params = [(p, t) for t in by if isinstance(p := self._outside(t), torch.nn.Parameter)]
         known = [p for p, _ in params]
         places = tuple([(self._model.owner(p), p) for p in known])
-        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_now, places))
+        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_now, places, kind="hooks"))
         for p, t in params:
             give_hooks(p, t)
         given = list(given)
@@ -374,7 +375,9 @@ class GradientRecorder:
 
         Returns what it is to call in place of `closure`, whose ops are none of the step.
         """
-        self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, ()))
+        self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, (), kind="hooks"))
+        inner = Asked(hooks_of_optimizer, (optimizer,), kind="hooks")
+        self._reads.note_once(f"the hooks of {type(optimizer).__name__}", hooks_of_optimizer(optimizer), inner)
         step = _Step(optimizer, self._is_made_inside(optimizer))
         self._stepping.append(step)
         if not step.is_inside:

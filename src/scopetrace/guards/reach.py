@@ -64,7 +64,7 @@ def _read(code: types.CodeType) -> Names:
             continue
         if op == _LOAD_GLOBAL:
             reads.add(code.co_names[operand >> 1])  # the lowest bit is a flag
-        elif op in _LOAD_ATTRIBUTE and last:
+        elif op in _LOAD_ATTRIBUTE and last.isidentifier():
             dotted.add((last, code.co_names[operand >> _ATTRIBUTE_FLAG]))
         elif op in _BIND_GLOBAL:
             binds.add(code.co_names[operand])
@@ -79,7 +79,7 @@ def _read(code: types.CodeType) -> Names:
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return Names(
         frozenset(names).union(*(n.all for n in inner)),
-        frozenset(reads).union(*(n.globals for n in inner)),
+        frozenset(filter(str.isidentifier, reads)).union(*(n.globals for n in inner)),  # pytest adds `@pytest_ar`
         frozenset(binds).union(*(n.bound for n in inner)),
         frozenset(dotted).union(*(n.dotted for n in inner)),
         False in compares or "id" in reads or any(n.compares_objects for n in inner),

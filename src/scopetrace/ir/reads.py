@@ -208,7 +208,7 @@ class OfModules:
         """By name of a module, what there is; empty entries are left out."""
         if self.aspect == "classes":
             return {name: type(module) for name, module in self.modules}
-        get = _hooks_of if self.aspect == "hooks" else self._methods_of
+        get = hooks_of_module if self.aspect == "hooks" else self._methods_of
         entries = ((name, get(module)) for name, module in self.modules)
         return {name: what for name, what in entries if what}
 
@@ -256,7 +256,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """The tables of a module that have its hooks."""
 
 
-def _hooks_of(module: torch.nn.Module) -> dict[str, list[Any]]:
+def hooks_of_module(module: torch.nn.Module) -> dict[str, list[Any]]:
+    """By kind, the hooks of a module."""
     tables = module.__dict__
     return {words_of_hooks(name): [*tables[name].values()] for name in HOOKS if tables.get(name)}
 
@@ -305,7 +306,9 @@ class Asked:
     """What an error says of it; None for its repr."""
     hint: str = ""
     """How a program can follow it, which an error says where it has changed."""
-    kind, stays = "attribute", False
+    kind: str = "attribute"
+    """As `Place.kind`."""
+    stays = False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""

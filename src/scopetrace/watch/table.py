@@ -61,6 +61,7 @@ from scopetrace.ir.reads import (
     Tied,
     WhichInputs,
     WhichOfModel,
+    hooks_of_module,
 )
 from scopetrace.ir.scopes import Frames, source_of
 from scopetrace.ir.tape import RecordedTape
@@ -129,7 +130,14 @@ class StateReads:
         skip = {change.entry for change in changes if change.entry is not None}
         tape, held = self._builder.tape, list[_Held]()
         values = [module.__dict__.get(key) for module, key, _ in self._read.values()]
+        hooks = [read for read in tape.reads if read.place.kind == "hooks"]
+        values += [read.value for read in hooks] + [x for _, x in self._objects]
+        values += [
+            hook for call in tape.calls if call.module is not None for hook in hooks_of_module(call.module).values()
+        ]
         ran = self._ran = RanFunctions(fn, tape, self._reach, values)
+        for read in hooks:
+            read.value, read.names = snapshot(read.value, self.names), self.names
         attributes = list(self._attributes(changed, held))
         variables = list(ran.guards(skip, tape.root.path))
         objects = [*self._objects]
@@ -327,24 +335,21 @@ class RanFunctions:
 
     def _named_by(self, held: Sequence[Any]) -> dict[types.CodeType, types.FunctionType]:
         """Functions that those which ran name, and these: by variables and attributes, and what these hold."""
-        found, new, values = dict(self.functions), dict(self.functions), [*held]
+        known, new, values = dict(self.functions), dict(self.functions), [*held]
         while new or values:
             for function in new.values():
                 values += [function.__globals__.get(name) for name in names_of(function.__code__).globals]
                 values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
             names = {name for code in new for name in names_of(code).all}
-            new = {}
-            items = itertools.chain.from_iterable(map(_with_items, values))
-            for each in [unwrapped(x) for x in items if issubclass(type(x), (types.FunctionType, MEMO))]:
-                if isinstance(each, types.FunctionType) and each.__code__ in self._reach.functions:
-                    new[each.__code__] = each
-            for code, function in self._reach.functions.items():
-                if "." in function.__qualname__ and (function.__name__ in names or function.__name__[:2] == "__"):
-                    new[code] = function
-            new = {code: function for code, function in new.items() if code not in found}
-            found |= new
+            items = [*itertools.chain.from_iterable(map(_with_items, values))]
+            named = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
+            named += [f for f in self._reach.functions.values() if "." in f.__qualname__ and f.__name__ in names]
+            named += [f for kind in {x if isinstance(x, type) else type(x) for x in items} for f in _special(kind)]
+            new = {f.__code__: f for f in named if f is not None and f.__code__ in self._reach.functions}
+            new = {code: function for code, function in new.items() if code not in known}
+            known |= new
             values = []
-        return {code: function for code, function in found.items() if code not in self.functions}
+        return {code: function for code, function in known.items() if code not in self.functions}
 
     def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """What the functions read of variables, beside entries in `skip`, which the forward changes."""
@@ -417,9 +422,32 @@ def _is_state(value: Any) -> bool:
     return value is not MISSING
 
 
-def _with_items(x: Any) -> list[Any]:
-    """`x`, and what is in it if it is a list or dict."""
-    return [x, *(x.values() if type(x) is dict else x if type(x) in (list, tuple) else ())]
+_CALLABLE = (types.FunctionType, types.MethodType, MEMO, functools.partial)
+
+
+def _function_of(x: Any) -> types.FunctionType | None:
+    """The function that runs where one of `_CALLABLE` is called, if it is written in Python."""
+    while isinstance(x, functools.partial):
+        x = x.func
+    x = unwrapped(getattr(x, "__func__", x))
+    return x if isinstance(x, types.FunctionType) else None
+
+
+def _special(kind: type) -> Iterator[types.FunctionType]:
+    """The methods of a class of users that run without being named, as `__call__` and `__len__`."""
+    for base in kind.__mro__ if is_users_class(kind) else ():
+        members = vars(base).items() if is_users_class(base) else ()
+        yield from (x for name, x in members if name[:2] == "__" and isinstance(x, types.FunctionType))
+
+
+def _with_items(x: Any) -> Iterator[Any]:
+    """`x`, and what is in it if it is a list, a dict, or an object with attributes."""
+    yield x
+    if type(x) in (list, tuple):
+        for item in x:
+            yield from item if type(item) is list else (item,)
+    elif (form := form_of(type(x))) is not None and form.entries:
+        yield from form.read(x).values()
 
 
 def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...]:
