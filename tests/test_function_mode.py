@@ -74,28 +74,29 @@ def test_a_scripted_child_runs() -> None:
 
 
 SEEN: list[bool] = []
+note = SEEN.append  # a trace puts back a list that it is led to
 
 
 class Doubles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        SEEN.append(is_on())
+        note(is_on())
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        SEEN.append(is_on())
+        note(is_on())
         return g * 2
 
 
 def test_it_is_on_in_what_autograds_engine_calls() -> None:
     def noting(x: torch.Tensor) -> torch.Tensor:
-        SEEN.append(is_on())
+        note(is_on())
         return x.sin()
 
     def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = Doubles.apply(x * w)
-        y.register_hook(lambda g: SEEN.append(is_on()))
+        y.register_hook(lambda g: note(is_on()))
         y = torch.utils.checkpoint.checkpoint(noting, y, use_reentrant=False)
         (grad,) = torch.autograd.grad(y.sum(), w)
         return grad
@@ -109,9 +110,10 @@ def test_it_is_on_in_what_autograds_engine_calls() -> None:
 
 def test_it_is_off_in_other_threads_and_afterwards() -> None:
     seen: list[bool] = []
+    note = seen.append  # a trace puts back a list that it is led to
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        thread = threading.Thread(target=lambda: seen.append(is_on()))
+        thread = threading.Thread(target=lambda: note(is_on()))
         thread.start()
         thread.join()
         return x + 1

@@ -276,8 +276,6 @@ class Recording:
         try:
             with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
-            for tensor in self.values.foreign:
-                tensor.refuse_change()
         finally:
             bound = {id(t): v for t, v in self._bound_tensors()}
             changes += effects.restore()
@@ -415,6 +413,8 @@ class Recording:
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
+            for tensor in self.values.foreign:
+                tensor.refuse_change()
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
             missed = (calls.result_types | tensor_holders(fakes)) - object_types

@@ -706,10 +706,11 @@ def _in_numbers(value: Any, number: Number) -> Any:
 
 def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
     words = getattr(read.place, "words", None)
-    if isinstance(read.place, Asked) and read.place.text:
-        name = read.name
-    else:
-        name, value, now = difference(value, now, read.name) if words is None else words(value, now)
+    name = read.name
+    if words is not None:
+        name, value, now = words(value, now)
+    elif read.place.kind != "input" and not (isinstance(read.place, Asked) and read.place.text):
+        name, value, now = difference(value, now, name)
     at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
     text = str if words is not None else (isinstance(read.place, Asked) and read.place.text) or _text
     then, present = text(value), text(now)
@@ -726,7 +727,7 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
     if isinstance(read.place, Tied):
         hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
         return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
-    hint = (isinstance(read.place, Asked) and read.place.hint) or "what changes from call to call is an argument"
+    hint = (isinstance(read.place, Asked) and read.place.hint) or "or pass it as an argument, if calls differ in it"
     return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
 
 

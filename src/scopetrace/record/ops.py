@@ -400,7 +400,7 @@ class OpRecorder:
         It keeps views of all tensors: a write may give them a history.
         """
         grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
-        return (grad and view) or ((grad or view) and any(requires_grad_of(v.fake) for v in call.inputs))
+        return (grad and view) or ((grad or view) and any(map(requires_grad_of, _tensors(call.given))))
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
@@ -676,7 +676,7 @@ class OpRecorder:
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for t in call.fakes() for n in t.size()[1:2])
         compared = facts.is_custom and self.factory.mode.propagate_real_tensors
-        has_history = self.exact and any(requires_grad_of(v.fake) for v in call.inputs)
+        has_history = self.exact and any(map(requires_grad_of, _tensors((args, kwargs))))
         with (
             self._builder.run_by_torch(facts.func),
             self.factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
