@@ -314,12 +314,17 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
 
 
 def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> RecordedTape:
-    """The results depend on the changes `matter`; on all, where it is not known on which."""
+    """The results depend on the changes `matter`; on all, where it is not known on which.
+
+    A tensor that a call puts in the place of another is compared at the next one, which is right or refused.
+    """
     known = matter & {change.name for change in run.changes}
+    bound = {(id(write.module), write.name) for write in run.tape.attribute_writes}
+    kept = [c for c in run.changes if not isinstance(c.old, torch.Tensor) or (id(c.holder), c.attribute) not in bound]
     run.tape.side_effects += [
-        _effect(change, run, lines, baked_in=not known or change.name in known) for change in run.changes
+        _effect(change, run, lines, baked_in=not known or change.name in known) for change in kept
     ]
-    _leave_out(run.tape, run.changes)
+    _leave_out(run.tape, kept)
     return run.tape
 
 
