@@ -47,6 +47,7 @@ from scopetrace.containers.structure import (
 )
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
+    METADATA,
     MISSING,
     Asked,
     CallInputs,
@@ -54,6 +55,7 @@ from scopetrace.ir.reads import (
     InTable,
     OfFunctions,
     OfInput,
+    OfTensor,
     Read,
     Tied,
     check,
@@ -448,7 +450,7 @@ class LiveState:
         self._writes = [
             (w, w.module or _submodule(graph_module, w.fqn if w.of is None else "")) for w in tape.attribute_writes
         ]
-        self._cleared, self._settled = tape.cleared, tape.settled
+        self._tape, self._cleared, self._settled = tape, tape.cleared, tape.settled
         self._owners = _owners(tape)
         self._attributes = tape.attributes
         self._held: list[_Bound] = []
@@ -483,17 +485,18 @@ class LiveState:
             if now is not bound.last:
                 now = self._follow(bound)
             if now.dtype is not bound.dtype or now.shape != bound.shape:
-                raise _not_as_traced(bound.name, (bound.dtype, bound.shape), now)
+                raise _not_as_traced(self._tape, bound.name, (bound.dtype, bound.shape), (now.dtype, now.shape))
         for name, place, then in self._unread:
             found = _look_up(*place)
-            if found is None or (found.dtype, found.shape) not in (then, self._settled.get(name)):
-                raise _not_as_traced(name, then, found)
+            now = None if found is None else (found.dtype, found.shape)
+            if now is None or now not in (then, self._settled.get(name)):
+                raise _not_as_traced(self._tape, name, then, now)
 
     def _follow(self, bound: _Bound) -> torch.Tensor:
         """The tensor that the model has now in place of the one that the GraphModule got last."""
         table = _table_of(bound.module, bound.attribute)
         if table is None:
-            raise _not_as_traced(bound.name, (bound.dtype, bound.shape), None)
+            raise _not_as_traced(self._tape, bound.name, (bound.dtype, bound.shape), None)
         now: torch.Tensor = table[bound.attribute]
         bound.table = table
         if now is not bound.last and _look_up(bound.holder, bound.leaf) is bound.last:
@@ -567,11 +570,13 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
         return torch.nn.Module()
 
 
-def _not_as_traced(name: str, then: tuple[torch.dtype, torch.Size], now: torch.Tensor | None) -> StateMismatchError:
-    text = "no tensor" if now is None else _metadata(now.dtype, now.shape)
-    return StateMismatchError(
-        f"{name} was {_metadata(*then)} when traced and is {text} now; trace again, or put it back"
-    )
+def _not_as_traced(tape: ProgramTape, name: str, then: Any, now: Any) -> StateMismatchError:
+    """The error for a tensor of the model with another dtype or shape; `then` and `now` begin with these."""
+    text = "no tensor" if now in (None, MISSING) else _metadata(*now[:2])
+    hint = "trace again, or put it back"
+    if any(write.path == name for write in tape.attribute_writes):
+        hint += "; the forward puts another tensor there: run the model once before st.trace if that one stays"
+    return StateMismatchError(f"{name} was {_metadata(*then[:2])} when traced and is {text} now; {hint}")
 
 
 def _metadata(dtype: torch.dtype, shape: torch.Size) -> str:
@@ -664,6 +669,7 @@ class StateCheck:
     """Compares the state at a call with that of the trace."""
 
     def __init__(self, tape: ProgramTape) -> None:
+        self._tape = tape
         self._reads = [read for read in tape.reads if read.place.kind != "input"]
         self.facts = [(read.place, read) for read in tape.reads if read.place.kind == "input"]
         """What was read of inputs."""
@@ -695,7 +701,14 @@ class StateCheck:
         """Compare each thing by itself, where the quick check fails: an equal one may be there."""
         for read in self._reads:
             if not is_same(read):
-                raise _mismatch(read, read.value, read.now())
+                value, now = read.value, read.now()
+                if (
+                    isinstance(read.place, OfTensor)
+                    and read.place.fact == "metadata"
+                    and (now is MISSING or value[:2] != now[:2])
+                ):
+                    raise _not_as_traced(self._tape, read.name.removesuffix(METADATA), value, now)
+                raise _mismatch(read, value, now)
 
 
 def _in_numbers(value: Any, number: Number) -> Any:

@@ -28,6 +28,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.contents import (
     ATTRIBUTES,
+    Attributes,
     Change,
     TensorLike,
     attributes_and_slots,
@@ -40,7 +41,7 @@ from scopetrace.containers.contents import (
     write_dict,
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
-from scopetrace.ir.reads import HOOKS, NO_CALL, Read
+from scopetrace.ir.reads import HOOKS, NO_CALL, OfTensor, Read
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
@@ -282,7 +283,9 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
             continue
         with _plain_state(lefts[:count]):
             for i, read in enumerate(tape.reads):
-                if read.place.kind in ("attribute", "global", "closure") and not same(read.value, now := read.now()):
+                if read.place.kind in ("attribute", "global", "closure", "tensor") and not same(
+                    read.value, now := read.now()
+                ):
                     tape.reads[i] = dataclasses.replace(read, others=(*read.others, _without_tensors(now, stored)))
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
@@ -299,8 +302,8 @@ def _without_tensors(x: Any, stored: Mapping[int, Value]) -> Any:
         return type(x)([_without_tensors(item, stored) for item in x])
     if type(x) is dict:
         return {key: _without_tensors(item, stored) for key, item in x.items()}
-    if isinstance(x, tuple) and hasattr(x, "_replace"):
-        return x._replace(values=_without_tensors(x.values, stored))  # type: ignore[attr-defined]
+    if isinstance(x, Attributes):
+        return x._replace(values=_without_tensors(x.values, stored))
     return x
 
 
@@ -337,7 +340,8 @@ def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
         table = getattr(read.place, "table", None)
         cell = getattr(read.place, "cell", None)
         key = getattr(read.place, "key", None)
-        if (id(table), key) in entries or (id(cell), None) in entries or _is_absent_one_of(read, names):
+        of_tensor = isinstance(read.place, OfTensor) and (id(read.place.module), read.place.name) in names
+        if (id(table), key) in entries or (id(cell), None) in entries or of_tensor or _is_absent_one_of(read, names):
             continue
         if read.place.kind in ("attribute", "global", "closure") and not isinstance(read.value, torch.Tensor):
             skip = read.skip | entries

@@ -44,6 +44,7 @@ from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
 from scopetrace.guards.reach import Reach, names_of, unwrapped
 from scopetrace.ir.reads import (
+    METADATA,
     NO_CALL,
     Asked,
     CallInputs,
@@ -97,8 +98,6 @@ class StateReads:
         self._members, self._examples = members, examples
         self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Noted]] = {}
         """By id of a module and name, the attributes that were asked for, in order."""
-        self.overwritten: dict[tuple[int, str], Read] = {}
-        """By the id of a module and a name, what was read of it that the forward changes."""
 
     @contextlib.contextmanager
     def watching(self, mine: Mine) -> Iterator[None]:
@@ -138,7 +137,7 @@ class StateReads:
         ran = self._ran = RanFunctions(fn, tape, self._reach, values)
         for read in hooks:
             read.value, read.names = snapshot(read.value, self.names), self.names
-        attributes = list(self._attributes(changed, held))
+        attributes = list(self._attributes(held))
         variables = list(ran.guards(skip, tape.root.path))
         objects = [*self._objects]
         while isinstance(fn, functools.partial):
@@ -149,7 +148,7 @@ class StateReads:
         objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
         of_objects = [Read(n, snapshot(x, self.names), OfArgument(x), names=self.names) for n, x in objects]
         others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
-        return [*variables, *attributes, *others, *self._of_members(changed, held)]
+        return [*variables, *attributes, *others, *self._of_members(held)]
 
     def _of_ties(self, ran: RanFunctions) -> Iterator[Read]:
         """Which parameters and buffers are one tensor, where code asks for identity."""
@@ -168,7 +167,7 @@ class StateReads:
         """Of objects with attributes, those that code which ran names; None for all. Known after `guards`."""
         return self._ran.names
 
-    def _attributes(self, changed: Set[tuple[int, str]], held: list[_Held]) -> Iterator[Read]:
+    def _attributes(self, held: list[_Held]) -> Iterator[Read]:
         """A Guard for each attribute that was asked for; `held` gets the plain ones that are tensors."""
         self._read_what_is_not_hidden()
         for module, key, (frames, path) in self._read.values():
@@ -187,10 +186,7 @@ class StateReads:
                 if isinstance(place, InTable) and place.table is module.__dict__:
                     held.append((id(value), name, place.table, key))
                 continue
-            read = Read(name, snapshot(value, self.names), place, frames, path, names=self.names)
-            if (id(module), key) in changed:
-                self.overwritten[id(module), key] = read
-            yield read
+            yield Read(name, snapshot(value, self.names), place, frames, path, names=self.names)
 
     def _read_what_is_not_hidden(self) -> None:
         """Attributes that modules have beside their class, or beside a `__getattr__` of it: those that code names."""
@@ -223,6 +219,10 @@ class StateReads:
             place = OfModules(named, aspect, self.names, frozenset(name for _, name in changed))
             yield Read(f"{aspect} of the modules", snapshot(place.now(NO_CALL)), place, (), path)
         yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
+        tables = sorted({"_parameters", "_buffers"} & (self.names or set()))
+        if tables:  # code that goes past the attributes, as `self._buffers.get("cache") is None`
+            place = Asked(_keys_of, (plain, tables))
+            yield Read("the names of parameters and buffers", place.now(NO_CALL), place, (), path)
 
     # ---------------------------------------------------------------- tensors
 
@@ -254,10 +254,10 @@ class StateReads:
             yield Read("which arguments are one tensor", places[0].now(now), places[0], frames, path)
         yield Read("which arguments are tensors of the model", which, places[1], frames, path)
 
-    def _of_members(self, changed: Set[tuple[int, str]], held: Sequence[_Held]) -> Iterator[Read]:
+    def _of_members(self, held: Sequence[_Held]) -> Iterator[Read]:
         """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
 
-        `held` are the plain attributes that were read. Those in whose place the forward puts others are `overwritten`.
+        `held` are the plain attributes that were read.
         """
         model, root = self._model, self._builder.tape.root.path
         used = set(map(id, self._builder.tape.attributes.values()))
@@ -274,11 +274,7 @@ class StateReads:
                 continue
             fqn, holder, attribute = owner
             place = OfTensor(holder, attribute, "metadata")
-            read = Read(f"{fqn}'s dtype, shape and device", place.now(NO_CALL), place, (), root)
-            if (id(holder), attribute) in changed:
-                self.overwritten.setdefault((id(holder), attribute), read)
-            else:
-                yield read
+            yield Read(f"{fqn}{METADATA}", place.now(NO_CALL), place, (), root)
 
     def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
         """Where each tensor of the model is that several places hold, if its id is in `used`."""
@@ -344,7 +340,9 @@ class RanFunctions:
             items = [*itertools.chain.from_iterable(map(_with_items, values))]
             named = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
             named += [f for f in self._reach.functions.values() if "." in f.__qualname__ and f.__name__ in names]
-            named += [f for kind in {x if isinstance(x, type) else type(x) for x in items} for f in _special(kind)]
+            kinds = {x: True for x in items if isinstance(x, type)}
+            kinds = {type(x): False for x in items} | kinds
+            named += [f for kind, may_make in kinds.items() for f in _special(kind, may_make=may_make)]
             new = {f.__code__: f for f in named if f is not None and f.__code__ in self._reach.functions}
             new = {code: function for code, function in new.items() if code not in known}
             known |= new
@@ -353,8 +351,7 @@ class RanFunctions:
 
     def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """What the functions read of variables, beside entries in `skip`, which the forward changes."""
-        inner = [f for f in self.inner.values() if f.__name__ not in _OF_ALL_ATTRIBUTES]
-        functions = [*self.functions.values(), *inner]
+        functions = [*self.functions.values(), *self.inner.values()]
         if functions:
             place = OfFunctions(tuple(functions))
             yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
@@ -433,11 +430,12 @@ def _function_of(x: Any) -> types.FunctionType | None:
     return x if isinstance(x, types.FunctionType) else None
 
 
-def _special(kind: type) -> Iterator[types.FunctionType]:
-    """The methods of a class of users that run without being named, as `__call__` and `__len__`."""
+def _special(kind: type, *, may_make: bool) -> Iterator[types.FunctionType]:
+    """The methods of a class of users that run without being named, as `__call__`; where one is made, `__init__`."""
     for base in kind.__mro__ if is_users_class(kind) else ():
-        members = vars(base).items() if is_users_class(base) else ()
-        yield from (x for name, x in members if name[:2] == "__" and isinstance(x, types.FunctionType))
+        for name, x in vars(base).items() if is_users_class(base) else ():
+            if name[:2] == "__" and isinstance(x, types.FunctionType) and (may_make or name not in _OF_ALL_ATTRIBUTES):
+                yield x
 
 
 def _with_items(x: Any) -> Iterator[Any]:
@@ -457,6 +455,10 @@ def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...
         if table.get(key) is not None:
             names.setdefault(id(table[key]), []).append(name)
     return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
+
+
+def _keys_of(modules: Sequence[torch.nn.Module], tables: Sequence[str]) -> list[list[str]]:
+    return [[*module.__dict__[table]] for module in modules for table in tables]
 
 
 def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
