@@ -1058,7 +1058,7 @@ def test_a_tensor_whose_shape_is_read_before_another_one_takes_its_place(kind):
     said = r"state was float32 \[1, 4\] when traced and is float32 \[2, 4\] now; .* run the model once before st.trace"
     with pytest.raises(st.errors.StateMismatchError, match=said):
         tr(x)
-    setattr(model, "state", torch.zeros(1, 4))
+    model.state = torch.zeros(1, 4)
     assert torch.equal(tr(x), x)
     model, eager = make(2), make(2)
     tr = st.trace(model, (x,))

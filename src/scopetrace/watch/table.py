@@ -221,8 +221,8 @@ class StateReads:
         yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
         tables = sorted({"_parameters", "_buffers"} & (self.names or set()))
         if tables:  # code that goes past the attributes, as `self._buffers.get("cache") is None`
-            place = Asked(_keys_of, (plain, tables))
-            yield Read("the names of parameters and buffers", place.now(NO_CALL), place, (), path)
+            keys = Asked(_keys_of, (plain, tables))
+            yield Read("the names of parameters and buffers", keys.now(NO_CALL), keys, (), path)
 
     # ---------------------------------------------------------------- tensors
 
