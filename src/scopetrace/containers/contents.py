@@ -295,6 +295,12 @@ def snapshot(x: Any, names: Set[str] | None = None, skip: Set[tuple[int, Any]] =
         return x
 
 
+def _is_read_by_a_library(kind: type) -> bool:
+    """Whether methods of a library may read the attributes of users' objects, as those of `enum.Enum` do."""
+    bases = [base for base in kind.__mro__[1:] if base is not object and base.__module__ not in ("typing", "abc")]
+    return is_users_class(kind) and any(not is_users_class(base) for base in bases)
+
+
 class _Snapshots:
     """Makes the snapshot of one object."""
 
@@ -318,7 +324,7 @@ class _Snapshots:
     def _content(self, x: Any, form: Form) -> Any:
         content = form.read(x)
         if form.entries:
-            names = self._names if form is ATTRIBUTES else None
+            names = self._names if form is ATTRIBUTES and not _is_read_by_a_library(type(x)) else None
             entries = {
                 key: self.of(item)
                 for key, item in content.items()

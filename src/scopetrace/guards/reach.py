@@ -161,7 +161,7 @@ class Reach:
                 continue
             self.classes[base] = None
             for name, member in vars(base).items():
-                for function in _functions_of(member):
+                for function in functions_of(member):
                     if name in self.names or name == "forward" or name[:2] == "__":
                         self._add(function, depth)
                     else:
@@ -235,7 +235,7 @@ def _home(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
-def _functions_of(member: Any) -> Iterator[Any]:
+def functions_of(member: Any) -> Iterator[Any]:
     """The functions, and those under `functools.cache`, that an entry of a class stands for."""
     member = getattr(member, "__func__", member)
     accessors = (member.fget, member.fset) if isinstance(member, property) else (getattr(member, "func", member),)

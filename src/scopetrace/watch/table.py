@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
-from scopetrace.guards.reach import Reach, names_of, unwrapped
+from scopetrace.guards.reach import Reach, functions_of, names_of, unwrapped
 from scopetrace.ir.reads import (
     METADATA,
     NO_CALL,
@@ -130,11 +130,11 @@ class StateReads:
         tape, held = self._builder.tape, list[_Held]()
         values = [module.__dict__.get(key) for module, key, _ in self._read.values()]
         hooks = [read for read in tape.reads if read.place.kind == "hooks"]
-        values += [read.value for read in hooks] + [x for _, x in self._objects]
-        values += [
-            hook for call in tape.calls if call.module is not None for hook in hooks_of_module(call.module).values()
-        ]
-        ran = self._ran = RanFunctions(fn, tape, self._reach, values)
+        values += [x for _, x in self._objects]
+        run = [x for read in hooks for part in read.value for x in (part if type(part) is list else [part])]
+        for module in {id(call.module): call.module for call in tape.calls if call.module is not None}.values():
+            run += itertools.chain.from_iterable(hooks_of_module(module).values())
+        ran = self._ran = RanFunctions(fn, tape, self._reach, values, run)
         for read in hooks:
             read.value, read.names = snapshot(read.value, self.names), self.names
         attributes = list(self._attributes(held))
@@ -152,7 +152,7 @@ class StateReads:
 
     def _of_ties(self, ran: RanFunctions) -> Iterator[Read]:
         """Which parameters and buffers are one tensor, where code asks for identity."""
-        if any(names_of(code).compares_objects for code in (*ran.functions, *ran.inner)):
+        if any(names_of(code).compares_objects for code in ran.codes):
             tables = [(s.fqn, t) for s in self._model.saved_modules for t in s.live[1:3]]
             places = [(f"{fqn}.{key}".lstrip("."), table, key) for fqn, table in tables for key in table]
             name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
@@ -232,7 +232,7 @@ class StateReads:
         An input that is a tensor of the model, which the forward takes from there too, is one value with it.
         """
         tape = self._builder.tape
-        code = next((code for code in (*ran.functions, *ran.inner) if names_of(code).compares_objects), None)
+        code = next((code for code in ran.codes if names_of(code).compares_objects), None)
         taken = set(map(id, tape.attributes.values()))
         examples = self._examples if code is not None else [t for t in self._examples if id(t) in taken]
         of_model = dict.fromkeys(filter(None, map(self._model.owner, examples)))
@@ -307,51 +307,57 @@ class StateReads:
 class RanFunctions:
     """The functions that ran, since ops and calls were in them, and what they read of variables."""
 
-    def __init__(self, fn: Any, tape: RecordedTape, reach: Reach, held: Sequence[Any]) -> None:
-        """`held` are the values of the attributes that were read."""
+    def __init__(self, fn: Any, tape: RecordedTape, reach: Reach, held: Sequence[Any], hooks: Sequence[Any]) -> None:
+        """`held` are the values of the attributes that were read; `hooks` ran too."""
         frames = [op.frames for op in tape.ops if op.kind == "call_function"] + [call.frames for call in tape.calls]
         codes = {id(code): code for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
         for call in tape.calls:
             forward = getattr(call.module_type, "forward", None)
             if isinstance(forward, types.FunctionType):
                 codes[id(forward.__code__)] = forward.__code__
-        code = getattr(getattr(fn, "__func__", fn), "__code__", None)
-        if code is not None:
-            codes[id(code)] = code
+        for function in (_function_of(x) for x in (fn, *hooks) if issubclass(type(x), _CALLABLE)):
+            if function is not None:
+                codes[id(function.__code__)] = function.__code__
         functions = [(code, reach.function_of(code)) for code in codes.values()]
         self.functions = {code: function for code, function in functions if function is not None}
         """By code, those of users."""
         self._reach, self._tape = reach, tape
         self.inner = self._named_by(held)
-        """By code, functions of users that these name, which may have run too."""
-        inner = (code for code, function in self.inner.items() if function.__name__ not in _OF_ALL_ATTRIBUTES)
-        names = set[str]().union(*(names_of(code).all for code in (*self.functions, *inner)))
-        self.names = None if names & {"vars", "__dict__"} else frozenset(names)
-        """Of objects with attributes, those that code which ran names; None where it may take all."""
+        """Functions of users that these name, which may have run too; several may have one code."""
+        self.codes = dict.fromkeys((*self.functions, *(function.__code__ for function in self.inner)))
+        inner = (f.__code__ for f in self.inner if f.__name__ not in _OF_ALL_ATTRIBUTES)
+        takes_all = any(names_of(code).all & {"vars", "__dict__"} for code in (*self.functions, *inner))
+        self.names = None if takes_all else frozenset(reach.names)
+        """Of objects with attributes, those that code names which may have run; None where it may take all."""
 
-    def _named_by(self, held: Sequence[Any]) -> dict[types.CodeType, types.FunctionType]:
-        """Functions that those which ran name, and these: by variables and attributes, and what these hold."""
-        known, new, values = dict(self.functions), dict(self.functions), [*held]
-        while new or values:
+    def _named_by(self, held: Sequence[Any]) -> list[types.FunctionType]:
+        """Functions that those which ran name: by variables and attributes, and what these hold.
+
+        A method counts where its class is that of something held, or is named, and some of the code names it.
+        """
+        known = {id(function): function for function in self.functions.values()}
+        new, values = known, [*held]
+        kinds = dict.fromkeys([call.module_type for call in self._tape.calls if call.module_type], False)
+        """The classes of what is held, and whether code names them: then it may make one."""
+        for _ in range(_LEVELS):
+            names = {name for function in new.values() for name in names_of(function.__code__).all}
             for function in new.values():
                 values += [function.__globals__.get(name) for name in names_of(function.__code__).globals]
                 values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
-            names = {name for code in new for name in names_of(code).all}
             items = [*itertools.chain.from_iterable(map(_with_items, values))]
-            named = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
-            named += [f for f in self._reach.functions.values() if "." in f.__qualname__ and f.__name__ in names]
-            kinds = {x: True for x in items if isinstance(x, type)}
-            kinds = {type(x): False for x in items} | kinds
-            named += [f for kind, may_make in kinds.items() for f in _special(kind, may_make=may_make)]
-            new = {f.__code__: f for f in named if f is not None and f.__code__ in self._reach.functions}
-            new = {code: function for code, function in new.items() if code not in known}
-            known |= new
-            values = []
-        return {code: function for code, function in known.items() if code not in self.functions}
+            kinds |= dict.fromkeys(map(type, items), False)
+            kinds |= {x: True for x in items if isinstance(x, type)}
+            functions = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
+            for kind, is_named in kinds.items():
+                functions += _methods(kind, names, is_named=is_named)
+            new = {id(f): f for f in functions if f is not None and f.__code__ in self._reach.functions}
+            new = {key: function for key, function in new.items() if key not in known}
+            known, values = known | new, []
+        return [*known.values()][len(self.functions) :]
 
     def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """What the functions read of variables, beside entries in `skip`, which the forward changes."""
-        functions = [*self.functions.values(), *self.inner.values()]
+        functions = [*self.functions.values(), *self.inner]
         if functions:
             place = OfFunctions(tuple(functions))
             yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
@@ -389,8 +395,7 @@ class RanFunctions:
 
     def _of_classes(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
-        ran = {*self.functions, *self.inner}
-        names = {name for code in ran for name in (*names_of(code).all, code.co_name)}
+        names = {name for code in self.codes for name in (*names_of(code).all, code.co_name)}
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
         called = {kind: None for kind in called if not issubclass(kind, torch.fx.GraphModule)}  # made at its first call
         for kind, name in itertools.product(called, ("forward", "__call__")):
@@ -401,11 +406,14 @@ class RanFunctions:
             for name, (base, member) in members.items():
                 code = getattr(getattr(member, "__func__", member), "__code__", None)
                 is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
-                if (is_value or code in ran) and (id(base), name) not in skip and is_users_class(base):
+                may_run = is_value or code in self.codes or (code is not None and kind in called)
+                if may_run and (id(base), name) not in skip and is_users_class(base):
                     place = OfClass(kind, name)
                     yield self._read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path, skip)
 
 
+_LEVELS = 2
+"""How far functions are followed that others name: where no op was in one, nobody saw whether it ran."""
 _OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
 """Methods that name all attributes of an object, and seldom run on one that was there."""
 
@@ -430,12 +438,16 @@ def _function_of(x: Any) -> types.FunctionType | None:
     return x if isinstance(x, types.FunctionType) else None
 
 
-def _special(kind: type, *, may_make: bool) -> Iterator[types.FunctionType]:
-    """The methods of a class of users that run without being named, as `__call__`; where one is made, `__init__`."""
+def _methods(kind: type, names: Set[str], *, is_named: bool) -> Iterator[types.FunctionType | None]:
+    """The methods of a class of users that may run: those of `names`, and special ones, as `__call__`.
+
+    Those of all attributes, as `__init__`, where code names the class.
+    """
     for base in kind.__mro__ if is_users_class(kind) else ():
         for name, x in vars(base).items() if is_users_class(base) else ():
-            if name[:2] == "__" and isinstance(x, types.FunctionType) and (may_make or name not in _OF_ALL_ATTRIBUTES):
-                yield x
+            special = name[:2] == "__" and (is_named or name not in _OF_ALL_ATTRIBUTES)
+            if special or name in names:
+                yield from (_function_of(f) for f in functions_of(x))
 
 
 def _with_items(x: Any) -> Iterator[Any]:
