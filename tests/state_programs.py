@@ -40,8 +40,8 @@ _PLACES = (
 _KINDS_OF_VALUES = (
     "C, abstract, array flags, array of objects, default factory, deque length, dict and slots, dir, dispatch, "
     "enum attribute, event, exception, frozenset, function attribute, function closure, function default, hash, "
-    "lock, logger, memo counts, memoryview, method of list, module, partial attribute, set, set of True, sub "
-    "float, sub int, sub partial, sub set, sub str, template, text file, torch generator"
+    "lock, logger, memo counts, memoryview, method of list, module, partial attribute, set, set of True, sub float, "
+    "sub int, sub partial, sub set, sub str, template, text file, torch generator, data as dict, formatted, members"
 )
 UNSEEN = frozenset(f"{_PLACES}, {_KINDS_OF_VALUES}".split(", "))
 """What a trace does not see change, or code tells apart in one: docs/limits.md has those that a model may have."""

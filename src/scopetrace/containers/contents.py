@@ -506,7 +506,7 @@ class Contents:
             self.tensors.append((name, x))
         elif isinstance(x, MEMO):
             self._memos.append((x, x.cache_info().misses))
-        elif isinstance(x, (types.FunctionType, type)):
+        elif isinstance(x, (types.FunctionType, type, operator.attrgetter)):
             self.functions.append(x)
 
     def accept(self, table: Any, key: Any) -> None:

@@ -75,6 +75,8 @@ def _read(code: types.CodeType) -> Names:
         last = code.co_names[operand >> 1] if op == _LOAD_GLOBAL else ""
         before = op
     texts = [c for c in code.co_consts if type(c) is str] if _ASKING.intersection(code.co_names) else []
+    if _MATCH_CLASS in raw[::2]:  # `case Settings(size=n)`
+        texts += [c for names in code.co_consts if type(names) is tuple for c in names if type(c) is str]
     names = {*code.co_names, *(part for text in texts for part in text.split(".") if part.isidentifier())}
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return Names(
@@ -87,7 +89,8 @@ def _read(code: types.CodeType) -> Names:
     )
 
 
-_ASKING = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "methodcaller"})
+_ASKING = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "methodcaller", "__getattribute__"})
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _IS, _LOAD_GLOBAL, _LOAD_CONST = dis.opmap["IS_OP"], dis.opmap["LOAD_GLOBAL"], dis.opmap["LOAD_CONST"]
 _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
 _LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap)
@@ -149,7 +152,7 @@ class Reach:
         elif isinstance(x, type):
             self._add_class(x, depth)
         elif isinstance(x, operator.attrgetter):  # code that names attributes in C
-            self._name({name for path in x.__reduce__()[1] for name in path.split(".")})
+            self._name(names_by(x))
         elif isinstance(inner := unwrapped(x), types.FunctionType):
             self._add_function(inner, depth)
         elif inner is not x:  # a module under torch.compile
@@ -221,6 +224,11 @@ class Reach:
 
 _DEPTH = 2
 """How far functions are followed that others name: what lies deeper is put back only where an argument leads to it."""
+
+
+def names_by(getter: operator.attrgetter[Any]) -> set[str]:
+    """The attributes that one asks for."""
+    return {name for path in getter.__reduce__()[1] for name in path.split(".")}
 
 
 def unwrapped(function: Any) -> Any:

@@ -400,7 +400,9 @@ class OpRecorder:
         It keeps views of all tensors: a write may give them a history.
         """
         grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
-        return (grad and view) or ((grad or view) and any(map(requires_grad_of, _tensors(call.given))))
+        if not grad:
+            return view and any(requires_grad_of(v.fake) for v in call.inputs)
+        return view or any(map(requires_grad_of, (*call.fakes(), *_tensors(call.given))))
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""

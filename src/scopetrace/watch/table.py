@@ -17,6 +17,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import sys
 import types
@@ -42,7 +43,7 @@ from scopetrace.containers.contents import (
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
-from scopetrace.guards.reach import Reach, functions_of, names_of, unwrapped
+from scopetrace.guards.reach import Reach, functions_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
     METADATA,
     NO_CALL,
@@ -322,12 +323,13 @@ class RanFunctions:
         self.functions = {code: function for code, function in functions if function is not None}
         """By code, those of users."""
         self._reach, self._tape = reach, tape
+        self._by_getters = set[str]()
         self.inner = self._named_by(held)
         """Functions of users that these name, which may have run too; several may have one code."""
         self.codes = dict.fromkeys((*self.functions, *(function.__code__ for function in self.inner)))
         inner = (f.__code__ for f in self.inner if f.__name__ not in _OF_ALL_ATTRIBUTES)
-        takes_all = any(names_of(code).all & {"vars", "__dict__"} for code in (*self.functions, *inner))
-        self.names = None if takes_all else frozenset(reach.names)
+        names = self._by_getters.union(*(names_of(code).all for code in (*self.functions, *inner)))
+        self.names = None if names & {"vars", "__dict__"} else frozenset(names)
         """Of objects with attributes, those that code names which may have run; None where it may take all."""
 
     def _named_by(self, held: Sequence[Any]) -> list[types.FunctionType]:
@@ -345,6 +347,8 @@ class RanFunctions:
                 values += [function.__globals__.get(name) for name in names_of(function.__code__).globals]
                 values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
             items = [*itertools.chain.from_iterable(map(_with_items, values))]
+            self._by_getters.update(*(names_by(x) for x in items if type(x) is operator.attrgetter))
+            names |= self._by_getters
             kinds |= dict.fromkeys(map(type, items), False)
             kinds |= {x: True for x in items if isinstance(x, type)}
             functions = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
