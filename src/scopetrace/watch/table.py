@@ -357,6 +357,7 @@ class RanFunctions:
             new = {id(f): f for f in functions if f is not None and f.__code__ in self._reach.functions}
             new = {key: function for key, function in new.items() if key not in known}
             known, values = known | new, []
+        self._kinds = kinds
         return [*known.values()][len(self.functions) :]
 
     def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
@@ -405,7 +406,7 @@ class RanFunctions:
         for kind, name in itertools.product(called, ("forward", "__call__")):
             place = OfClass(kind, name)
             yield Read(f"{kind.__name__}.{name}", snapshot(place.now(NO_CALL)), place, (), path)
-        for kind in filter(is_users_class, dict.fromkeys((*called, *self._reach.classes))):
+        for kind in filter(is_users_class, self._kinds):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
                 code = getattr(getattr(member, "__func__", member), "__code__", None)
