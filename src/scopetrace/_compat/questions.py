@@ -195,11 +195,6 @@ def settings() -> dict[str, Any]:
 _asks = [ask for _, ask in _SETTINGS]
 
 
-def setting_values() -> tuple[Any, ...]:
-    """As `settings`, without names. To compare these takes half as long."""
-    return (autocast_state(), *map(torch.get_autocast_dtype, _AUTOCAST_DEVICES), *[ask() for ask in _asks])
-
-
 _attention_flags: list[Callable[[], Any]] = [
     *(torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled),
     *(torch._C._get_cudnn_sdp_enabled, torch._C._get_overrideable_sdp_enabled),

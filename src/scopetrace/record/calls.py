@@ -68,7 +68,9 @@ class CallRecorder:
         object_types: frozenset[type],
         leaves: list[Target],
         progress: Progress | None,
+        at_end: Callable[[], None],
     ) -> None:
+        """`at_end` is called where the traced callable has returned, for what others put on the tape there."""
         self._reads = reads
         self._builder = builder
         self._values = values
@@ -85,8 +87,7 @@ class CallRecorder:
         self._classes: dict[Any, type] = {}
         self.paused = False
         """Whether a leaf module is running, so that the patches stay out of the way."""
-        self.autograd: Any = None
-        """The `AutogradObserver`, whose `finish` runs at the end of the root call."""
+        self._at_end = at_end
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
 
     # ---------------------------------------------------------------- calls
@@ -178,7 +179,7 @@ class CallRecorder:
                 self.result_types = tensor_holders(out)
                 kinds = self._object_types | self.result_types
                 map_structure(self._values.set_apart_result, out, torch.Tensor, kinds)
-                self.autograd.finish()
+                self._at_end()
             call.outputs = self.templates.of(out)
             self.templates.belong_to(call)
             if len(self._values.same) > same:
@@ -230,13 +231,6 @@ class CallRecorder:
             hint="enter it around calls of the trace, or write it as a TorchFunctionMode, which is recorded",
         )
         self._builder.deferred.append(error)
-
-    def close(self) -> None:
-        """Put back what the forward has set that is not its result."""
-        self.autograd.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.autograd, name)
 
     def mark(self) -> tuple[int, int]:
         """This place in the program."""
@@ -362,17 +356,6 @@ def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
         **builder.where(),
         hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
     )
-
-
-def _of_autograd(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: getattr(self.autograd, name)(*args, **kwargs)
-
-
-for _name in (  # what a recorder that copies layers counts; goes with that
-    *("on_custom_function", "on_unseen_function", "on_applied", "on_reentrant", "on_hook", "on_graph", "on_grad_fn"),
-    *("on_requires_grad", "on_detach", "on_recomputed"),
-):
-    setattr(CallRecorder, _name, _of_autograd(_name))
 
 
 @contextlib.contextmanager
