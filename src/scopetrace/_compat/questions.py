@@ -79,6 +79,9 @@ _BY_KEYWORD = {"is_contiguous": "memory_format", "dim_order": "ambiguity_check"}
 """The methods that take no positional argument, with that which they take."""
 PROPERTIES = ("requires_grad", "is_leaf", "grad_fn", "_version")
 """What a tensor is asked beside its shape, dtype and device, which every call is compared with anyway."""
+_tensor: Any = torch.Tensor
+VIEW_QUESTIONS: dict[str, Any] = {"_is_view": _tensor._is_view, "_base": _tensor._base.__get__}
+"""What tells whether a tensor is a view, or of what."""
 
 _flags: dict[str, Callable[..., Any]] = {f"torch.{name}": getattr(torch, name) for name in FLAGS}
 _methods = {name: getattr(torch.Tensor, name) for name in METHODS}
@@ -94,7 +97,6 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 inference_mode_enabled: Callable[[], bool] = torch.is_inference_mode_enabled
-default_device: Callable[[], torch.device] = torch.get_default_device
 fast_path_enabled: Callable[[], bool] = torch.backends.mha.get_fastpath_enabled
 """torch's own functions, whose answer is no read."""
 
@@ -190,9 +192,6 @@ def settings() -> dict[str, Any]:
     """The state of the process that a forward may change, by name."""
     dtypes = tuple(map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))  # also where autocast is off
     return {AUTOCAST: autocast_state(), "dtypes of torch.autocast": dtypes, **{name: ask() for name, ask in _SETTINGS}}
-
-
-_asks = [ask for _, ask in _SETTINGS]
 
 
 _attention_flags: list[Callable[[], Any]] = [

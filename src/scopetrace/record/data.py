@@ -398,16 +398,3 @@ def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     """The same view as `t`, of another storage."""
     new = torch.empty(0, dtype=t.dtype, device=t.device)
     return new.set_(storage, t.storage_offset(), t.size(), t.stride())
-
-
-def text_error(*, module: str | None, source: str | None) -> DataDependentError:
-    """That the forward makes text of what each call may have another of."""
-    return DataDependentError(
-        "the forward makes text of a tensor, of a number that depends on one or of a dynamic size, and does not only "
-        "show it; a graph makes no text",
-        op="str",
-        module=module,
-        source=source,
-        hint="show it alone, by print, logging, warnings or an error; make other text outside of the forward; or trace "
-        "with specialize=True, which lets the example inputs decide and says so in Trace.specializations",
-    )
