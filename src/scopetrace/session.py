@@ -403,7 +403,7 @@ class Recording:
                 self._unseeded(),
                 noting_errors(self.builder.raised),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
-                observing(calls, autograd, self.reads, self.model.modules) as mine,
+                observing(calls, autograd, self.model.modules) as mine,
                 self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),

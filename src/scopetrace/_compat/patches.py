@@ -43,12 +43,7 @@ from scopetrace._compat.ops import (
     short_way,
     without_transforms,
 )
-from scopetrace._compat.questions import (
-    Listener,
-    Mine,
-    Replace,
-    report_questions,
-)
+from scopetrace._compat.questions import Mine, Replace
 from scopetrace._compat.replaced import replacing as replacing
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.steps import report_steps
@@ -78,8 +73,8 @@ class Observer(Protocol):
     def on_object_collective(self, op: str) -> None:
         """The forward exchanges Python objects with other processes."""
 
-    def watch_values(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
-        """Let what Python takes out of tensors be answered; `here()` says whether this thread traces, paused or not."""
+    def watch_questions(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
+        """Hear what Python asks of tensors and of torch; `here()` says whether this thread traces, paused or not."""
 
 
 class AutogradObserver(HookListener, Protocol):
@@ -110,15 +105,12 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 
 @contextlib.contextmanager
-def observing(
-    observer: Observer, autograd: AutogradObserver, listener: Listener, modules: Iterable[torch.nn.Module]
-) -> Iterator[Mine]:
+def observing(observer: Observer, autograd: AutogradObserver, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
     """Tell observers what this thread does inside, and tell models that they are being exported. Gives `mine`.
 
     Args:
         observer: is told, unless it is paused.
         autograd: is told what is done with autograd, unless `observer` is paused.
-        listener: is told of questions.
         modules: those whose direct calls of `forward` are reported.
     """
     thread = threading.get_ident()
@@ -142,12 +134,11 @@ def observing(
         report_hooks(replace, mode.on, autograd, mine)
         _report_seeding(replace, observer, recording)
         _report_object_collectives(replace, observer, mine)
-        observer.watch_values(replace, mode.on, here, mine)
         index_with_symbols(mode.on, mine)
         behave_as_numbers(replace, mine)
         _report_transforms(replace, autograd, mine)
         report_steps(stack, replace, autograd, recording)
-        report_questions(replace, mode.on, listener, mine)
+        observer.watch_questions(replace, mode.on, here, mine)
         entry_points = hop_entry_points(mine, observer.on_nested_region)
         for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
             replace(owner, name, value)

@@ -42,6 +42,7 @@ from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.python_values import PythonValues
+from scopetrace.record.questions import report_questions
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import NESTED
 
@@ -257,9 +258,10 @@ class CallRecorder:
             hint="exchange them outside of the forward, and give it what it needs as an argument",
         )
 
-    def watch_values(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
-        """As `Observer.watch_values`."""
+    def watch_questions(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
+        """As `Observer.watch_questions`."""
         PythonValues(self._builder, self._ops, here, mine).watch(replace, on)
+        report_questions(replace, on, self._reads, mine)
 
 
 @contextlib.contextmanager
