@@ -483,16 +483,6 @@ class OpRecorder:
         inputs.append(value)
         return value
 
-    def _with_fakes(self, x: Any) -> Any:
-        """The arguments as Python gave them, with fake tensors for real ones."""
-        if isinstance(x, torch.Tensor):
-            return self.values.fake_of(x)
-        if isinstance(x, (list, tuple)):
-            return type(x)([self._with_fakes(item) for item in x])
-        if isinstance(x, dict):
-            return {name: self._with_fakes(item) for name, item in x.items()}
-        return x
-
     # ---------------------------------------------------------------- results by metadata alone
 
     def _inferred(self, call: OpCall, key: Any) -> Inferred | None:
@@ -544,7 +534,8 @@ class OpRecorder:
         known = self._append_known_write(call, key, undeclared, unseen=unseen)
         if known is not None:
             return _given(known, call) if facts.keeps_layout else known
-        args, kwargs = self._with_fakes(call.given)
+        fake_of = self.values.fake_of
+        args, kwargs = map_argument(lambda x: fake_of(x) if isinstance(x, torch.Tensor) else x, call.given)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
         before = _BeforeWrite(call, _tensors((args, kwargs)), undeclared)
