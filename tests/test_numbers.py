@@ -139,12 +139,11 @@ def test_text_of_a_number_is_not_returned(text):
 SHOWN = """
 print(f"s{n}")  print("%s!" % n)  print(str(n), [n])  log.info("%s", n)  log.warning(f"{n:.2f}")  print(Parts(n))
 warnings.warn(str(n))  text = f"s{n}"; print(text)  text = "a" + str(n); log.info(text)  sys.stderr.write(f"{n}")
-texts = [f"s{n}"]; texts.append(str(n)); print(*texts)  print(", ".join(f"{m}" for m in (n, n)))
+texts = [f"s{n}", str(n)]; print(*texts)  print(", ".join(f"{m}" for m in (n, n)))
 print(", ".join([str(m) for m in (n, n)]))  assert x is not None, f"s{n}"  torch._assert(x is not None, f"s{n}")
 torch._check(True, lambda: f"s{n}")  print(repr(t), f"{t}")  print("{} {}".format(n, x))  print({"n": n})  print(x)
 log.info("of %s", x)  x = (print(f"s{n}"), x)[1]  x = (warnings.warn(str(n)), x)[1]
-warn_once(f"s{n}")  print(named(n))  print(f"s{n}" if x is not None else "")  print({"a": f"s{n}"})
-print(text := f"s{n}")  text = named(n); print(text)  print("; ".join([named(n), named(t)]))
+warn_once(f"s{n}")  print(f"s{n}" if x is not None else "")  print({"a": f"s{n}"})
 """
 READ = """
 TABLE.get(f"s{n}", 1.)  TABLE.get("s" + str(n), 1.)  TABLE.get("s%s" % n, 1.)  TABLE.get("s{}".format(n), 1.)
@@ -160,7 +159,8 @@ KEPT = """
 key = f"s{n}"; x = x * TABLE.get(key, 1.)  keys = ["s" + str(m) for m in (n, n)]; x = x * (keys[0] in TABLE)
 box.text = f"s{n}"; x = x * TABLE.get(box.text, 1.)  texts = []; texts.append(f"s{n}"); x = x * len(texts[0])
 key = "s"; key += str(n); x = x * TABLE.get(key, 1.)  key = named(n); x = x * TABLE.get(key, 1.)
-x = x * TABLE.get(key := f"s{n}", 1.)  print(key := f"s{n}"); x = x * TABLE.get(key, 1.)
+x = x * TABLE.get(key := f"s{n}", 1.)  print(key := f"s{n}"); x = x * TABLE.get(key, 1.)  print(named(n))
+texts = [f"s{n}"]; texts.append(str(n)); print(*texts)  print(text := f"s{n}")
 """
 
 

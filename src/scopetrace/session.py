@@ -365,7 +365,6 @@ class Recording:
         """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
         self.builder.phase = None
         self.model.contents.clear()
-        self.ops.come_apart()
 
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:
@@ -396,15 +395,15 @@ class Recording:
 
         rules = object_types, self._leaves, self._progress
         parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
-        calls = CallRecorder(*parts)
+        autograd = AutogradRecorder(*parts[:5])
+        calls = CallRecorder(*parts, autograd.finish)
         with scopes.activate(self.builder.state):
-            autograd = calls.autograd = AutogradRecorder(self.builder, self.values, self.ops, self.reads, self.model)
             with (
                 self._errors_explained(),
                 self._unseeded(),
                 noting_errors(self.builder.raised),
-                contextlib.closing(calls),  # what this puts back is nothing that the forward does
-                observing(calls, autograd, self.reads, self.model.modules) as mine,
+                contextlib.closing(autograd),  # what this puts back is nothing that the forward does
+                observing(calls, autograd, self.model.modules) as mine,
                 self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),

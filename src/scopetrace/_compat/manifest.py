@@ -141,6 +141,10 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
         "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
     ),
     "GradScaler": (lambda: torch.amp.GradScaler("cpu"), "_per_optimizer_states"),
+    "Optimizer": (
+        lambda: torch.optim.SGD([torch.zeros(1)]),
+        "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
+    ),
     "Module": (
         torch.nn.Module,
         """_backward_hooks _backward_pre_hooks _buffers _compiled_call_impl _forward_hooks _forward_pre_hooks

@@ -43,21 +43,15 @@ from scopetrace._compat.ops import (
     short_way,
     without_transforms,
 )
-from scopetrace._compat.questions import (
-    Listener,
-    Mine,
-    Replace,
-    report_questions,
-)
+from scopetrace._compat.questions import Mine, Replace
 from scopetrace._compat.replaced import replacing as replacing
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.steps import report_steps
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
-from scopetrace._compat.values import ValueListener, report_values
 
 
-class Observer(ValueListener, Protocol):
+class Observer(Protocol):
     """Who is told of what happens. `run` does what would have happened without the replacement."""
 
     @property
@@ -79,14 +73,8 @@ class Observer(ValueListener, Protocol):
     def on_object_collective(self, op: str) -> None:
         """The forward exchanges Python objects with other processes."""
 
-    def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
-        """The forward gives a storage `size` bytes. Returns whether the observer did that."""
-
-    def on_data(self, t: torch.Tensor, get: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The forward reads `t.data`, which `get` returns. Returns what the forward gets."""
-
-    def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
-        """The forward assigns to `t.data`; told when paused too. Returns whether the observer did that."""
+    def watch_questions(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
+        """Hear what Python asks of tensors and of torch; `here()` says whether this thread traces, paused or not."""
 
 
 class AutogradObserver(HookListener, Protocol):
@@ -117,15 +105,12 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 
 @contextlib.contextmanager
-def observing(
-    observer: Observer, autograd: AutogradObserver, listener: Listener, modules: Iterable[torch.nn.Module]
-) -> Iterator[Mine]:
+def observing(observer: Observer, autograd: AutogradObserver, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
     """Tell observers what this thread does inside, and tell models that they are being exported. Gives `mine`.
 
     Args:
         observer: is told, unless it is paused.
         autograd: is told what is done with autograd, unless `observer` is paused.
-        listener: is told of questions.
         modules: those whose direct calls of `forward` are reported.
     """
     thread = threading.get_ident()
@@ -149,13 +134,11 @@ def observing(
         report_hooks(replace, mode.on, autograd, mine)
         _report_seeding(replace, observer, recording)
         _report_object_collectives(replace, observer, mine)
-        _report_storages(replace, mode.on, observer, here, mine)
-        report_values(replace, mode.on, observer, mine)
         index_with_symbols(mode.on, mine)
         behave_as_numbers(replace, mine)
         _report_transforms(replace, autograd, mine)
         report_steps(stack, replace, autograd, recording)
-        report_questions(replace, mode.on, listener, mine)
+        observer.watch_questions(replace, mode.on, here, mine)
         entry_points = hop_entry_points(mine, observer.on_nested_region)
         for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
             replace(owner, name, value)
@@ -482,28 +465,6 @@ def _reported(fn: Callable[..., Any], report: Callable[..., None], mine: Mine) -
         return fn(*args, **kwargs)
 
     return call
-
-
-def _report_storages(replace: Replace, on: On, observer: Observer, here: Mine, mine: Mine) -> None:
-    """`x.untyped_storage().resize_(0)`, `x.data` and `x.data = y` are no ops that a mode sees."""
-    resize: Any = torch.UntypedStorage.resize_
-    data: Any = torch._C.TensorBase.data
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        if mine() and observer.on_storage_resize(self, size):
-            return self
-        return resize(self, size)
-
-    def get_data(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
-        return observer.on_data(t, data.__get__) if mine() else ask(t, *args)
-
-    def set_data(ask: Callable[..., Any], t: torch.Tensor, new: Any) -> None:
-        if not (here() and observer.on_set_data(t, new)):
-            ask(t, new)
-
-    replace(torch.UntypedStorage, "resize_", resize_)
-    on(data.__get__, get_data)
-    on(data.__set__, set_data)
 
 
 # Batch norm ----------------------------------------------------------------------------------------------------------

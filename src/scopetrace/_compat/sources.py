@@ -36,11 +36,13 @@ PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 _COMPAT = prefixes(Path(__file__).parent)
 _OVERRIDES = prefixes(TORCH_DIRECTORY, "overrides.py")
-_ON_THE_WAY = (*_COMPAT, *_OVERRIDES, *prefixes(TORCH_DIRECTORY, "utils/_device.py"))
+_ANSWERS = prefixes(Path(__file__).parents[1], "record/python_values.py", "record/questions.py")
+_ON_THE_WAY = (*_COMPAT, *_ANSWERS, *_OVERRIDES, *prefixes(TORCH_DIRECTORY, "utils/_device.py"))
 
 
 def asking_frame() -> FrameType | None:
-    """The nearest frame outside of what leads a question to where it is answered: this package and torch's overrides.
+    """The nearest frame outside of what leads a question to where it is answered: `_compat`, the handlers of
+    the recorder and torch's overrides.
 
     A function of torch in Python that calls `handle_torch_function`, such as `Tensor.__repr__`, is left out.
     """

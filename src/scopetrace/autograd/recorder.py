@@ -27,9 +27,9 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Phase
 from scopetrace.ops.history import can_require_grad, is_cut, is_view
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.calls import refuse_flag
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder
+from scopetrace.record.python_values import refuse_flag
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import CHECKPOINT
 

@@ -9,7 +9,7 @@ size 1, by which no element moves, is not compared: that of torch's fake tensors
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,27 +19,6 @@ from scopetrace.errors import InferenceError
 from scopetrace.infer.assignments import Number, assignments
 from scopetrace.infer.rules import replaced
 from scopetrace.ir.tape import Value, flat
-
-
-class Description(NamedTuple):
-    """All that a later op, or autograd, sees of a result."""
-
-    kind: str
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    """0 in dimensions of size 1."""
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    device: torch.device
-    layout: torch.layout
-    requires_grad: bool
-    is_conj: bool
-    is_neg: bool
-    is_input: list[int]
-    """The inputs that it is, as a Python object."""
-    shares_memory: list[int]
-    """The inputs whose memory it lies in."""
 
 
 def compare(
@@ -77,27 +56,25 @@ def _difference(func: Any, args: Any, kwargs: Any, found: str, wanted: str) -> I
     )
 
 
-def _text(container: Any, results: list[Description | None]) -> str:
+def _text(container: Any, results: list[dict[str, Any] | None]) -> str:
     return f"{getattr(container, '__name__', 'tensor')} of {', '.join(map(str, results))}"
 
 
-def _describe(t: torch.Tensor, inputs: list[torch.Tensor], number: Number) -> Description:
+def _describe(t: torch.Tensor, inputs: list[torch.Tensor], number: Number) -> dict[str, Any]:
+    """All that a later op, or autograd, sees of a result; `inputs` are those of the op."""
     size = tuple(map(number, t.size()))
-    return Description(
-        type(t).__name__,
-        size,
-        tuple([0 if n == 1 else number(s) for n, s in zip(size, t.stride(), strict=True)]),
-        number(t.storage_offset()),
-        number(t.untyped_storage().nbytes()),
-        t.dtype,
-        t.device,
-        t.layout,
-        t.requires_grad,
-        t.is_conj(),
-        t.is_neg(),
-        [i for i, base in enumerate(inputs) if base is t],
-        [i for i, base in enumerate(inputs) if storage_id(base) == storage_id(t)],
-    )
+    return {
+        "kind": type(t).__name__,
+        "size": size,
+        "stride": tuple([0 if n == 1 else number(s) for n, s in zip(size, t.stride(), strict=True)]),
+        "offset": number(t.storage_offset()),
+        "nbytes": number(t.untyped_storage().nbytes()),
+        "of": (t.dtype, t.device, t.layout),
+        "requires_grad": t.requires_grad,
+        "bits": (t.is_conj(), t.is_neg()),
+        "is_input": [i for i, base in enumerate(inputs) if base is t],
+        "shares_memory": [i for i, base in enumerate(inputs) if storage_id(base) == storage_id(t)],
+    }
 
 
 def _instances(maker: FakeMaker, inputs: list[Value], number: Number) -> dict[int, torch.Tensor]:

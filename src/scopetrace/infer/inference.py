@@ -279,11 +279,6 @@ class Inference:
             return meta
         return meta._replace(key=self.key_of(made))
 
-    def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
-        """What the cache has of an op, which it then has for all ops of equal metadata."""
-        key = self.key_of_call(func, args, kwargs) if may_infer(func) else None
-        return None if key is None else self._outputs_for(key)
-
     def _outputs_for(self, key: Any) -> Outputs | None:
         return _of_torch.outputs.get(key) or self._own.outputs.get(key)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,25 +45,10 @@ def inside(names: Iterable[str], module: str) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Registered:
-    """All modules and parameters by the first of their names.
-
-    One that has `make` in their place makes both by it when they are read, as those of most traces never are.
-    """
+    """All modules and parameters by the first of their names."""
 
     modules: dict[str, RegisteredModule] = dataclasses.field(default_factory=dict)
     params: dict[str, RegisteredParam] = dataclasses.field(default_factory=dict)
-
-    if not TYPE_CHECKING:  # for the two fields alone
-
-        def __getattr__(self, name: str) -> Any:
-            own = self.__dict__
-            make = own.get("make")
-            if name not in ("modules", "params"):
-                raise AttributeError(name)
-            if make is not None:  # else another thread has just made them
-                own["modules"], own["params"] = make()
-                own.pop("make", None)
-            return own[name]
 
     def owners(self, param: str) -> list[str]:
         """The fqns of the modules that hold a parameter, one for each of its names."""

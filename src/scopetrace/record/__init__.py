@@ -6,8 +6,9 @@ data            Python reads the data of tensors; specialization
 collectives     collectives of torch.distributed, as functional ones
 higher_order    torch.cond and its kind
 reads           what the forward reads beside its arguments
+questions       which questions to torch are heard
+python_values   what Python takes out of tensors where no op runs
 effects         what it does that no op says: Python objects, draws
-code            what its code says: functions that it may run, names that they read and write
 uses            what its source does with a name
 builder         the tape under construction, and which value of it each tensor is
 model           names of the traced model, and its state before the trace

@@ -7,7 +7,7 @@ Data flow:
     node.meta of a node -> scope, stack trace and `Op.meta` of the ops that it runs
 
 A module named in `leaf_modules` runs unseen, and its call is one op. What else `_compat.patches` reports of the forward
-arrives here too: autograd, seeding, writes to `.data`.
+arrives here too: seeding, modes, collectives of Python objects.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
+from scopetrace._compat.function_mode import On
 from scopetrace._compat.ops import eager, paused
+from scopetrace._compat.questions import Mine, Replace
 from scopetrace._compat.tensors import (
-    id_of_storage,
-    is_inference_of,
-    requires_grad_of,
     version_of,
 )
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
@@ -40,13 +38,13 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import GIVEN_META, Call
 from scopetrace.record.builder import TapeBuilder, Templates, ValueTable
-from scopetrace.record.data import text_error
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
+from scopetrace.record.python_values import PythonValues
+from scopetrace.record.questions import report_questions
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import NESTED
-from scopetrace.record.uses import shows_only
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
@@ -68,7 +66,9 @@ class CallRecorder:
         object_types: frozenset[type],
         leaves: list[Target],
         progress: Progress | None,
+        at_end: Callable[[], None],
     ) -> None:
+        """`at_end` is called where the traced callable has returned, for what others put on the tape there."""
         self._reads = reads
         self._builder = builder
         self._values = values
@@ -85,8 +85,7 @@ class CallRecorder:
         self._classes: dict[Any, type] = {}
         self.paused = False
         """Whether a leaf module is running, so that the patches stay out of the way."""
-        self.autograd: Any = None
-        """The `AutogradObserver`, whose `finish` runs at the end of the root call."""
+        self._at_end = at_end
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
 
     # ---------------------------------------------------------------- calls
@@ -178,7 +177,7 @@ class CallRecorder:
                 self.result_types = tensor_holders(out)
                 kinds = self._object_types | self.result_types
                 map_structure(self._values.set_apart_result, out, torch.Tensor, kinds)
-                self.autograd.finish()
+                self._at_end()
             call.outputs = self.templates.of(out)
             self.templates.belong_to(call)
             if len(self._values.same) > same:
@@ -231,13 +230,6 @@ class CallRecorder:
         )
         self._builder.deferred.append(error)
 
-    def close(self) -> None:
-        """Put back what the forward has set that is not its result."""
-        self.autograd.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.autograd, name)
-
     def mark(self) -> tuple[int, int]:
         """This place in the program."""
         return self._builder.mark()
@@ -266,113 +258,10 @@ class CallRecorder:
             hint="exchange them outside of the forward, and give it what it needs as an argument",
         )
 
-    def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
-        """A storage gets another size, in bytes: recorded as the op that Dynamo writes for it."""
-        known = self._values.in_storage(id_of_storage(storage)) if self._builder.running is None else []
-        if known:
-            torch.ops.inductor.resize_storage_bytes_(known[0].fake, size)
-        return bool(known)
-
-    def on_data(self, t: torch.Tensor, get: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The forward reads `t.data`, which is `get(t)`."""
-        source = self._values.data_source(t)
-        return self._values.add_data_alias(source, get(source))
-
-    def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
-        """`t.data = new`: recorded as `t.set_(new)` for tensors from outside.
-
-        Tensors made in the trace need no op: their storage changes, which `ValueTable.value_of` sees.
-        """
-        builder, values = self._builder, self._values
-        if builder.running is not None or not isinstance(new, torch.Tensor):
-            return False
-        if is_inference_of(values.value_of(t).fake) != is_inference_of(new):
-            refuse_flag(
-                builder, "sets `.data` under inference mode of a tensor made outside of it, or reversely", "data"
-            )
-        if not values.is_outside(t):
-            self._reads.on_fact(t, "requires_grad", (), requires_grad_of(t))
-            if requires_grad_of(t):
-                refuse_flag(builder, "sets `.data` of a tensor that it made and that requires grad", "data")
-            if values.value_of(t).storage == values.value_of(new).storage and not values.are_one_view(t, new):
-                refuse_flag(builder, "sets `.data` of a tensor that it made to a view of its own memory", "data")
-            values.leave_memory(t)
-            return False
-        if self.paused or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
-            raise UnsupportedOpError(
-                "`.data = ...` of a tensor of the model, or an input, "
-                + ("in a leaf module" if self.paused else f"that gives it {new.dtype} on {new.device}"),
-                op="Tensor.data",
-                **builder.where(),
-                hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
-            )
-        if not values.are_one_view(t, new):
-            values.set_data(t, new)
-        return True
-
-    def on_reduce(self) -> None:
-        """Python takes a tensor apart, to copy or pickle it."""
-        raise UnsupportedOpError(
-            "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
-            "which runs no op",
-            op="Tensor.__reduce_ex__",
-            **self._builder.where(),
-            hint="write tensor.clone()",
-        )
-
-    def on_number(self, x: Any) -> Any:
-        """A tensor with one element, or a symbolic number, becomes text or a key: perhaps the name of a module."""
-        return self._ops.data.number_of(x)
-
-    def on_text(self, frame: FrameType) -> None:
-        """The forward makes text of a tensor or a symbolic number, perhaps only for people."""
-        if not shows_only(frame):
-            raise text_error(**self._builder.where())
-
-    def on_base(self, name: str) -> None:
-        """The forward asks whether a tensor is a view, which it need not be in a trace."""
-        raise UnsupportedOpError(
-            "the forward asks whether a tensor is a view, which no call of a trace can know",
-            op=f"Tensor.{name}",
-            **self._builder.where(),
-            hint="ask outside of the forward",
-        )
-
-    def on_storage_nbytes(self, storage: torch.UntypedStorage) -> None:
-        """The forward asks for the size of a storage, in bytes."""
-        key = id_of_storage(storage)
-        inputs = [v.fake for v in self._values.in_storage(key) if v in self._builder.tape.inputs]
-        for t in inputs[:1]:
-            self._reads.on_fact(t, "storage_nbytes", (), storage.nbytes())
-
-    def on_failed(self, error: Exception) -> None:
-        """As `Observer.on_failed`."""
-        self._builder.raised.append((error, None))
-
-    def on_numpy(self, t: torch.Tensor) -> Any:
-        """A tensor becomes an array of NumPy."""
-        return self._ops.data.data_of(t)
-
-
-def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
-    """Refuse a change to what a tensor is for autograd."""
-    raise UnsupportedOpError(
-        f"the forward {problem}, which no op does",
-        op=f"Tensor.{name}",
-        **builder.where(),
-        hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
-    )
-
-
-def _of_autograd(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: getattr(self.autograd, name)(*args, **kwargs)
-
-
-for _name in (  # what a recorder that copies layers counts; goes with that
-    *("on_custom_function", "on_unseen_function", "on_applied", "on_reentrant", "on_hook", "on_graph", "on_grad_fn"),
-    *("on_requires_grad", "on_detach", "on_recomputed"),
-):
-    setattr(CallRecorder, _name, _of_autograd(_name))
+    def watch_questions(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
+        """As `Observer.watch_questions`."""
+        PythonValues(self._builder, self._ops, here, mine).watch(replace, on)
+        report_questions(replace, on, self._reads, mine)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from scopetrace.guards.reach import names_of
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.reads import Asked
 from scopetrace.ir.scopes import walk_frames
-from scopetrace.ir.tape import Op, RecordedTape, Value, flat
+from scopetrace.ir.tape import Op, RecordedTape, Value, flat, map_argument
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.reads import ReadRecorder
 
@@ -383,31 +383,16 @@ class ExampleRun:
         return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))
 
     def _real(self, x: Any) -> Any:
+        """An op's arguments with real tensors and numbers."""
+        return map_argument(self._real_leaf, x)
+
+    def _real_leaf(self, x: Any) -> Any:
         if isinstance(x, Value):
             return self._tensors[x]
-        if isinstance(x, Symbolic):
-            return self._evaluated(to_expr(x))
-        if isinstance(x, (list, tuple)):
-            return type(x)([self._real(item) for item in x])
-        if isinstance(x, dict):
-            return {name: self._real(item) for name, item in x.items()}
-        return x
+        return self._evaluated(to_expr(x)) if isinstance(x, Symbolic) else x
 
 
 def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     """The same view as `t`, of another storage."""
     new = torch.empty(0, dtype=t.dtype, device=t.device)
     return new.set_(storage, t.storage_offset(), t.size(), t.stride())
-
-
-def text_error(*, module: str | None, source: str | None) -> DataDependentError:
-    """That the forward makes text of what each call may have another of."""
-    return DataDependentError(
-        "the forward makes text of a tensor, of a number that depends on one or of a dynamic size, and does not only "
-        "show it; a graph makes no text",
-        op="str",
-        module=module,
-        source=source,
-        hint="show it alone, by print, logging, warnings or an error; make other text outside of the forward; or trace "
-        "with specialize=True, which lets the example inputs decide and says so in Trace.specializations",
-    )

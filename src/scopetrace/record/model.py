@@ -13,12 +13,10 @@ Python and NumPy have contents. Modules, tensors, classes and objects of torch a
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -51,42 +49,12 @@ def bookkeeping_of(kind: type) -> frozenset[str]:
     return BOOKKEEPING | RECURRENT if issubclass(kind, torch.nn.RNNBase) else BOOKKEEPING
 
 
-@functools.lru_cache(maxsize=4096)
-def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the names in a module's `__dict__` that are no bookkeeping of nn.Module, and no `forward`."""
-    return tuple([name for name in names if name not in BOOKKEEPING and name != "forward"])
-
-
-class Layout:
-    """The names in the tables of a module. Modules with the same names in the same order share one."""
-
-    __slots__ = ("ends", "flat", "names", "own")
-
-    def __init__(self, flat: tuple[str | None, ...]) -> None:
-        """`flat` has the names of one table after the other, with None after each."""
-        self.flat = [*flat]
-        tables: list[list[str]] = [[]]
-        for name in flat:
-            if name is None:
-                tables.append([])
-            else:
-                tables[-1].append(name)
-        self.names = tuple(map(tuple, tables[:-1]))
-        """Of each of `SavedModule.live`."""
-        self.own = own_names(self.names[0])
-        self.ends = tuple(itertools.accumulate(map(len, self.names)))
-        """Where each table ends if one follows the other."""
-
-
-_layout_of = functools.lru_cache(maxsize=4096)(Layout)
-
-
 def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
     """Of the `__dict__` of a module: what is neither tensors, modules nor nn.Module's own bookkeeping."""
     return {
-        name: own[name]
-        for name in own_names(tuple(own))
-        if name[0] != "_" and (type(own[name]) in _PLAIN or not isinstance(own[name], _OTHERS))
+        name: x
+        for name, x in own.items()
+        if name not in _NOT_OWN and name[0] != "_" and (type(x) in _PLAIN or not isinstance(x, _OTHERS))
     }
 
 
@@ -95,19 +63,8 @@ _PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attrib
 
 _HOOK_TABLES = (*HOOKS, *(name for name in sorted(BOOKKEEPING) if name.endswith(("_with_kwargs", "_always_called"))))
 """The tables of a module that have its hooks, and how these are called."""
-_is = operator.is_
+_NOT_OWN = BOOKKEEPING | {"forward"}
 T = TypeVar("T")
-
-
-class Owners:
-    """As `Model.owner`, of all parameters, buffers and tensor attributes."""
-
-    def __init__(self, names: Mapping[int, str], places: Mapping[int, tuple[torch.nn.Module, str]]) -> None:
-        self._names, self._places = names, places
-
-    def __iter__(self) -> Iterator[tuple[str, torch.nn.Module, str]]:
-        for key, name in self._names.items():
-            yield name, *self._places[key]
 
 
 class Model:
@@ -207,9 +164,9 @@ class Model:
         self._tensor_names[id(t)], self._places[id(t)] = f"{fqn}_grad", (module, f"{name}.grad")
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> tuple[tuple[str, torch.nn.Module, str], ...]:
         """As `owner`, of all."""
-        return Owners(self._tensor_names, self._places)
+        return tuple([(name, *self._places[key]) for key, name in self._tensor_names.items()])
 
     @functools.cached_property
     def tensor_names(self) -> set[str]:
@@ -230,23 +187,19 @@ class Model:
 
     def registered(self) -> Registered:
         """All names of the modules and parameters, in the order of registration."""
-        own = [module.__dict__ for module in self.modules]
-        tables = [each.get("_parameters") or _EMPTY for each in own]
-        params = [p for table in tables for p in table.values()]
-        columns = _Columns(
-            [*self._first_names.values()],
-            {names[0]: names for names in self._names.values()},
-            [*map(type, self.modules)],
-            ["forward" in each for each in own],
-            [*map(len, tables)],
-            [name for table in tables for name in table.keys()],  # noqa: SIM118 - scripted modules have other tables
-            params,
-            [None if p is None else p.shape for p in params],  # which may be others when they are asked for
-            [None if p is None else p.dtype for p in params],
-        )
-        found = Registered.__new__(Registered)
-        vars(found)["make"] = columns.tables
-        return found
+        modules: dict[str, RegisteredModule] = {}
+        found: dict[int, tuple[list[str], torch.Tensor]] = {}
+        for module in self.modules:
+            fqns, kind = self.names_of(module), type(module)
+            of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
+            has_forward = "forward" in module.__dict__ or of_class is not _NO_FORWARD
+            modules[fqns[0]] = RegisteredModule(tuple(fqns), kind.__name__, has_forward)
+            for name, p in (module.__dict__.get("_parameters") or _EMPTY).items():
+                if p is not None:
+                    names, _ = found.setdefault(id(p), ([], p))
+                    names.extend([f"{fqn}.{name}" if fqn else name for fqn in fqns])
+        params = [RegisteredParam(tuple(names), tuple(p.shape), p.dtype) for names, p in found.values()]
+        return Registered(modules, {param.names[0]: param for param in params})
 
     @property
     def saved_modules(self) -> Collection[SavedModule]:
@@ -260,7 +213,7 @@ class Model:
     def bound_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that attributes of the modules are now, with the attributes' names in the model."""
         for saved in self.saved_modules:
-            for table in (current_attributes(saved.module), saved.buffers):
+            for table in (current_attributes(saved.module), saved.live[2]):
                 for name, t in table.items():
                     if isinstance(t, torch.Tensor):
                         yield f"{saved.fqn}.{name}" if saved.fqn else name, t
@@ -280,41 +233,6 @@ class Model:
 
 
 _NO_FORWARD = torch.nn.Module.forward
-
-
-class _Columns(NamedTuple):
-    """What a `Registered` is made from."""
-
-    fqns: list[str]
-    """Of each module, the first."""
-    all_fqns: dict[str, list[str]]
-    """By the first, of those that have several."""
-    kinds: list[type]
-    has_own_forward: list[bool]
-    counts: list[int]
-    """How many parameters of its own each module has; the lists below are of all, one module after the other."""
-    names: list[str]
-    params: list[torch.Tensor | None]
-    shapes: list[torch.Size | None]
-    dtypes: list[torch.dtype | None]
-
-    def tables(self) -> tuple[dict[str, RegisteredModule], dict[str, RegisteredParam]]:
-        """The modules and the parameters, by the first names."""
-        modules: dict[str, RegisteredModule] = {}
-        found: dict[int, tuple[list[str], tuple[int, ...], torch.dtype]] = {}
-        left = zip(self.names, self.params, self.shapes, self.dtypes, strict=True)
-        for first, kind, has_own, count in zip(self.fqns, self.kinds, self.has_own_forward, self.counts, strict=True):
-            fqns = self.all_fqns.get(first, [first])
-            of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
-            modules[first] = RegisteredModule(tuple(fqns), kind.__name__, has_own or of_class is not _NO_FORWARD)
-            for name, p, size, dtype in itertools.islice(left, count):
-                if size is not None and dtype is not None:
-                    names, _, _ = found.setdefault(id(p), ([], tuple(size), dtype))
-                    names.extend([f"{fqn}.{name}" if fqn else name for fqn in fqns])
-        params = [RegisteredParam(tuple(names), size, dtype) for names, size, dtype in found.values()]
-        return modules, {param.names[0]: param for param in params}
-
-
 _EMPTY: dict[str, Any] = {}  # in the place of the many copies of empty tables
 _NOTHING: frozenset[str] = frozenset()
 
@@ -325,24 +243,6 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = (
-        *(
-            "buffers",
-            "contents",
-            "fqn",
-            "hooks",
-            "is_watched",
-            "kind",
-            "layout",
-            "module",
-            "modules",
-            "name",
-            "own",
-            "params",
-        ),
-        *("params", "unsaved", "values"),
-    )
-
     def __init__(self, fqn: str, module: torch.nn.Module, contents: Contents, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
@@ -350,90 +250,45 @@ class SavedModule:
         self.name = name
         self.is_watched = is_watchable(module)
         """Whether reads of its attributes are seen."""
-        self.own, self.params, self.buffers, self.modules = own, params, buffers, modules = _tables_of(module)
-        # Not as dicts, which take four times the memory: to go through it takes most of the time to compare them.
-        self.layout = layout = _layout_of((*own, None, *params, None, *buffers, None, *modules, None))
-        self.values = [*own.values(), *params.values(), *buffers.values(), *modules.values()]
-        """What was in the tables, one after the other."""
-        unsaved = own.get("_non_persistent_buffers_set")
-        self.unsaved = frozenset(unsaved) if unsaved else _NOTHING
-        self.contents = {k: own[k] for k in layout.own if type(own[k]) not in ATOMS} or _EMPTY
+        own = module.__dict__
+        self.live = own, *[table if isinstance(table, dict) else _EMPTY for table in map(own.get, _TABLES)]
+        """Its attributes, parameters, buffers and modules, as the tables that it had before the trace."""
+        self.tables = [table.copy() if table else _EMPTY for table in self.live]
+        """What `live` held."""
+        self.unsaved = frozenset(own.get("_non_persistent_buffers_set") or _NOTHING)
+        self.contents = {k: x for k, x in own.items() if type(x) not in ATOMS and k not in _NOT_OWN} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             contents.add(f"{name}.{key}", x, module, functools.partial(put_entry, own, key))
-        has_hooks = any(map(own.get, _HOOK_TABLES))
-        self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)} if has_hooks else _EMPTY
-        for hooks in HOOKS if has_hooks else ():
-            for hook in self.hooks.get(hooks, {}).values():
-                contents.add(f"{name}'s hook", hook)
-
-    def is_unchanged(self) -> bool:
-        """Whether the class is that which it was, and all attributes are the same objects, in the same order."""
-        own, params, buffers, modules = self.own, self.params, self.buffers, self.modules
-        return (
-            type(self.module) is self.kind
-            and [*own, None, *params, None, *buffers, None, *modules, None] == self.layout.flat
-            and all(map(_is, [*own.values(), *params.values(), *buffers.values(), *modules.values()], self.values))
-        )
-
-    @property
-    def live(self) -> tuple[dict[str, Any], ...]:
-        """Its attributes, parameters, buffers and modules, as the tables that it had before the trace."""
-        return self.own, self.params, self.buffers, self.modules
-
-    @property
-    def has_tables(self) -> bool:
-        """Whether it keeps parameters, buffers and modules in dicts, as a module does that is not scripted."""
-        return self.params is not _EMPTY
-
-    @property
-    def tables(self) -> list[dict[str, Any]]:
-        """What `live` held."""
-        values = iter(self.values)
-        return [dict(zip(names, values, strict=False)) for names in self.layout.names]
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter | None]:
-        """Those of its own, in the order of its table."""
-        ends = self.layout.ends
-        return self.values[ends[0] : ends[1]]
-
-    @property
-    def members(self) -> list[torch.Tensor | None]:
-        """Its own parameters and buffers."""
-        ends = self.layout.ends
-        return self.values[ends[0] : ends[2]]
+        self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)} or _EMPTY
+        for hook in [hook for table in HOOKS for hook in self.hooks.get(table, _EMPTY).values()]:
+            contents.add(f"{name}'s hook", hook)
 
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
-        now = self.module.__dict__.get("_parameters")
-        if not isinstance(now, dict) or not self.parameters:  # a scripted module makes them anew each time
+        now, before = self.module.__dict__.get("_parameters"), self.tables[1]
+        if not isinstance(now, dict) or not before:  # a scripted module makes them anew each time
             return ()
-        before = zip(self.layout.names[1], self.parameters, strict=True)
-        changed = [name for name, p in before if p is not None and now.get(name) is not p]
+        changed = [name for name, p in before.items() if p is not None and now.get(name) is not p]
         return tuple([f"{self.fqn}.{name}" if self.fqn else name for name in changed])
 
     def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
         """Parameters, buffers and other attributes, by name, as they are now."""
         if isinstance(self.module, torch.jit.ScriptModule):  # in C++
             return dict(self.module.named_parameters(recurse=False)), dict(self.module.named_buffers(recurse=False))
-        return self.params, self.buffers, self.contents
+        return self.live[1], self.live[2], self.contents
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
-        has_hooks = self.hooks or any(map(self.own.get, _HOOK_TABLES))
-        unsaved = self.own.get("_non_persistent_buffers_set") or _NOTHING
-        if not has_hooks and unsaved == self.unsaved and self.is_unchanged():
-            return []
         found: list[Change] = []
-        for table, old in () if self.is_unchanged() else zip(self.live, self.tables, strict=True):
+        for table, old in zip(self.live, self.tables, strict=True):
             if not same_entries(table, old):
                 found += self._changes(table, old)
-                table.clear()
-                table.update(old)
-        if self.has_tables and unsaved_buffers_of(self.module) != self.unsaved:
-            unsaved_buffers_of(self.module).clear()
-            unsaved_buffers_of(self.module).update(self.unsaved)
+                _fill(table, old)
+        unsaved = self.live[0].get("_non_persistent_buffers_set")
+        if unsaved is not None and unsaved != self.unsaved:
+            unsaved.clear()
+            unsaved.update(self.unsaved)
         return [*found, *self._restore_hooks()]
 
     def _restore_hooks(self) -> Iterator[Change]:
@@ -468,8 +323,8 @@ class SavedModule:
                 continue
             if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
                 put = functools.partial(put_entry, table, name)
-                is_buffer = table is self.buffers and name not in unsaved_buffers_of(self.module)
-                buffer = is_buffer if table is self.buffers else None
+                is_buffer = table is self.live[2] and name not in unsaved_buffers_of(self.module)
+                buffer = is_buffer if table is self.live[2] else None
                 entry = (id(table), name)
                 yield Change(f"{self.name}.{name}", before, now, self.module, name, put, entry, buffer)
 
@@ -482,21 +337,6 @@ def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
 def is_torchs(module: torch.nn.Module) -> bool:
     """Whether its class is one of those of torch.nn."""
     return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def attribute_tables(owner: Any) -> list[dict[str, Any]]:
-    """The attributes of an object; then, of a module that is not scripted, its parameters, buffers and modules."""
-    own = getattr(owner, "__dict__", {})
-    return [own, *[table for table in map(own.get, _TABLES) if isinstance(table, dict)]]
-
-
-def _tables_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    """As `attribute_tables`, of which none is left out: empty ones stand for those of a scripted module."""
-    own = module.__dict__
-    params, buffers, modules = own.get("_parameters"), own.get("_buffers"), own.get("_modules")
-    if type(params) is type(buffers) is type(modules) is dict:  # as of most modules
-        return own, params, buffers, modules
-    return own, *[table if isinstance(table, dict) else _EMPTY for table in (params, buffers, modules)]
 
 
 def _unwrap(fn: Callable[..., Any]) -> tuple[torch.nn.Module | None, Callable[..., Any]]:

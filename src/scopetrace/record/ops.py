@@ -17,7 +17,7 @@ import bisect
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
-from scopetrace.ir.tape import Autocast, Op, Value, flat, map_argument
+from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import (
     UNDECLARED_WRITTEN,
     is_metadata_only,
@@ -77,7 +77,6 @@ from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
-from scopetrace.record.copying import OpCopier
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.higher_order import BodyRecorder
@@ -203,15 +202,6 @@ class OpRecorder:
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
         return DataReader(self._builder, self.values, self.reads, self.factory, specialize=self._specialize)
-
-    @functools.cached_property
-    def copier(self) -> OpCopier:
-        """Puts ops on the tape that repeat others."""
-        return OpCopier(self._builder, self.values, self.factory, self.inference, self.repeat_write, self.record)
-
-    def come_apart(self) -> None:
-        """Let go of what knows this recorder, after the recording."""
-        self.__dict__.pop("copier", None)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
@@ -495,16 +485,6 @@ class OpRecorder:
         inputs.append(value)
         return value
 
-    def _with_fakes(self, x: Any) -> Any:
-        """The arguments as Python gave them, with fake tensors for real ones."""
-        if isinstance(x, torch.Tensor):
-            return self.values.fake_of(x)
-        if isinstance(x, (list, tuple)):
-            return type(x)([self._with_fakes(item) for item in x])
-        if isinstance(x, dict):
-            return {name: self._with_fakes(item) for name, item in x.items()}
-        return x
-
     # ---------------------------------------------------------------- results by metadata alone
 
     def _inferred(self, call: OpCall, key: Any) -> Inferred | None:
@@ -556,7 +536,8 @@ class OpRecorder:
         known = self._append_known_write(call, key, undeclared, unseen=unseen)
         if known is not None:
             return _given(known, call) if facts.keeps_layout else known
-        args, kwargs = self._with_fakes(call.given)
+        fake_of = self.values.fake_of
+        args, kwargs = map_argument(lambda x: fake_of(x) if isinstance(x, torch.Tensor) else x, call.given)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
         before = _BeforeWrite(call, _tensors((args, kwargs)), undeclared)
@@ -601,24 +582,6 @@ class OpRecorder:
             return self._append_inferred(call, *found)
         is_known = self._is_known_update(call, undeclared)
         return self._append_update(call, *found, undeclared, tracked) if is_known else None
-
-    def repeat_write(self, op: Op, now: Mapping[Value, Value]) -> bool:
-        """Put an op that writes on the tape again, with the values that `now` has in place of its own.
-
-        False where it has to be recorded as ever.
-        """
-        facts = self._facts.get(id(op.target))
-        if facts is None or self.exact or self._pending or facts.rewrite or facts.reads or not op.writes:
-            return False
-        args, kwargs = map_argument(lambda x: now[x] if isinstance(x, Value) else x, (op.args, op.kwargs))
-        call = OpCall(facts, args, kwargs)
-        call.args, call.kwargs, call.inputs = args, kwargs, [now[v] for v in op.inputs()]
-        undeclared = undeclared_writes(op.target, args, kwargs) if facts.may_write_undeclared else ()
-        if not (facts.keeps_layout or self._is_known_update(call, undeclared)):
-            return False
-        key = self.inference.key_of_call(op.target, args, kwargs)
-        unseen = bool(facts.written) and self._prepare_write(call)
-        return self._append_known_write(call, key, undeclared, unseen=unseen) is not None
 
     def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.

@@ -1,7 +1,7 @@
 """What the forward asks: torch and the process, for facts of tensors, flags and environment variables; its objects.
 
 Data flow:
-    facts of tensors, flags of torch, environment variables -> `_compat.questions` -> Read, once for each
+    facts of tensors, flags of torch, environment variables -> `record.questions` -> Read, once for each
     ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Read of that state
     ops that gave a view and give a copy otherwise, such as `reshape` -> the strides of the inputs, where that matters
     an attribute of a class -> Watched, in its place meanwhile -> by owner, where it was first read or written
@@ -49,7 +49,7 @@ FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 
 
 class ReadRecorder:
-    """Puts what the forward reads on the tape; the `Listener` of `_compat.questions`."""
+    """Puts what the forward reads on the tape."""
 
     def __init__(self, builder: TapeBuilder, values: ValueTable, model: Model) -> None:
         self._builder = builder
@@ -108,7 +108,7 @@ class ReadRecorder:
     # ---------------------------------------------------------------- questions to torch
 
     def on_flag(self, name: str, args: tuple[Any, ...] | None, answer: Any) -> None:
-        """As `Listener.on_flag`."""
+        """A question about the state of the process: `torch.is_grad_enabled`; no `args` for what is no function."""
         if name == "torch.is_grad_enabled" and answer:
             self.refuse_in_reentrant(None, name)
         if (name, args, answer) not in self._known:
@@ -149,11 +149,11 @@ class ReadRecorder:
         self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.now(NO_CALL) == r.value]
 
     def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
-        """As `Listener.on_question`."""
+        """A question to an object of Python, which `ask(*args)` asks again."""
         self.note_once(name, answer, Asked(ask, args))
 
     def on_failed(self, error: Exception) -> None:
-        """As `Listener.on_failed`."""
+        """A question to a tensor has raised this."""
         self._builder.raised.append((error, None))
 
     def on_caught(self) -> None:
@@ -162,16 +162,16 @@ class ReadRecorder:
             self.on_gradient(value.fake)
 
     def on_member(self, t: torch.Tensor) -> None:
-        """As `Listener.on_member`."""
+        """The forward goes through parameters or buffers of a module, and gets this one."""
         self.members[id(t)] = t
 
     def on_grad_mode(self, enabled: bool) -> None:
-        """As `Listener.on_grad_mode`. A block that sets what is set anyway leaves no trace in the ops."""
+        """The forward switches autograd on or off. A block that sets what is set anyway leaves no trace in the ops."""
         is_hidden = enabled == self._grad and not (enabled and in_gradient_transform())
         self._blocks.append(len(self._builder.tape.ops) if is_hidden else None)
 
     def on_grad_block_end(self) -> None:
-        """As `Listener.on_grad_block_end`."""
+        """A block ends, and autograd is as before it."""
         start = self._blocks.pop() if self._blocks else None
         if start is not None:
             self._hidden.append(range(start, len(self._builder.tape.ops)))
@@ -209,7 +209,7 @@ class ReadRecorder:
                 self._of_model(*owner, (op.frames, op.scope.path))
 
     def on_autocast(self, entered: bool) -> None:
-        """As `Listener.on_autocast`."""
+        """A block under `torch.autocast` begins or ends."""
         self._autocast_depth += 1 if entered else -1
         self.awaits_cast = not self._autocast_depth
 
@@ -248,7 +248,7 @@ class ReadRecorder:
     # ---------------------------------------------------------------- facts of tensors
 
     def on_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
-        """As `Listener.on_fact`."""
+        """A question of `_compat.questions.METHODS` or `PROPERTIES` to a tensor."""
         if name in ("requires_grad", "is_leaf", "grad_fn") and answer != (name == "is_leaf"):
             self.refuse_in_reentrant(t, f"Tensor.{name}")
         if name == "is_coalesced" and self._values.by_id.get(id(t)) not in self._builder.tape.inputs:

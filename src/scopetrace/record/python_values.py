@@ -1,0 +1,268 @@
+"""What Python takes out of tensors, storages and symbolic numbers where no op runs: data, arrays, text, keys, copies.
+
+Data flow:
+    `x.data`, `x.data = y`, `storage.resize_(0)` -> ops that do the same, or a refusal
+    `x.numpy()`, `f"{x}"`, `hash(n)`, `copy.copy(x)` -> a value, what torch gives, or a refusal
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from scopetrace._compat.function_mode import Handler, On, after
+from scopetrace._compat.ops import eager
+from scopetrace._compat.questions import VIEW_QUESTIONS, Mine, NoData, Replace
+from scopetrace._compat.sources import (
+    NOT_THE_MODEL,
+    TORCH_DIRECTORY,
+    asked_by_model,
+    asking_frame,
+    is_of_python,
+    prefixes,
+)
+from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
+from scopetrace.errors import DataDependentError, UnsupportedOpError
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.ops import OpRecorder
+from scopetrace.record.uses import shows_only
+
+_STORAGES = prefixes(TORCH_DIRECTORY, "storage.py")
+_MAKES_TEXT = prefixes(TORCH_DIRECTORY, "_tensor.py", "_tensor_str.py")
+_OF_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
+
+
+def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
+    """Refuse a change to what a tensor is for autograd."""
+    raise UnsupportedOpError(
+        f"the forward {problem}, which no op does",
+        op=f"Tensor.{name}",
+        **builder.where(),
+        hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
+    )
+
+
+class PythonValues:
+    """Answers in the place of torch where `mine()`. That is as `here()`, but in leaf modules, which run unseen."""
+
+    def __init__(self, builder: TapeBuilder, ops: OpRecorder, here: Mine, mine: Mine) -> None:
+        self._builder, self._ops, self._values = builder, ops, ops.values
+        self._here, self._mine = here, mine
+
+    def watch(self, replace: Replace, on: On) -> None:
+        """Enter the handlers, and replace what no mode sees."""
+        tensor: Any = torch.Tensor
+        for ask in (tensor.numpy, tensor.__array__, tensor.data_ptr, tensor.share_memory_, tensor.__dlpack__):
+            on(ask, self._may_fail)
+        for ask in (tensor.numpy, tensor.__array__):
+            on(ask, self._array)
+        on(tensor.tolist, self._list)
+        on(tensor.__format__, self._format)
+        on(tensor.nbytes.__get__, lambda _, t: t.numel() * t.element_size())  # torch's takes no symbolic sizes
+        on(tensor.__repr__, self._first(self._tell_text))
+        for copy in (tensor.__reduce_ex__, tensor.__deepcopy__):
+            on(copy, self._first(self._refuse_copy))
+        for run in (tensor.apply_, tensor.map_, tensor.map2_):  # which call a function of Python for each element
+            on(run, self._first(self._refuse_elements))
+        for name, func in VIEW_QUESTIONS.items():
+            on(func, after(functools.partial(self._refuse_base, name), self._mine))
+        on(tensor.__deepcopy__, self._deepcopy)
+        texts = [(cls, name) for cls in (torch.SymInt, torch.SymFloat) for name in ("__repr__", "__format__")]
+        for cls, name in ((torch.SymInt, "__hash__"), (torch.SymBool, "__repr__"), *texts):
+            replace(cls, name, self._of_number(getattr(cls, name)))
+        storage: Any = torch.UntypedStorage
+        replace(storage, "nbytes", self._nbytes(storage.nbytes))
+        replace(storage, "resize_", self._resize(storage.resize_))
+        address = storage.data_ptr
+        replace(storage, "data_ptr", lambda storage: self._may_fail(address, storage))
+        on(tensor.data.__get__, self._get_data)
+        on(tensor.data.__set__, self._set_data)
+
+    def _may_fail(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return ask(*args, **kwargs)
+        except Exception as error:
+            self._builder.raised.append((error, None))
+            raise
+
+    def _first(self, tell: Callable[[], None]) -> Handler:
+        """What torch answers after `tell`, which may refuse, where it is a fake tensor."""
+        return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None, self._mine)
+
+    def _refuse_copy(self) -> NoReturn:
+        raise UnsupportedOpError(
+            "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
+            "which runs no op",
+            op="Tensor.__reduce_ex__",
+            **self._builder.where(),
+            hint="write tensor.clone()",
+        )
+
+    def _refuse_elements(self) -> NoReturn:
+        error = NoData("a tensor in a trace doesn't have data for a function of its elements")
+        self._builder.raised.append((error, None))
+        raise error
+
+    def _refuse_base(self, name: str, *_: Any) -> None:
+        """The forward asks whether a tensor is a view, which it need not be in a trace."""
+        if asked_by_model():
+            raise UnsupportedOpError(
+                "the forward asks whether a tensor is a view, which no call of a trace can know",
+                op=f"Tensor.{name}",
+                **self._builder.where(),
+                hint="ask outside of the forward",
+            )
+
+    # ---------------------------------------------------------------- data
+
+    def _get_data(self, ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
+        if not self._mine():
+            return ask(t, *args)
+        source = self._values.data_source(t)
+        return self._values.add_data_alias(source, ask(source, *args))
+
+    def _set_data(self, ask: Callable[..., Any], t: torch.Tensor, new: Any) -> None:
+        """`t.data = new`: recorded as `t.set_(new)` for tensors from outside.
+
+        Tensors made in the trace need no op: their storage changes, which `ValueTable.value_of` sees.
+        """
+        if not self._here() or self._builder.running is not None or not isinstance(new, torch.Tensor):
+            return ask(t, new)
+        builder, values = self._builder, self._values
+        if is_inference_of(values.value_of(t).fake) != is_inference_of(new):
+            refuse_flag(
+                builder, "sets `.data` under inference mode of a tensor made outside of it, or reversely", "data"
+            )
+        if not values.is_outside(t):
+            self._leave_data(t, new)
+            return ask(t, new)
+        if not self._mine() or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
+            raise UnsupportedOpError(
+                "`.data = ...` of a tensor of the model, or an input, "
+                + ("in a leaf module" if not self._mine() else f"that gives it {new.dtype} on {new.device}"),
+                op="Tensor.data",
+                **builder.where(),
+                hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
+            )
+        if not values.are_one_view(t, new):
+            values.set_data(t, new)
+
+    def _leave_data(self, t: torch.Tensor, new: torch.Tensor) -> None:
+        """Before a tensor that the forward made gets other data."""
+        builder, values = self._builder, self._values
+        self._ops.reads.on_fact(t, "requires_grad", (), requires_grad_of(t))
+        if requires_grad_of(t):
+            refuse_flag(builder, "sets `.data` of a tensor that it made and that requires grad", "data")
+        if values.value_of(t).storage == values.value_of(new).storage and not values.are_one_view(t, new):
+            refuse_flag(builder, "sets `.data` of a tensor that it made to a view of its own memory", "data")
+        values.leave_memory(t)
+
+    def _resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """A storage gets another size, in bytes: recorded as the op that Dynamo writes for it."""
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            known = []
+            if self._mine() and self._builder.running is None:
+                known = self._values.in_storage(id_of_storage(storage))
+            if not known:
+                return resize(storage, size)
+            torch.ops.inductor.resize_storage_bytes_(known[0].fake, size)
+            return storage
+
+        return resize_
+
+    def _nbytes(self, ask: Callable[[Any], int]) -> Callable[[Any], int]:
+        def nbytes(storage: torch.UntypedStorage) -> int:
+            if self._mine() and asked_by_model(_STORAGES):
+                found = self._values.in_storage(id_of_storage(storage))
+                inputs = [v.fake for v in found if v in self._builder.tape.inputs]
+                for t in inputs[:1]:
+                    self._ops.reads.on_fact(t, "storage_nbytes", (), ask(storage))
+            return ask(storage)
+
+        return nbytes
+
+    def _array(self, ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        known = self._ops.data.data_of(t) if self._mine() else NotImplemented
+        if known is NotImplemented:
+            return ask(t, *args, **kwargs)
+        with eager():
+            result = ask(known, *args, **kwargs)
+        result.flags.writeable = False  # a write to it would not be in the graph
+        return result
+
+    def _list(self, ask: Callable[..., Any], t: torch.Tensor) -> Any:
+        """Of a tensor of the model, whose data C code would take without any op: the numbers of its elements."""
+        if isinstance(t, FakeTensor) or not (self._mine() and asked_by_model()):
+            return ask(t)
+        return [row.tolist() for row in t] if t.dim() > 0 else t.item()
+
+    def _deepcopy(self, ask: Callable[..., Any], t: torch.Tensor, memo: dict[Any, Any]) -> Any:
+        """Of a tensor of the model that autograd does not know, such as a buffer, the copy is an op.
+
+        Copies of tensors that share memory would share theirs.
+        """
+        is_plain = type(t) is torch.Tensor and t.layout == torch.strided and not t.requires_grad
+        if not (is_plain and self._mine()) or id(t) in memo:
+            return ask(t, memo)
+        copies = memo.setdefault("scopetrace", set())
+        storage = t.untyped_storage()
+        if id_of_storage(storage) in copies or storage.nbytes() != t.numel() * t.itemsize:
+            return ask(t, memo)
+        copies.add(id_of_storage(storage))
+        memo[id(t)] = t.clone()
+        return memo[id(t)]
+
+    # ---------------------------------------------------------------- text
+
+    def _format(self, ask: Callable[..., str], t: torch.Tensor, spec: str) -> str:
+        """`f"{tensor:.3f}"`; without a number there is no text of that form, and it is that of `repr`."""
+        if not self._mine():
+            return ask(t, spec)
+        number = NotImplemented if t.dim() > 0 else self._ops.data.number_of(t)
+        if number is not NotImplemented:
+            return format(number, spec)
+        if isinstance(t, FakeTensor):
+            self._tell_text()
+        return ask(t, "" if isinstance(t, FakeTensor) and t.dim() == 0 else spec)
+
+    def _of_number(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        """`hash`, `repr` or `format` of a symbolic number: of the number itself where the model's own code asks."""
+
+        def read(number: Any, *spec: str) -> Any:
+            if not (self._mine() and asked_by_model()):
+                return ask(number, *spec)
+            known = self._ops.data.number_of(number)
+            if known is not NotImplemented:
+                return getattr(known, ask.__name__)(*spec)
+            if ask.__name__ != "__hash__":
+                self._tell_text()
+            return ask(number, *(("",) if spec else ()))
+
+        return read
+
+    def _tell_text(self) -> None:
+        """Refuse text that code of the model makes, beyond `__repr__`s, whose text is that of their object.
+
+        What torch makes text of by itself, in an op, is for messages.
+        """
+        frame = asking_frame()
+        while frame is not None and (
+            frame.f_code.co_name in _OF_TEXT
+            or frame.f_code.co_filename.startswith(_MAKES_TEXT)
+            or is_of_python(frame.f_code.co_filename)
+        ):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL) and not shows_only(frame):
+            raise DataDependentError(
+                "the forward makes text of a tensor, of a number that depends on one or of a dynamic size, and does "
+                "not only show it; a graph makes no text",
+                op="str",
+                **self._builder.where(),
+                hint="show it alone, by print, logging, warnings or an error; make other text outside of the forward; "
+                "or trace with specialize=True, which lets the example inputs decide and says so in "
+                "Trace.specializations",
+            )
