@@ -7,7 +7,6 @@ Data flow:
 """
 
 from scopetrace.outline.cut import outline
-from scopetrace.outline.ranges import Ranges
 from scopetrace.outline.readers import Readers
 from scopetrace.outline.signature import FunctionOutput, FunctionSignature, OutlinedBody, new_values, values_with_path
 
@@ -15,7 +14,6 @@ __all__ = [
     "FunctionOutput",
     "FunctionSignature",
     "OutlinedBody",
-    "Ranges",
     "Readers",
     "new_values",
     "outline",
