@@ -24,6 +24,8 @@ from scopetrace._compat.symbols import Symbolic, example
 from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.formatting import amount
+from scopetrace.ir.tape import Value
+from scopetrace.ops.functional_variants import tensor_of
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.tree import Op, Section
@@ -88,7 +90,7 @@ class Meter:
 
     def __init__(self, program: TracedProgram) -> None:
         self._attributes = program.tape.attributes
-        self._flops: dict[Hashable, int] = {}
+        self._flops = FlopCounts()
         self._found: dict[Section, Measures] = {}
         self._ops: dict[Op, Measures] = {}
 
@@ -129,20 +131,10 @@ class Meter:
         return _sum([own, inside])
 
     def flops(self, node: torch.fx.Node) -> int:
-        """Floating-point operations of one op; 0 where torch has no formula, or the op does not run without data."""
-        if not is_op(node.target) or node.target.overloadpacket in _WITHOUT_FLOPS:
-            return 0
+        """Floating-point operations of one op; 0 for a node that a pass made, or whose meta it dropped."""
         if any(node_value(n) is None for n in (node, *node.all_input_nodes)):
-            return 0  # a node that a pass made, or whose meta it dropped
-        if node.target.overloadpacket not in flop_registry and not can_decompose(node.target):
             return 0
-        key = (node.target, _signature(node.args), _signature(node.kwargs))
-        try:
-            if key not in self._flops:
-                self._flops[key] = _counted(node)
-            return self._flops[key]
-        except TypeError:  # an unhashable Python argument
-            return _counted(node)
+        return self._flops.of(node.target, node.args, node.kwargs, node)
 
 
 def _makes(body: Section, op: Op) -> bool:
@@ -151,29 +143,19 @@ def _makes(body: Section, op: Op) -> bool:
     return [type_text(node_value(n)) for n in results] == list(map(type_text, _tensors(node_value(op.node))))
 
 
-_SIZED = (torch.Tensor, *Symbolic)
+# FLOPs ---------------------------------------------------------------------------------------------------------------
 
 
-def _without_data(x: Any) -> Any:
-    """A tensor of the example's sizes on the meta device; of a symbolic number the example's."""
-    if not isinstance(x, torch.Tensor):
-        return example(x)
-    sizes, strides = (tuple(map(example, numbers)) for numbers in (x.shape, x.stride()))
-    return torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
-
-
-def _signature(x: Any) -> Hashable:
-    """An argument with the sizes and types of tensors in place of the nodes."""
-    if isinstance(x, torch.fx.Node):
-        return _signature(node_value(x))
-    if isinstance(x, torch.Tensor):
-        return (x.shape, x.stride(), x.dtype)
-    if isinstance(x, (list, tuple)):
-        return tuple([_signature(item) for item in x])
-    return tuple([(key, _signature(item)) for key, item in x.items()]) if isinstance(x, dict) else x
+def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of a grouped matrix product; either operand may have the groups as its first dimension."""
+    if len(a) == 3 and len(b) == 2:
+        return int(2 * a[-2] * torch.Size(b).numel())
+    return int(2 * torch.Size(a).numel() * b[-1])
 
 
 _aten = torch.ops.aten
+_MORE = {_aten._grouped_mm: _grouped_mm_flops}
+"""Formulas that `torch.utils.flop_counter` does not have."""
 # Composites without a product, which are met most often: to run one just to find that torch counts nothing is slow.
 _NAMES_WITHOUT_FLOPS = """
     __and__ __or__ adaptive_avg_pool2d batch_norm chunk contiguous diff dropout expand_as flatten group_norm layer_norm
@@ -181,26 +163,69 @@ _NAMES_WITHOUT_FLOPS = """
 """
 _WITHOUT_FLOPS = frozenset(getattr(_aten, name) for name in _NAMES_WITHOUT_FLOPS.split())
 _CONVOLUTIONS = (_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default)
+_HOLDERS = (torch.fx.Node, Value)
 
 
-def _counted(node: torch.fx.Node) -> int:
+class FlopCounts:
+    """The floating-point operations of ops as torch counts them; those of equal sizes are counted once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def of(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        """Those of `func`, with nodes or values for tensors, `out` for its result.
+
+        0 where torch has no formula, or the op does not run without data.
+        """
+        if not is_op(func) or func.overloadpacket in _WITHOUT_FLOPS:
+            return 0
+        if func.overloadpacket not in flop_registry | _MORE and not can_decompose(func):
+            return 0
+        key = (func, _signature(args), _signature(kwargs))
+        try:
+            if key not in self._known:
+                self._known[key] = _counted(func, args, kwargs, out)
+            return self._known[key]
+        except TypeError:  # an unhashable Python argument
+            return _counted(func, args, kwargs, out)
+
+
+def _without_data(x: Any) -> Any:
+    """A tensor of the example's sizes on the meta device; of a symbolic number the example's."""
+    x = tensor_of(x)
+    if not isinstance(x, torch.Tensor):
+        return example(x) if isinstance(x, Symbolic) else x
+    sizes, strides = (tuple(map(example, numbers)) for numbers in (x.shape, x.stride()))
+    return torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
+
+
+def _signature(x: Any) -> Hashable:
+    """An argument with the sizes and types of tensors in place of the nodes or values."""
+    if isinstance(x, _HOLDERS):
+        return _signature(tensor_of(x))
+    if isinstance(x, torch.Tensor):
+        return (x.shape, x.stride(), x.dtype)
+    if isinstance(x, (list, tuple)):
+        return tuple([_signature(item) for item in x])
+    return tuple([(key, _signature(item)) for key, item in x.items()]) if isinstance(x, dict) else x
+
+
+def _counted(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """As torch counts an op. What it would do most often, which is slow, needs the sizes alone."""
-    if node.target is _aten.linear.default or node.target in _CONVOLUTIONS:
-        x, weight, out = ([*map(example, node_value(n).shape)] for n in (*node.all_input_nodes[:2], node))
-        if node.target is _aten.linear.default:
-            return 2 * math.prod(out) * weight[-1]
-        return int(conv_flop_count(x, weight, out))
-    if node.target is _aten.scaled_dot_product_attention.default:
-        shapes = [[*map(example, node_value(n).shape)] for n in node.all_input_nodes[:3]]
+    if func is _aten.linear.default or func in _CONVOLUTIONS:
+        x, weight, made = ([*map(example, tensor_of(t).shape)] for t in (*args[:2], out))
+        if func is _aten.linear.default:
+            return 2 * math.prod(made) * weight[-1]
+        return int(conv_flop_count(x, weight, made))
+    if func is _aten.scaled_dot_product_attention.default:
+        shapes = [[*map(example, tensor_of(t).shape)] for t in args[:3]]
         if all(len(s) == 4 and s[:2] == shapes[0][:2] for s in shapes):
             return int(sdpa_flop_count(*shapes))
-    given = tree_map_only(torch.fx.Node, node_value, (node.args, node.kwargs))
-    args, kwargs = tree_map_only(_SIZED, _without_data, given)
-    counter = FlopCounterMode(display=False)
+    args, kwargs = tree_map_only((*_HOLDERS, torch.Tensor, *Symbolic), _without_data, (args, kwargs))
+    counter = FlopCounterMode(display=False, custom_mapping=_MORE)
     try:
         with torch.no_grad(), counter:
-            assert callable(node.target)
-            node.target(*args, **kwargs)
+            func(*args, **kwargs)
     except Exception:  # ops whose results depend on data, or that the meta device does not have
         return 0
     return int(counter.get_total_flops())
