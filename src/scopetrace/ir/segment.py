@@ -155,8 +155,7 @@ def body_tape(
 
     ops = [op.copied(inside) for op in segment.kept() if op.kind != "placeholder"]
     for call in segment.calls:
-        call.args, call.kwargs = renamed((call.args, call.kwargs), inside)
-        call.outputs, call.mutated = renamed((call.outputs, call.mutated), inside)
+        call.rename(inside)
         call.start, call.stop = (_position(segment, i, len(placeholders)) for i in (call.start, call.stop))
     outputs = renamed(segment.outputs, inside)
     return BodyTape(
@@ -199,14 +198,13 @@ def own_values(tape: _T) -> _T:
     """Give a tape that was made of another one's ops, but of calls of its own, ops and values of its own."""
     values: dict[Value, Value] = {}
     tape.ops = [op.copied(values) for op in tape.ops]
+    for call in tape.calls:
+        call.rename(values)
     return with_values(tape, values)
 
 
 def with_values(tape: _T, values: Mapping[Value, Value]) -> _T:
-    """Put other values into calls, inputs and outputs of a tape whose ops have them already. Returns the tape."""
-    for call in tape.calls:
-        call.args, call.kwargs, call.outputs = renamed((call.args, call.kwargs, call.outputs), values)
-        call.mutated = renamed(call.mutated, values)
+    """Put other values into inputs and outputs of a tape whose ops and calls have them already. Returns the tape."""
     tape.inputs, tape.outputs = renamed((tape.inputs, tape.outputs), values)
     if isinstance(tape, ProgramTape):
         tape.args = renamed(tape.args, values)

@@ -295,10 +295,13 @@ class Op:
         fields.update(changed)
         return Op(**fields)
 
-    def copied(self, values: dict[Value, Value]) -> Op:
-        """A copy for another tape: it reads the values that stand in `values`, and adds those that it makes."""
+    def copied(self, values: dict[Value, Value], storages: Mapping[int, int] = types.MappingProxyType({})) -> Op:
+        """A copy for another tape: it reads the values that stand in `values`, and adds those that it makes.
+
+        These are in the `storages` that stand for theirs, else in the same.
+        """
         for v in self.values():
-            values[v] = v.copy(v.storage)
+            values[v] = v.copy(storages.get(v.storage, v.storage))
         taken = [(name, getattr(self, name)) for name in ("args", "kwargs", "writes", "tracked")]
         changed = {name: renamed(x, values) for name, x in taken if x}  # attributes have outputs alone
         return self.replace(outputs=renamed(self.outputs, values), **changed)
@@ -385,6 +388,12 @@ class Call:
         new = Call.__new__(Call)
         new.__dict__.update(self.__dict__, **changed)
         return new
+
+    def rename(self, values: Mapping[Value, Value]) -> Call:
+        """Take other values in place of those that are keys of `values`. Returns the call."""
+        self.args, self.kwargs = renamed((self.args, self.kwargs), values)
+        self.outputs, self.mutated = renamed((self.outputs, self.mutated), values)
+        return self
 
 
 def is_grad_on(ops: list[Op]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -24,11 +24,10 @@ from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.functionalizer import Functionalizer
+from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.segment import with_values
 from scopetrace.ir.tape import (
     BodyTape,
-    Call,
     FunctionalTape,
     Op,
     Value,
@@ -73,14 +72,9 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
     Raises DecompositionError for a decomposition that does not do what its op does, as far as metadata say,
     DynamicShapeError for one that fixes a dynamic size.
     """
-    calls: dict[Call, Call] = {}
-    for call in sorted((c for inner in tape.walk() for c in inner.calls), key=lambda c: c.position):
-        calls[call] = call.replace(parent=None if call.parent is None else calls[call.parent])
-    used = (v.storage for inner in tape.walk() for op in inner.ops for v in op.values())
     with building(), without_mkldnn():
-        storages = itertools.count(max(used, default=0) + 1)
         old = dataclasses.replace(tape, decomposed=True)
-        found: FunctionalTape = _TapeDecomposer(old, Decompositions(table), calls, storages, {}, {}).run()
+        found: FunctionalTape = _TapeDecomposer(old, None, Decompositions(table)).run()
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     if checks_enabled():
@@ -88,46 +82,27 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
     return found
 
 
-class _TapeDecomposer:
-    """Copies one tape: the program, or a body in it."""
+class _TapeDecomposer(TapeRewriter):
+    def __init__(self, old: FunctionalTape | BodyTape, around: _TapeDecomposer | None, table: Decompositions) -> None:
+        super().__init__(old, around)
+        self.table = table
+        self.known: dict[Any, BodyTape | None] = {} if around is None else around.known
+        """The decompositions so far, by op and metadata of the operands."""
+        has_grad = any(op.grad for op in old.ops if op.kind != "get_attr")
+        self.emitter = Emitter(self.new, self.storages, has_grad=has_grad)
 
-    def __init__(
-        self,
-        old: FunctionalTape | BodyTape,
-        table: Decompositions,
-        calls: dict[Call, Call],
-        storages: Iterator[int],
-        bodies: dict[BodyTape, BodyTape],
-        known: dict[Any, BodyTape | None],
-    ) -> None:
-        """`calls` and `bodies` are the new ones by the old ones, `storages` gives numbers of new storages.
+    def inner(self, body: BodyTape) -> TapeRewriter:
+        """What decomposes a body."""
+        return _TapeDecomposer(body, self, self.table)
 
-        `known` are the decompositions so far, by op and metadata of the operands.
-        """
-        self.old, self.table, self.calls, self.storages = old, table, calls, storages
-        self.bodies, self.known = bodies, known
-        self.new: Any = dataclasses.replace(old, ops=[], calls=[], attributes=dict(old.attributes))
-        self.emitter = Emitter(self.new, storages, has_grad=any(op.grad for op in old.ops if op.kind != "get_attr"))
-        self.values: dict[Value, Value] = {}
-        """By value of the old tape, that of the new one."""
-
-    def run(self) -> Any:
-        """The new tape."""
-        starts = []
-        for op in self.old.ops:
-            starts.append(len(self.new.ops))
-            self._step(op, op.replace(call=None if op.call is None else self.calls[op.call]))
+    def end(self) -> None:
+        """What the program gives is laid out as it was."""
         writes = self.old.attribute_writes if isinstance(self.old, FunctionalTape) else []
         outputs = [*self.old.graph_outputs(), *(w.value for w in writes)]
         self._lay_out([v for v in outputs if isinstance(v, Value)], self.new.ops[-1:])
-        starts.append(len(self.new.ops))
-        for call in self.old.calls:
-            new = self.calls[call]
-            new.start, new.stop = starts[call.start], starts[call.stop]
-            self.new.calls.append(new)
-        return with_values(self.new, self.values)
 
-    def _step(self, op: Op, placed: Op) -> None:
+    def step(self, op: Op, placed: Op) -> None:
+        """An op of the table becomes other ops."""
         has_gradient = op.target in (*_ZERO_GRADIENT, *_BY_STATISTICS) and any(v.requires_grad for v in op.values())
         stays = bool(op.unbacked) or has_gradient or (op.grad and op.target is _aten.detach.default)
         rule = self.table.rule(op.target) if is_op(op.target) and not stays else None
@@ -146,31 +121,22 @@ class _TapeDecomposer:
                 "between them",
             )
         if rule is None or not self._decompose(op, placed, rule):
-            self._copy(op, placed)
+            self._stay(op, placed)
 
-    def _copy(self, op: Op, placed: Op) -> None:
+    def _stay(self, op: Op, placed: Op) -> None:
         """An op that stays."""
-        for body in op.bodies():
-            if body not in self.bodies:
-                inner = _TapeDecomposer(body, self.table, self.calls, self.storages, self.bodies, self.known)
-                self.bodies[body] = inner.run()
-        args, kwargs = renamed((op.args, op.kwargs), self._operand_of(op))
-        if all(_is_laid_out(self.values[v], v) for v in op.inputs()):
-            storages = {v.storage: self.values[v].storage for v in op.inputs()}
-            if op.kind in ("placeholder", "get_attr"):
-                storages = {v.storage: v.storage for v in op.values()}
-            self.emitter.copy(placed, args, kwargs, storages)
-        else:
-            self.emitter.run(placed, op.target, args, kwargs)
-        self.values.update(zip(op.values(), self.new.ops[-1].values(), strict=True))
-
-    def _operand_of(self, op: Op) -> dict[Any, Any]:
-        return {v: self.values[v] for v in op.inputs()} | {body: self.bodies[body] for body in op.bodies()}
+        if all(_is_laid_out(self.now[v], v) for v in op.inputs()):
+            self.copy(op, placed)
+            return
+        self.rewrite_bodies(op)
+        args, kwargs = renamed((op.args, op.kwargs), self.now)
+        made = self.emitter.run(placed, op.target, args, kwargs)
+        self.now.update(zip(op.values(), values_in(made), strict=True))
 
     def _lay_out(self, found: list[Value], at: list[Op]) -> None:
         """Give values the strides that they had, where a decomposition gave them others; at the place of an op."""
         for old, placed in itertools.product(found, at):
-            if not _is_laid_out(self.values[old], old):
+            if not _is_laid_out(self.now[old], old):
                 copied = placed.replace(target="strides", args=(old,), kwargs={}, outputs=old, writes=())
                 self._decompose(copied, placed, functools.partial(_with_strides, like=old.fake))
 
@@ -193,12 +159,12 @@ class _TapeDecomposer:
                 made = self.emitter.run(origin, step.target, args, kwargs)
                 inside.update(zip(step.values(), values_in(made), strict=True))
         for old, own in zip(op.values(), body.outputs, strict=True):
-            self.values[old] = self._as_before(op, placed, old, inside[own])
+            self.now[old] = self._as_before(op, placed, old, inside[own])
         return True
 
     def _body(self, op: Op, rule: Any) -> BodyTape | None:
         """The decomposition; that of an earlier op where the operands of both have equal metadata."""
-        args, kwargs = renamed((op.args, op.kwargs), self.values)
+        args, kwargs = renamed((op.args, op.kwargs), self.now)
         given, operands = values_in((args, kwargs)), self._operands(op)
         key = self.emitter.inference.key_of_call(op.target, args, kwargs) if is_op(op.target) else None
         whole = None if key is None else (key, op.grad, *map(operands.index, given))
@@ -211,11 +177,11 @@ class _TapeDecomposer:
 
     def _operands(self, op: Op) -> list[Value]:
         """The operands of an op in the new tape, each once."""
-        return list(dict.fromkeys(self.values[v] for v in op.inputs()))
+        return list(dict.fromkeys(self.now[v] for v in op.inputs()))
 
     def _as_before(self, op: Op, placed: Op, old: Value, new: Value) -> Value:
         """A result, in memory of its own where that of the op was."""
-        operands = {v.storage: self.values[v].storage for v in op.inputs()}
+        operands = {v.storage: self.now[v].storage for v in op.inputs()}
         if new.storage in operands.values():
             if old.storage in operands:
                 return new

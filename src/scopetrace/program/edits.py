@@ -12,7 +12,6 @@ The graph keeps its inputs, the number of its outputs, and what the write-back n
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import Removed, leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError
 from scopetrace.functionalization.emitter import Emitter
+from scopetrace.ir.rewriter import copied_calls, new_storages
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import (
     BodyTape,
@@ -67,22 +67,17 @@ class Reading:
         assert isinstance(old.tape, ProgramTape)
         self.bodies: dict[Tape, BodyTape] = {}
         self.is_pure = isinstance(old.tape, FunctionalTape)
-        calls = {call.position: call for tape in old.tape.walk() for call in tape.calls}
-        copies: dict[Call, Call] = {}
-        for call in sorted(calls.values(), key=lambda call: call.position):
-            copies[call] = call.replace(parent=None if call.parent is None else copies[call.parent])
-        self.calls = copies
+        self.calls = copied_calls(old.tape)
         self.stops: dict[Call, int] = {}
         """By old call, the position after that of the last call in it."""
-        for call in copies:
+        for call in self.calls:
             self.stops |= dict.fromkeys(around(call), call.position + 1)
-        self.by_position = {call.position: copies[call] for call in calls.values()}
+        self.by_position = {call.position: copy for call, copy in self.calls.items()}
         self.scopes = {scope.path: scope for scope in old.tape.scopes()}
         self.held = held
         self.old = old.tape
         """The tape of the program that the graph was made from."""
-        used = (v.storage for tape in old.tape.walk() for op in tape.ops for v in op.values())
-        self.storages = itertools.count(max(used, default=0) + 1)
+        self.storages = new_storages(old.tape)
         with building():
             self._reader = _GraphReader(self, old, root, graph)
             self.tape, self.lowering = self._reader.program(), self._reader.lowering()
