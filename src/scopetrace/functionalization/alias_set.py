@@ -16,13 +16,12 @@ The idea, and the name ViewMeta, are those of torch's functionalization pass (Fu
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from scopetrace._compat.symbols import to_expr
-from scopetrace._compat.tensors import is_symbolic, stride_of
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
@@ -67,49 +66,10 @@ class ViewMeta(NamedTuple):
     slot: int | None = None
 
 
-class AsRecorded:
-    """Which values stand for those of the recorded tape: with them, an op is copied and nothing else is asked.
-
-    They have the layout of the recorded ones, and lie in the one memory that stands for theirs. Of memory that is
-    written, they do so only until the next write.
-    """
-
-    def __init__(self) -> None:
-        self.now: dict[Value, Value] = {}
-        """The present values, by those of the recorded tape."""
-        self.storages: dict[int, int] = {}
-        """The storages that they are in, by those of the recorded tape."""
-
-    def enter(self, old: Value, new: Value) -> bool:
-        """Have `new` stand for `old`. Returns whether it does: not in another layout, nor in memory of its own."""
-        if not alike(old, new) or self.storages.setdefault(old.storage, new.storage) != new.storage:
-            return False
-        self.now[old] = new
-        return True
-
-    def leave(self, values: Iterable[Value]) -> None:
-        """Forget what stands for values of one storage."""
-        for v in values:
-            self.now.pop(v, None)
-            self.storages.pop(v.storage, None)
-
-
-def alike(old: Value, new: Value) -> bool:
-    """Whether two values have the same dtype, sizes and strides."""
-    a, b = old.fake, new.fake
-    if a is b:
-        return True
-    if is_symbolic(a) or is_symbolic(b):
-        return bool(a.dtype == b.dtype and to_expr((a.size(), a.stride())) == to_expr((b.size(), b.stride())))
-    return bool(a.dtype == b.dtype and a.size() == b.size() and stride_of(a) == stride_of(b))
-
-
 class AliasSet:
     """The aliases of one written storage. `old` values are of the recorded tape, `new` ones of the functional tape."""
 
-    def __init__(
-        self, emitter: Emitter, bring: Callable[[Value, Op], None], as_recorded: AsRecorded | None = None
-    ) -> None:
+    def __init__(self, emitter: Emitter, bring: Callable[[Value, Op], None]) -> None:
         self.roots: list[Value] = []
         """The tensors that no view op made: the owner of the storage, or inputs that share it."""
         self.views: dict[Value, ViewMeta] = {}
@@ -121,8 +81,6 @@ class AliasSet:
         """By `transpose_` and its kind: what became of an alias, and the op."""
         self._emitter = emitter
         self._bring = bring  # puts a root on the tape that the program reads only later
-        self._as_recorded = as_recorded or AsRecorded()
-        self._shown: list[Value] = []  # those that are in it
         self._present: dict[Value, tuple[Value, int]] = {}
         self._row: Value | None = None
         self._row_positions = _NO_POSITIONS
@@ -137,15 +95,6 @@ class AliasSet:
     def define(self, old: Value, new: Value) -> None:
         """Say that `new` is the value of an alias that was made just now."""
         self._present[self.same(old)] = (new, self.version)
-
-    def show(self, old: Value, new: Value) -> None:
-        """Let ops be copied with `new`, the present value of an alias, as they are until the next write."""
-        if self._as_recorded.enter(old, new):
-            self._shown.append(old)
-
-    def _hide(self) -> None:
-        self._as_recorded.leave(self._shown)
-        self._shown.clear()
 
     def read(self, old: Value, reader: Op) -> Value:
         """The present value of an alias."""
@@ -185,7 +134,6 @@ class AliasSet:
         if may_lose and not bases:
             new = self._with_history(self.read(old, writer), new, writer)
         self.version += 1
-        self._hide()
         self._present[old] = (new, self.version)
         for view, parent, base in zip(chain, chain[1:], bases, strict=False):
             new = self._function(view, parent, writer).inverse(self._emitter.simplifying(writer), base, new)
@@ -211,7 +159,6 @@ class AliasSet:
         self.roots, self._row, self._covered = [old], None, True
         self.views.pop(old, None)
         self._first.clear()
-        self._hide()
         self.version += 1
         self._present = {old: (new, self.version)}
 
@@ -351,7 +298,6 @@ class AliasSet:
         """Add an alias."""
         if value in self._first:
             self._first.clear()
-            self._hide()
         if value.requires_grad:
             self._with_grad[value] = None
         self.views[value] = meta

@@ -13,18 +13,17 @@ tape belongs to an op of the new tape.
 from __future__ import annotations
 
 import abc
-import bisect
 import dataclasses
-import itertools
 from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import is_op, is_random
+from scopetrace._compat.ops import is_random
 from scopetrace._compat.shape_env import Place
-from scopetrace._compat.tensors import DATA_DEPENDENT
+from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import DATA_DEPENDENT, is_symbolic, stride_of
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.functionalization.alias_set import AliasSet, AsRecorded, ViewMeta, alike, last_of
+from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
 from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_of, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
@@ -40,7 +39,6 @@ from scopetrace.ir.tape import (
     Value,
     flat,
     map_argument,
-    substituted,
     values_in,
 )
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
@@ -70,17 +68,11 @@ class TapeCopier(abc.ABC):
         self.new = _started(old)
         self.grad = any(op.grad for op in old.ops if op.kind != "get_attr")
         self.emitter = Emitter(self.new, has_grad=self.grad)
-        self._writers = [i for i, op in enumerate(old.ops) if op.writes]
-        self._written = [[v.storage for v in old.ops[i].writes] for i in self._writers]
-        self.as_recorded = AsRecorded()
-        self.sets: dict[int, AliasSet] = {
-            storage: AliasSet(self.emitter, self._bring, self.as_recorded)
-            for storage in dict.fromkeys(itertools.chain.from_iterable(self._written))
-        }
+        self.sets = {storage: AliasSet(self.emitter, self._bring) for storage in _written(old.ops)}
         self.originals: dict[Value, Value] = {}
         """The values of inputs and attributes as the program got them, by those of the old tape."""
         self.values: dict[Value, Value] = {}
-        """The new values of those outside of the alias sets that do not stand for them as they are."""
+        """The new values of those outside of the alias sets."""
         self.original_storages: set[int] = set()
         """The storages of the values of `originals`."""
         self._outside: set[int] = set()  # written storages of inputs and attributes
@@ -88,9 +80,6 @@ class TapeCopier(abc.ABC):
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self.differentiated = old.differentiated() if isinstance(old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
-        self._random: dict[int, bool] = {}  # by the id of a target: whether it draws random numbers
-        self._plain: dict[int, bool] = {}  # by the id of a target: whether operands show all that an op of it is
-        self._aliasing: set[Op] = set()  # ops that give a view of memory that is written
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
         self._op: Op | None = None
@@ -125,9 +114,6 @@ class TapeCopier(abc.ABC):
 
     def read(self, old: Value, reader: Op) -> Value:
         """The present value of one of the old tape."""
-        new = self.as_recorded.now.get(old)
-        if new is not None:
-            return new
         aliases = self.sets.get(old.storage)
         return self.values[old] if aliases is None else aliases.read(old, reader)
 
@@ -138,15 +124,11 @@ class TapeCopier(abc.ABC):
         Memory that was not written so far is written after the op in eager too, where a backward pass raises as well,
         but for ops of which autograd keeps copies.
         """
-        known = self.as_recorded.now.get(old)
-        if known is not None:
-            return known
         aliases = self.sets.get(old.storage)
         if aliases is None:
             return self.values[old]
         new = aliases.read(old, reader)
         if new.storage not in self._outside:
-            aliases.show(old, new)
             return new
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
         is_same = is_same and reader not in self._offloaded
@@ -166,8 +148,7 @@ class TapeCopier(abc.ABC):
             if i in self._starts or i in self._stops:
                 self._pass_boundaries(i, op)
             try:
-                if op.writes or not self._copy_as_it_is(op):
-                    self._step(op)
+                self._step(op)
             except DATA_DEPENDENT as error:
                 raise refusal("what becomes of a write depends on data", op) from error
         return self.old.ops[-1]
@@ -198,9 +179,6 @@ class TapeCopier(abc.ABC):
 
     def _read_at_edge(self, old: Value, op: Op, call: Call | None) -> Value:
         """As `read`, at the boundary of a call beside `op`. What is derived for it belongs to `call`."""
-        new = self.as_recorded.now.get(old)
-        if new is not None:
-            return new
         aliases = self.sets.get(old.storage)
         if aliases is None:
             return self.values[old]
@@ -226,11 +204,9 @@ class TapeCopier(abc.ABC):
 
     def _mutated_in(self, call: Call, op: Op) -> Any:
         """The arguments, and the module's tensors, whose storage the call wrote to: their new values."""
-        start, stop = (bisect.bisect_left(self._writers, i) for i in (call.start, call.stop))
-        if start == stop:
+        written = _written(self.old.ops[call.start : call.stop])
+        if not written:
             return None
-        inside = itertools.chain.from_iterable(self._written[start:stop])
-        written = dict.fromkeys(inside)  # in order: equal calls name them alike
         now, prefix = self.emitter.calls[call], call.prefix
 
         def changed(v: Value) -> Value | None:
@@ -251,9 +227,6 @@ class TapeCopier(abc.ABC):
     def _find_roots(self) -> None:
         given: dict[int, Value] = {}
         for op in self.old.ops:
-            outs = op.outputs
-            if isinstance(outs, Value) and outs.storage not in self.sets:
-                continue
             for value in op.values():
                 aliases = self.sets.get(value.storage)
                 if aliases is None:
@@ -264,8 +237,6 @@ class TapeCopier(abc.ABC):
                     aliases.link(value, ViewMeta(first))
                 elif op.kind in ("placeholder", "get_attr") or parent is None or self._leaves_its_base(value):
                     aliases.roots.append(value)
-                if parent is not None:
-                    self._aliasing.add(op)
 
     def _leaves_its_base(self, value: Value) -> bool:
         """Whether as_strided reads memory that no other tensor of the program has."""
@@ -328,46 +299,11 @@ class TapeCopier(abc.ABC):
             self._held.setdefault(old.storage, []).append((op.name, old))
         aliases = self.sets.get(old.storage)
         if aliases is None:
-            self.bind(old, new)
+            self.values[old] = new
             return
         self._outside.add(old.storage)
         if aliases.same(old) is old:
             aliases.define(old, new)
-
-    def _copy_as_it_is(self, op: Op) -> bool:
-        """Copy an op that reads only what stands for what it read. Returns whether it is one.
-
-        Its results lie where those of the recorded tape do.
-        """
-        is_plain = self._plain.get(id(op.target))
-        if is_plain is None:
-            is_plain = is_op(op.target) and op.target is not _aten.as_strided.default and not self._draws(op)
-            self._plain[id(op.target)] = is_plain
-        if not is_plain or op in self._aliasing:
-            return False
-        now, sets = self.as_recorded.now, self.sets
-        try:
-            args = tuple([now[a] if isinstance(a, Value) else substituted(a, now) for a in op.args])
-            kwargs = substituted(op.kwargs, now) if op.kwargs else op.kwargs
-        except KeyError:
-            return False
-        outputs = self.emitter.placed(op, args, kwargs, self.as_recorded.storages)
-        if isinstance(op.outputs, Value) and op.outputs.storage not in sets:
-            now[op.outputs] = outputs
-            return True
-        for old, new in zip(op.values(), values_in(outputs), strict=True):
-            now[old] = new
-            aliases = sets.get(old.storage)
-            if aliases is not None:
-                aliases.define(old, new)
-                aliases.show(old, new)
-        return True
-
-    def _draws(self, op: Op) -> bool:
-        found = self._random.get(id(op.target))
-        if found is None:
-            found = self._random[id(op.target)] = is_random(op.target)
-        return found
 
     def _copy_op(self, op: Op) -> None:
         """An op that writes nothing, and whose operands or results are not as they were."""
@@ -383,7 +319,7 @@ class TapeCopier(abc.ABC):
         old_inputs, new_inputs = op.inputs(), _values(op, (args, kwargs))
         if op.kind == "call_module":
             outputs = self.emitter.copy(op, args, kwargs)
-        elif all(map(alike, old_inputs, new_inputs)) and not _come_apart(old_inputs, new_inputs):
+        elif all(map(_alike, old_inputs, new_inputs)) and not _come_apart(old_inputs, new_inputs):
             storages = {v.storage: v.storage for v in op.values()}  # new tensors lie where they did
             storages |= {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
             outputs = self.emitter.copy(op, args, kwargs, storages)
@@ -412,7 +348,7 @@ class TapeCopier(abc.ABC):
         outputs = self.emitter.copy(op, args, op.kwargs, storages, more=op.writes)
         count = len(op.writes)
         own, written = (outputs[:-count], outputs[-count:]) if count else (outputs, ())
-        self.define(op.replace(args=(), kwargs={}), op.outputs, own)
+        self.define_new(op.outputs, own)
         for target, value in zip(op.writes, written, strict=True):
             self.assign(op, target, value)
 
@@ -454,49 +390,27 @@ class TapeCopier(abc.ABC):
         def in_order(leaf: Any) -> Any:
             return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if isinstance(leaf, Value) else leaf
 
-        draws = self._draws(op) and not _returns_operand(op)
-        if not draws:
-            try:
-                return substituted(x, self.as_recorded.now)
-            except KeyError:  # one of them may have to be derived
-                pass
+        draws = is_random(op.target) and not _returns_operand(op)
         return map_argument(in_order if draws else now, x)
 
-    def bind(self, old: Value, new: Value) -> None:
-        """Have `new` stand for a value outside of the alias sets."""
-        if not self.as_recorded.enter(old, new):
-            self.values[old] = new
-
-    def show(self, old: Value) -> None:
-        """Let ops be copied with the present value of an alias as it is, unless that is memory from outside."""
-        aliases = self.sets[old.storage]
-        new = aliases.current(old)
-        if new is not None and new.storage not in self._outside:
-            aliases.show(old, new)
-
-    def define_new(self, old: Value, new: Value) -> None:
-        """As `define`, for a tensor in memory of its own."""
-        aliases = self.sets.get(old.storage)
-        if aliases is None:
-            self.bind(old, new)
-        else:
-            aliases.define(old, new)
-            aliases.show(old, new)
+    def define_new(self, old: Any, new: Any) -> None:
+        """Bind what an op made in memory of its own."""
+        for a, b in zip(values_in(old), values_in(new), strict=True):
+            if a.storage in self.sets:
+                self.sets[a.storage].define(a, b)
+            else:
+                self.values[a] = b
 
     def define(self, op: Op, old: Any, new: Any) -> None:
         """Bind what an op made: views in alias sets get their `ViewMeta`, new tensors are roots."""
         several = isinstance(old, (list, tuple))
         for a, b in zip(_values(op, old), _values(op, new), strict=True):
-            aliases = self.sets.get(a.storage)
-            if aliases is None:
-                self.bind(a, b)
-                continue
-            parent = _parent(op, a)
+            parent = _parent(op, a) if a.storage in self.sets else None
             if parent is not None and op.kind == "call_function":
-                aliases.link(a, self._view_meta(op, parent, a, a.slot if several else None))
+                self.sets[a.storage].link(a, self._view_meta(op, parent, a, a.slot if several else None))
                 if a.fake is parent.fake:  # it has the value that it had
                     continue
-            aliases.define(a, b)
+            self.define_new(a, b)
 
     def _view_meta(self, op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:
         """As `_view_meta`. as_strided, which may leave its argument, is of the first tensor that it stays in."""
@@ -514,6 +428,11 @@ class TapeCopier(abc.ABC):
         """`target` gets the elements of `new`."""
 
 
+def _written(ops: list[Op]) -> dict[int, None]:
+    """The storages that ops write, in order: equal calls name them alike."""
+    return dict.fromkeys(v.storage for op in ops for v in op.writes)
+
+
 def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
     """The tape of the functional program before its first op."""
     empty: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": dict(old.attributes)}
@@ -527,6 +446,16 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
         written=old.written_storages(),
         uses_absolute_offset=set(old.uses_absolute_offset),
     )
+
+
+def _alike(old: Value, new: Value) -> bool:
+    """Whether two values have the same dtype, sizes and strides."""
+    a, b = old.fake, new.fake
+    if a is b:
+        return True
+    if is_symbolic(a) or is_symbolic(b):
+        return bool(a.dtype == b.dtype and to_expr((a.size(), a.stride())) == to_expr((b.size(), b.stride())))
+    return bool(a.dtype == b.dtype and a.size() == b.size() and stride_of(a) == stride_of(b))
 
 
 def _requires_grad(op: Op) -> bool:

@@ -165,12 +165,6 @@ class Emitter:
                 Without it, all storages are as in the recorded tape.
             more: for each a further result, a new tensor with the same metadata. The results are a tuple then.
         """
-        if not more and isinstance(op.outputs, Value):
-            storage: int | None = op.outputs.storage
-            if storages is not None:
-                storage = storages.get(op.outputs.storage)
-            made = op.outputs.copy(next(self._storages) if storage is None else storage)
-            return self._append(op, op.kind, op.target, args, kwargs, made)
         given = {} if storages is None else storages
 
         def value(v: Value) -> Value:
@@ -178,30 +172,10 @@ class Emitter:
                 given[v.storage] = v.storage if storages is None else next(self._storages)
             return v.copy(given[v.storage])
 
-        outs = op.outputs
-        outputs: Any = value(outs) if isinstance(outs, Value) else map_structure(value, outs, Value)
+        outputs = map_structure(value, op.outputs, Value)
         for slot, like in enumerate(more, len(outputs) if more else 0):
             outputs = (*outputs, Value(self.inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
-
-    def placed(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int]) -> Any:
-        """As `copy`, of an op that is not of a leaf module.
-
-        A new tensor has the storage of the recorded one, which `storages` gets.
-        """
-
-        def value(v: Any) -> Any:
-            return v.copy(storages.setdefault(v.storage, v.storage)) if isinstance(v, Value) else v
-
-        outs = op.outputs
-        if isinstance(outs, Value):
-            outputs: Any = outs.copy(storages.setdefault(outs.storage, outs.storage))
-        else:
-            outputs = map_argument(value, outs)
-        call = None if op.call is None else self.calls.get(op.call, op.call)
-        place = op.scope, call, op.frames, op.grad, (), op.unbacked, (), op.meta, op.autocast, op.phase
-        self.tape.ops.append(Op(op.kind, op.target, args, kwargs, outputs, *place))
-        return outputs
 
     def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
         """Append the read of a tensor that the tape holds under this name."""

@@ -11,11 +11,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import auto_functionalized, building, in_large_stack, is_op, is_random, schema_of
+from scopetrace._compat.ops import auto_functionalized, building, in_large_stack, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
@@ -41,7 +41,6 @@ from scopetrace.ops.functional_variants import (
     functional_variant,
     is_factory,
     is_metadata_only,
-    may_write_undeclared,
     undeclared_variant,
 )
 from scopetrace.ops.history import NO_VIEWS, History, is_cut, plain_leaves
@@ -171,19 +170,19 @@ class Functionalizer(TapeCopier):
 
     def _write(self, op: Op) -> None:
         func = op.target
-        form = _form_of(func)
-        if form.other_memory is not None:
-            form.other_memory(self, op)
+        name = _name_of(func)
+        if name in _OTHER_MEMORY:
+            _OTHER_MEMORY[name](self, op)
             return
-        if form.is_metadata_only:
+        if is_metadata_only(func):
             self._change_shape(op)
             return
         refuse_overlap(op)
         if func is _aten.bernoulli_.float and self._draw_as_dropout(op):
             return
-        if form.draws and draws_differ(func, op.args, op.kwargs):
+        if draws_differ(func, op.args, op.kwargs):
             raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
-        variant = (form.may_be_undeclared and undeclared_variant(func, op.args, op.kwargs)) or form.variant
+        variant = undeclared_variant(func, op.args, op.kwargs) or functional_variant(func)
         if func is _aten.fill_diagonal_.default:
             self._fill_diagonal(op)
             return
@@ -193,11 +192,11 @@ class Functionalizer(TapeCopier):
         if variant is None:
             self._write_opaque(op)
             return
-        args, kwargs = call_variant(variant, func, *self._operands(op, form))
+        args, kwargs = call_variant(variant, func, *self._operands(op, name))
         other, more = self._other_variant(op)
         if other is not None:
             variant, args = dataclasses.replace(variant, op=other), (*args, *more)
-        run = self._run_each if form.name.startswith("_foreach_") and self._comes_apart(op) else self.emitter.run
+        run = self._run_each if name.startswith("_foreach_") and self._comes_apart(op) else self.emitter.run
         if variant.op is _RRELU and op.grad and list(args[4:5]) == [True]:
             run = self._run_rrelu
         self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
@@ -240,33 +239,33 @@ class Functionalizer(TapeCopier):
             for i in range(len(args[0]))
         ]
 
-    def _operands(self, op: Op, form: _Form) -> tuple[Any, Any]:
+    def _operands(self, op: Op, name: str) -> tuple[Any, Any]:
         """The arguments of the functional variant of an op, with copies of what its backward keeps."""
-        if form.name == "silu_" and op.grad and op.tensor(0).fake.is_complex():
+        if name == "silu_" and op.grad and op.tensor(0).fake.is_complex():
             raise refusal("silu_ of complex numbers, whose functional variant torch does not differentiate", op)
         args, kwargs = self.present((op.args, op.kwargs), op)
-        kept = self._kept_for_backward(op, form)
+        kept = self._kept_for_backward(op, name)
         if kept:
             args, kwargs = self._apart(op, _aten.clone.default, (args, kwargs), kept)
-        if form.name in _WITHOUT_DERIVATIVE:
+        if name in _WITHOUT_DERIVATIVE:
             computed = {v for v in values_in(args) if v.op.inputs() and not is_factory(v.op)}
             now = computed | {v for v in values_in(args) if v.requires_grad}
             args, kwargs = self._apart(op, _aten.detach.default, (args, kwargs), now)
         return args, kwargs
 
-    def _kept_for_backward(self, op: Op, form: _Form) -> set[Value]:
+    def _kept_for_backward(self, op: Op, name: str) -> set[Value]:
         """The present values of what an op writes that its backward keeps, while the write-back changes them.
 
         They are the statistics of batch_norm, and memory of the caller's or the model's of which eager keeps a copy.
         """
-        if form.keeps_nothing or not op.grad or op in self.differentiated:
+        if not op.grad or name in _KEEPS_NOTHING or op in self.differentiated:
             return set()
         if not any(v.ever_requires_grad for v in op.inputs()):
             return set()
         now = {self.read(v, op) for v in op.writes}
-        if not form.is_mutable:
+        if not schema_of(op.target).is_mutable:
             return now
-        if form.name in ("mul_", "div_") and not any(v.requires_grad for v in op.inputs() if v not in op.writes):
+        if name in ("mul_", "div_") and not any(v.requires_grad for v in op.inputs() if v not in op.writes):
             return set()
         return {v for v in now if v.storage in self.original_storages}
 
@@ -305,8 +304,6 @@ class Functionalizer(TapeCopier):
                 aliases = self.sets[target.storage]
                 if (value is not target and aliases.views.get(target) is None) or value not in aliases.views:
                     aliases.link(value, ViewMeta(target))
-                if value.storage == target.storage:  # not so where torch's rule of an op leaves `out` as it is
-                    self.show(value)
 
     def assign(self, op: Op, target: Value, new: Value) -> None:
         """`target` gets the elements of `new`: of its own size, or, with `out=`, of another."""
@@ -327,7 +324,6 @@ class Functionalizer(TapeCopier):
         if hidden:
             new = aliases.overwritten(aliases.read(target, op), new, op)
         aliases.write(target, new, op, hidden=hidden)
-        self.show(target)
         aliases.is_seen = aliases.is_seen or (op.grad and not hidden)
 
     def _is_hidden(self, op: Op, target: Value) -> bool:
@@ -335,7 +331,7 @@ class Functionalizer(TapeCopier):
         if not self.grad:
             return False
         aliases = self.sets[target.storage]
-        recorded = op.grad and not _form_of(op.target).is_logical
+        recorded = op.grad and not _name_of(op.target).startswith("logical_")  # which leave the history as it was
         seen = recorded and (target in op.tracked or not aliases.has_history(target) or self._is_of_inputs(target))
         brings = recorded and any(v is not target for v in op.tracked)
         detached = self._detached(aliases, target) if brings or self._severed else None
@@ -459,7 +455,7 @@ class Functionalizer(TapeCopier):
             else:
                 for t, n in zip(target or [], new, strict=True):
                     self.assign(op, t, n)
-        self.define(op.replace(args=(), kwargs={}), op.outputs, out[0] if count == 1 else out[:count])
+        self.define_new(op.outputs, out[0] if count == 1 else out[:count])
 
     def _change_shape(self, op: Op) -> None:
         """`transpose_` and its kind: the tensor becomes a view of what it was."""
@@ -505,9 +501,9 @@ class Functionalizer(TapeCopier):
         if aliases is not None:
             aliases.link(after, ViewMeta(source, _aten.detach.default) if differ and self.grad else ViewMeta(source))
         elif differ and self.grad:
-            self.bind(after, left.overwritten(now, self.read(source, op), op))
+            self.values[after] = left.overwritten(now, self.read(source, op), op)
         else:
-            self.bind(after, self.read(source, op))
+            self.values[after] = self.read(source, op)
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
@@ -576,39 +572,9 @@ _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
 }
 
 
-class _Form(NamedTuple):
-    """What is known of a write by its op alone."""
-
-    name: str
-    """Without the namespace; empty for a higher-order op."""
-    is_mutable: bool
-    """Whether its schema says that it writes."""
-    is_metadata_only: bool
-    draws: bool
-    is_logical: bool
-    """Whether autograd leaves the history of what it writes as it was: `logical_not_` and its kind."""
-    keeps_nothing: bool
-    may_be_undeclared: bool
-    variant: FunctionalVariant | None
-    other_memory: Callable[[Functionalizer, Op], None] | None
-
-
-@functools.cache
-def _form_of(func: Any) -> _Form:
-    if not is_op(func):
-        return _Form("", False, False, False, False, False, False, None, None)
-    schema = schema_of(func)
-    return _Form(
-        name=schema.op_name,
-        is_mutable=schema.is_mutable,
-        is_metadata_only=is_metadata_only(func),
-        draws=is_random(func),
-        is_logical=schema.op_name.startswith("logical_"),
-        keeps_nothing=schema.is_mutable and schema.op_name in _KEEPS_NOTHING,
-        may_be_undeclared=may_write_undeclared(func),
-        variant=functional_variant(func),
-        other_memory=_OTHER_MEMORY.get(schema.op_name),
-    )
+def _name_of(func: Any) -> str:
+    """The name of an op without the namespace; empty for a higher-order op."""
+    return schema_of(func).op_name if is_op(func) else ""
 
 
 def _is_other_size(returned: Any, target: Value) -> bool:
