@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import operator
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -162,18 +161,6 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     bits = plain_leaves(tape, ops)
     if not bits:
         return
-    if tape.grad:  # one op for each leaf is enough, and many programs have that early
-        first = _first_of_each(ops, bits)
-        if len(first) == len(bits):
-            yield from first.items()
-            return
-    yield from _by_whole_history(tape, ops, other, bits)
-
-
-def _by_whole_history(
-    tape: RecordedTape, ops: list[Op], other: list[Op], bits: dict[Value, int]
-) -> Iterator[tuple[Value, Op]]:
-    """As `without_hidden_gradients`, of the leaves of `bits`; `other` are those of the ops to look at."""
     history = History(ops, bits, assumed=True)
 
     @functools.cache
@@ -197,24 +184,6 @@ def _by_whole_history(
         left[op.grad] &= ~found
         if found:
             yield from ((leaf, op) for leaf, bit in bits.items() if found & bit)
-
-
-def _first_of_each(ops: list[Op], bits: dict[Value, int]) -> dict[Value, Op]:
-    """By leaf, the first op without autograd that takes what autograd leads from to it. Ends when all leaves have one.
-
-    What later ops write counts for none.
-    """
-    history, left, found = History((), bits, assumed=True), (1 << len(bits)) - 1, dict[Value, Op]()
-    for op in ops:
-        if not op.grad and op.kind == "call_function":
-            taken = left & functools.reduce(operator.or_, map(history.of, op.inputs()), 0)
-            if taken:
-                left &= ~taken
-                found.update({leaf: op for leaf, bit in bits.items() if bit & taken})
-                if not left:
-                    break
-        history.add(op)
-    return found
 
 
 def _up_to_last(tape: RecordedTape, found: list[Op]) -> list[Op]:
