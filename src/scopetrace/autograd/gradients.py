@@ -349,11 +349,12 @@ class GradientRecorder:
 
         What is added while nobody knows what was there comes later in the program than in eager.
         """
-        late = {
-            storage_id(e.there): None if e.added else e.there for e in self._gradients.values() if e.there is not None
-        }
+        entries = [e for e in self._gradients.values() if e.there is not None]
+        if not entries:
+            return
+        late = {storage_id(e.there): None if e.added else e.there for e in entries}
         outside = [*(v.real for _, v in self._tape.attribute_reads()), *self._values.examples.values()]
-        if late and any(t is not None and late.get(storage_id(t), t) is not t for t in outside):
+        if any(t is not None and late.get(storage_id(t), t) is not t for t in outside):
             self._run_again()
 
     def _run_again(self) -> NoReturn:

@@ -75,7 +75,6 @@ class TapeCopier(abc.ABC):
         """The new values of those outside of the alias sets."""
         self.original_storages: set[int] = set()
         """The storages of the values of `originals`."""
-        self._outside: set[int] = set()  # written storages of inputs and attributes
         self._held: dict[int, list[tuple[str, Value]]] = {}  # attributes read so far and their names, by storage
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self.differentiated = old.differentiated() if isinstance(old, RecordedTape) else set()
@@ -128,7 +127,7 @@ class TapeCopier(abc.ABC):
         if aliases is None:
             return self.values[old]
         new = aliases.read(old, reader)
-        if new.storage not in self._outside:
+        if new.storage not in self.original_storages or new.storage not in self.sets:
             return new
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
         is_same = is_same and reader not in self._offloaded
@@ -301,7 +300,6 @@ class TapeCopier(abc.ABC):
         if aliases is None:
             self.values[old] = new
             return
-        self._outside.add(old.storage)
         if aliases.same(old) is old:
             aliases.define(old, new)
 

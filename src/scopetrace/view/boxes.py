@@ -14,7 +14,7 @@ import bisect
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -265,28 +265,18 @@ class _Boxes:
         return leaves(item.call.output_template, torch.fx.Node) if item.is_call else []
 
     def _argument_names(self, item: Item) -> dict[torch.fx.Node, str]:
-        if isinstance(item, Run):
-            return self._argument_names(item.sections[0])
-        if not isinstance(item, Section) or not item.is_call:
+        section = item.sections[0] if isinstance(item, Run) else item
+        if not isinstance(section, Section) or not section.is_call:
             return {}
-        found: dict[torch.fx.Node, str] = {}
-        for name, x in item.call.argument_templates.items():
-            for path, leaf in leaves_with_path(x):
-                if isinstance(leaf, torch.fx.Node):
-                    found.setdefault(leaf, name + path)
-        return found
+        arguments = section.call.argument_templates.items()
+        return _first_names((name + path, leaf) for name, x in arguments for path, leaf in leaves_with_path(x))
 
     def _result_names(self, item: Item) -> dict[torch.fx.Node, str]:
-        if isinstance(item, Run):
-            return self._result_names(item.sections[-1])
-        if not isinstance(item, Section) or not item.is_call:
+        section = item.sections[-1] if isinstance(item, Run) else item
+        if not isinstance(section, Section) or not section.is_call:
             return {}
-        found: dict[torch.fx.Node, str] = {}
-        for path, leaf in leaves_with_path(item.call.output_template):
-            if isinstance(leaf, torch.fx.Node):
-                name = path.strip("[].'\"")
-                found.setdefault(leaf, name if name.isidentifier() else f"output{path}")
-        return found
+        named = ((path.strip("[].'\""), path, leaf) for path, leaf in leaves_with_path(section.call.output_template))
+        return _first_names((n if n.isidentifier() else f"output{path}", leaf) for n, path, leaf in named)
 
     def _call_of(self, op: Op) -> ModuleCall:
         position = call_position(op.node) or 0
@@ -302,6 +292,14 @@ class _Boxes:
     def _unique(self, key: str) -> str:
         self._keys[key] += 1
         return key if self._keys[key] == 1 else f"{key}~{self._keys[key]}"
+
+
+def _first_names(named: Iterable[tuple[str, Any]]) -> dict[torch.fx.Node, str]:
+    found: dict[torch.fx.Node, str] = {}
+    for name, leaf in named:
+        if isinstance(leaf, torch.fx.Node):
+            found.setdefault(leaf, name)
+    return found
 
 
 def _edges(ends: dict[torch.fx.Node, End], child: int | None, nodes: Iterable[torch.fx.Node]) -> list[Edge]:
