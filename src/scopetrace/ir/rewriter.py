@@ -43,8 +43,8 @@ class TapeRewriter:
         self.old = old
         self.new: Any = dataclasses.replace(old, ops=[], calls=[], attributes=dict(old.attributes))
         self.now: dict[Any, Any] = {} if around is None else around.now
-        self.calls = copied_calls(old) if around is None else around.calls
-        self.storages = new_storages(old) if around is None else around.storages
+        self.calls: dict[Call, Call] = copied_calls(old) if around is None else around.calls
+        self.storages: Iterator[int] = new_storages(old) if around is None else around.storages
 
     def run(self) -> Any:
         """The new tape."""

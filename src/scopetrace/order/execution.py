@@ -13,8 +13,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Hashable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from scopetrace.formatting import Printed, columns
 from scopetrace.ir.registered import Registered, inside
@@ -236,24 +236,14 @@ class ExecutionOrder(Printed):
     def without(self, params: Collection[str]) -> ExecutionOrder:
         """The order without these parameters."""
 
-        def rest(names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(name for name in names if name not in params)
+        def name(param: str) -> str | None:
+            return None if param in params else param
 
-        def kept(step: tuple[str, ...] | int) -> tuple[str, ...] | int:
-            return step if isinstance(step, int) else rest(step)
-
-        calls = [
-            dataclasses.replace(
-                c,
-                steps=tuple(s for s in map(kept, c.steps) if s != ()),
-                given=rest(c.given),
-                replaced=rest(c.replaced),
-            )
-            for c in self.calls
-        ]
-        registered = self.registered.without(params)
         return dataclasses.replace(
-            self, calls=tuple(calls), registered=registered, written_params=rest(self.written_params)
+            self,
+            calls=tuple(_renamed(call, name) for call in self.calls),
+            registered=self.registered.without(params),
+            written_params=_names(self.written_params, name),
         )
 
     def of_call(self, number: int) -> ExecutionOrder:
@@ -263,31 +253,17 @@ class ExecutionOrder(Printed):
         inner = [c.parent is not None and c.parent >= number for c in self.calls[number + 1 :]]
         stop = number + 1 + (inner.index(False) if False in inner else len(inner))
 
-        def names(found: Iterable[str]) -> tuple[str, ...]:
-            own = (next(inside(registered.params[name].names, prefix), None) for name in found)
-            return tuple(name for name in own if name is not None)
+        def name(param: str) -> str | None:
+            return next(inside(registered.params[param].names, prefix), None)
 
         def module(fqn: str | None) -> str | None:
             first = registered.module(fqn)
             return fqn if first is None else next(inside(registered.modules[first].names, prefix), None)
 
-        def step(found: tuple[str, ...] | int) -> tuple[str, ...] | int:
-            return found - number if isinstance(found, int) else names(found)
-
-        calls = [
-            dataclasses.replace(
-                c,
-                fqn=module(c.fqn),
-                parent=None if i == 0 or c.parent is None else c.parent - number,
-                steps=tuple(s for s in map(step, c.steps) if s != ()),
-                given=names(c.given),
-                replaced=names(c.replaced),
-            )
-            for i, c in enumerate(self.calls[number:stop])
-        ]
+        calls = [_renamed(c, name, number, fqn=module(c.fqn)) for c in self.calls[number:stop]]
         own = ([s for s in steps if number <= s.call < stop] for steps in self.backwards)
         backwards = tuple(tuple(s._replace(call=s.call - number) for s in steps) for steps in own if steps)
-        return ExecutionOrder(tuple(calls), registered.within(prefix), names(self.written_params), backwards)
+        return ExecutionOrder(tuple(calls), registered.within(prefix), _names(self.written_params, name), backwards)
 
     # ---------------------------------------------------------------- comparison
 
@@ -381,6 +357,23 @@ def steps_text(order: ExecutionOrder) -> str:
             lines.append("  " * depth + "- " + ", ".join(step.params))
         depth += {"call": 1, "return": -1}.get(step.kind, 0)
     return "\n".join(lines)
+
+
+def _names(params: Iterable[str], name: Callable[[str], str | None]) -> tuple[str, ...]:
+    return tuple(new for new in map(name, params) if new is not None)
+
+
+def _renamed(call: CallUsage, name: Callable[[str], str | None], first: int = 0, **changed: Any) -> CallUsage:
+    """A call with other names of parameters, without those that have none, where the call `first` is the root."""
+    steps = (step - first if isinstance(step, int) else _names(step, name) for step in call.steps)
+    return dataclasses.replace(
+        call,
+        parent=None if call.parent is None or call.parent < first else call.parent - first,
+        steps=tuple(step for step in steps if step != ()),
+        given=_names(call.given, name),
+        replaced=_names(call.replaced, name),
+        **changed,
+    )
 
 
 def _by(order: ExecutionOrder, use: ParamUse) -> str:

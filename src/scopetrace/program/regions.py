@@ -6,6 +6,8 @@ all other ops     -> copied, bodies of branches and loops too
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from scopetrace.ir.rewriter import TapeRewriter
@@ -49,7 +51,8 @@ class _Inliner(TapeRewriter):
         self._inlined.add(body)
         calls = self.calls
         if not is_first:
-            self.calls = calls | dict.fromkeys({o.call for o in body.ops if o.call is not None}, placed.call)
+            inside: dict[Any, Any] = dict.fromkeys({o.call for o in body.ops if o.call is not None}, placed.call)
+            self.calls = calls | inside
         self._depth += 1
         self.append(body, body.calls if is_first else [])
         self._depth -= 1
