@@ -76,13 +76,6 @@ def written_inputs(body: BodyTape) -> list[int]:
     return [i for i, v in enumerate(placeholders) if isinstance(v, Value) and v.storage in written]
 
 
-def operand_count(hop: Any, args: Any) -> int:
-    """How many arguments the bodies of a call of a higher-order op take."""
-    form = FORMS[hop]
-    gathered = form.gathered(tuple(args))
-    return sum(len(gathered[i]) for i in form.operands)
-
-
 def with_more_operands(hop: Any, args: tuple[Any, ...], more: list[Any]) -> tuple[Any, ...]:
     """The arguments of a call of a higher-order op, with more operands for its bodies."""
     form = FORMS[hop]

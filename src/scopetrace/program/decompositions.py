@@ -38,7 +38,7 @@ from scopetrace.ir.tape import (
 from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.recurrent import drops_between_layers
-from scopetrace.program.fake_run import FakeRun, written_by
+from scopetrace.program.fake_run import FakeRun, append_op, makes_numbers
 from scopetrace.program.graph import live_ops
 
 _aten = torch.ops.aten
@@ -253,15 +253,11 @@ class _Body:
                 return out
         if func is _aten.lift_fresh.default:
             func = _aten.lift_fresh_copy.default
-        origin, writes = self._origin(torch.is_grad_enabled()), written_by(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(func, args, kwargs)
-        out = self.emitter.run(origin, func, args, kwargs)
+        out = append_op(self.emitter, self._origin(torch.is_grad_enabled()), func, args, kwargs)
         op = self.tape.ops[-1]
-        if writes:
-            tracked = tuple([v for v in values_in((args, kwargs)) if v.fake.requires_grad])
-            self.tape.ops[-1] = op.replace(writes=tuple(writes), tracked=tracked).take_values()
-        elif not op.values() and schema_of(func).returns:  # a question about metadata
+        if not op.writes and not op.values() and schema_of(func).returns:  # a question about metadata
             del self.tape.ops[-1]
         return out
 
@@ -302,9 +298,7 @@ class _Body:
         taken = {v.storage for v in self.tape.inputs}
         if any(v.storage in taken for op in self.tape.ops for v in op.writes):
             self._refuse("the decomposition writes to an argument of the op")
-        env = self.env
-        if env is not None and env.pending_fresh_unbacked_symbols:
-            env.pending_fresh_unbacked_symbols.clear()
+        if makes_numbers(self.env):
             self._refuse("the decomposition makes a size that depends on data")
 
     def _refuse(self, problem: str, error: BaseException | None = None) -> NoReturn:

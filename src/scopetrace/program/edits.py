@@ -41,7 +41,7 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
-from scopetrace.program.fake_run import FakeRun, are_alike, fakes_of, written_by
+from scopetrace.program.fake_run import FakeRun, append_op, are_alike, fakes_of, makes_numbers, written_by
 from scopetrace.program.graph import FxLowering, scope_path, set_node_value, set_place
 from scopetrace.program.matching import Matching, Place, around
 from scopetrace.program.outputs import outputs_of_edit
@@ -296,24 +296,16 @@ class _GraphReader:
 
     def _inferred(self, node: Node, origin: Op, func: Any, args: Any, kwargs: Any) -> Any:
         """Append an op whose results are not known yet."""
-        writes: list[Value] = []
-        tracked: tuple[Value, ...] = ()
-        if is_op(func):
-            writes = written_by(func, args, kwargs)
-            if writes and self.reading.is_pure:
+        if is_op(func) and written_by(func, args, kwargs):
+            if self.reading.is_pure:
                 self._refuse(
                     node, f"{func} writes to a tensor, and the graph is free of mutation: use its functional variant"
                 )
-            if writes and torch.Tag.inplace_view in func.tags:
+            if torch.Tag.inplace_view in func.tags:
                 self._refuse(node, f"{func} changes the shape of a tensor in place")
-            tracked = tuple([v for v in values_in((args, kwargs)) if v.fake.requires_grad]) if writes else ()
-        env = self.tape.shape_env
-        outputs = self.emitter.run(origin, func, args, kwargs)
-        if env is not None and env.pending_fresh_unbacked_symbols:
-            env.pending_fresh_unbacked_symbols.clear()
+        outputs = append_op(self.emitter, origin, func, args, kwargs)
+        if makes_numbers(self.tape.shape_env):
             self._refuse(node, "it makes a number that depends on data")
-        if writes:
-            self.tape.ops[-1] = self.tape.ops[-1].replace(writes=tuple(writes), tracked=tracked).take_values()
         self._fakes.learn(self.tape.ops[-1].values())
         return outputs
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from scopetrace._compat.ops import PreDispatchMode, dispatching_to, schema_of, with_mode
+from scopetrace._compat.ops import PreDispatchMode, dispatching_to, is_op, schema_of, with_mode
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import FakeTensor, FakeTensorMode, storage_id
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.ir.tape import BodyTape, Value, values_in
+from scopetrace.functionalization.emitter import Emitter
+from scopetrace.ir.tape import BodyTape, Op, Value, values_in
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_writes
 
 
@@ -33,6 +35,24 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Value]:
         names |= set(undeclared_writes(func, args, kwargs))
     given = {**dict(zip(schema.names, args, strict=False)), **kwargs}
     return values_in([given[name] for name in schema.names if name in names and name in given])
+
+
+def append_op(emitter: Emitter, origin: Op, func: Any, args: Any, kwargs: Any) -> Any:
+    """Append an op whose results are inferred; returns them."""
+    writes, ops = written_by(func, args, kwargs) if is_op(func) else [], emitter.tape.ops
+    outputs = emitter.run(origin, func, args, kwargs)
+    if writes:
+        tracked = tuple([v for v in values_in((args, kwargs)) if v.fake.requires_grad])
+        ops[-1] = ops[-1].replace(writes=tuple(writes), tracked=tracked).take_values()
+    return outputs
+
+
+def makes_numbers(env: ShapeEnv | None) -> bool:
+    """Whether an op that ran on fake tensors made a number that depends on data, which is forgotten."""
+    found = [] if env is None else env.pending_fresh_unbacked_symbols
+    made = bool(found)
+    found.clear()
+    return made
 
 
 def are_alike(old: Any, new: Any, storages: dict[int, int]) -> bool:

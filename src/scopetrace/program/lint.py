@@ -13,9 +13,8 @@ import torch.fx
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import InvalidTapeError, LintError
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import ProgramTape, Tape
+from scopetrace.ir.tape import Tape
 from scopetrace.ir.verify import verify
-from scopetrace.ops.higher_order import FORMS, operand_count
 from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
@@ -27,7 +26,6 @@ def lint(program: TracedProgram) -> None:
     for inner in program.lowering.walk():
         problems += _node_problems(inner, calls, program.scopes)
         problems += _call_problems(inner.graph, [call for call in calls if call.lowering is inner])
-        problems += _boundary_problems(inner)
     if problems:
         raise LintError("\n".join(problems))
 
@@ -83,17 +81,3 @@ def _tape_problems(tape: Tape) -> Iterator[str]:
         verify(tape, "tracing")
     except InvalidTapeError as error:
         yield str(error)
-
-
-def _boundary_problems(program: FxLowering) -> Iterator[str]:
-    tape = program.tape
-    placeholders = sum(n.op == "placeholder" for n in program.graph.nodes)
-    if isinstance(tape, ProgramTape) and placeholders != len(tape.inputs) + len(tape.numbers):
-        yield f"the graph has {placeholders} placeholders for {len(tape.inputs) + len(tape.numbers)} inputs"
-    for name, body in program.bodies.items():
-        taken = sum(n.op == "placeholder" for n in body.graph.nodes)
-        for node in program.graph.find_nodes(op="get_attr", target=name):
-            for user in filter(lambda user: user.target in FORMS and FORMS[user.target].takes_all, node.users):
-                given = operand_count(user.target, user.args)
-                if given != taken:
-                    yield f"{user.name}: it gives {given} operands to {name}, which takes {taken}"

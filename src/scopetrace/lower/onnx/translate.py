@@ -79,28 +79,10 @@ def _sum_in_float32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             _have_instead(users, node, graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype}))
 
 
-def _attention_of_four_dims(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Attention of tensors without a dimension for heads, or for batches, where torch.onnx takes those with both."""
-    dims = {node_value(n).dim() for n in node.args[:3] if isinstance(n, torch.fx.Node)}
-    missing = 4 - min(dims)
-    if len(dims) > 1 or missing < 0:
+def _mark_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Attention of tensors without a dimension for heads or batches is decomposed: torch.onnx takes those with both."""
+    if any(node_value(n).dim() != 4 for n in node.args[:3] if isinstance(n, torch.fx.Node)):
         node.meta[OTHER_DIMS] = True
-        return
-    users = list(node.users)
-
-    def widened(x: torch.fx.Node) -> torch.fx.Node:
-        for _ in range(missing if node_value(x).dim() == 4 - missing else 0):
-            x = graph.call_function(torch.ops.aten.unsqueeze.default, (x, 0))
-        return x
-
-    with graph.inserting_before(node):
-        node.args = torch.fx.node.map_arg(node.args, widened)
-        node.kwargs = torch.fx.node.map_arg(node.kwargs, widened)
-    narrowed = node
-    for _ in range(missing):
-        with graph.inserting_after(narrowed):
-            narrowed = graph.call_function(torch.ops.aten.squeeze.dim, (narrowed, 0))
-    _have_instead(users, node, narrowed)
 
 
 def _have_instead(users: list[torch.fx.Node], node: torch.fx.Node, last: torch.fx.Node) -> None:
@@ -113,7 +95,7 @@ def _have_instead(users: list[torch.fx.Node], node: torch.fx.Node, last: torch.f
 _REWRITTEN: dict[Any, Callable[[torch.fx.Graph, torch.fx.Node], None]] = {
     **dict.fromkeys((torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList), _sum_in_float32),
     **dict.fromkeys((torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int), _sum_in_float32),
-    torch.ops.aten.scaled_dot_product_attention.default: _attention_of_four_dims,
+    torch.ops.aten.scaled_dot_product_attention.default: _mark_attention,
 }
 """How ops are changed that torch.onnx translates to something else than torch computes."""
 
