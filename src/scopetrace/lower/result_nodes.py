@@ -57,6 +57,14 @@ class ResultNodes(Resolver[Any]):
         self.values, self.lower = values, lower
         self._lowering = lowering
 
+    @classmethod
+    def of(cls, lowering: FxLowering) -> ResultNodes:
+        """For the graph of a functional tape as it is."""
+        inputs = lowering.graph.find_nodes(op="placeholder")
+        state = {str(node.target): node for node in lowering.graph.find_nodes(op="get_attr")}
+        values = list(lowering.output.args[0])[: len(lowering.tape.graph_outputs())]
+        return cls(lowering, inputs, state.__getitem__, values, lowering.lower)
+
     def all_results(self, write_back: WriteBack) -> list[Any]:
         """The nodes of the results, in order."""
         for source in write_back.results:

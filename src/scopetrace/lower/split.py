@@ -422,7 +422,7 @@ def _joint_of_forward(
     traced = TracedProgram(tape, functional_tape(tape), joint)
     if decompositions is not None:
         traced = traced.decomposed(decompositions)
-    results = _result_nodes(traced)
+    results = ResultNodes.of(traced.lowering).all_results(write_back_of(traced.tape))
     graph = traced.lowering.graph
     tags = {n: "is_forward" if forward_place(n) is None else "is_backward" for n in graph.nodes}
     paths = {n: str(scope_path(n)) for n in graph.nodes}
@@ -472,16 +472,6 @@ class _InScopes(torch.fx.Interpreter):
         """As the base's."""
         with scope(n.name):
             return super().run_node(n)
-
-
-def _result_nodes(program: TracedProgram) -> list[Any]:
-    """The nodes of all tensors of a program's result, also of those that are inputs or views of others."""
-    lowering = program.lowering
-    inputs = list(lowering.graph.find_nodes(op="placeholder"))
-    values, state = _outputs(lowering.graph), _state_of(lowering.graph)
-    return ResultNodes(lowering, inputs, state.__getitem__, values, lowering.lower).all_results(
-        write_back_of(program.tape)
-    )
 
 
 _KEPT = ("custom", "nn_module_stack", "stack_trace")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from scopetrace._compat.ops import PreDispatchMode, dispatching_to, is_op, schema_of, with_mode
+from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import FakeTensor, FakeTensorMode, storage_id
 from scopetrace.containers.structure import leaves, map_structure
@@ -47,7 +47,7 @@ def append_op(emitter: Emitter, origin: Op, func: Any, args: Any, kwargs: Any) -
     return outputs
 
 
-def makes_numbers(env: ShapeEnv | None) -> bool:
+def makes_numbers(env: WatchedShapeEnv | None) -> bool:
     """Whether an op that ran on fake tensors made a number that depends on data, which is forgotten."""
     found = [] if env is None else env.pending_fresh_unbacked_symbols
     made = bool(found)

@@ -404,9 +404,7 @@ class Results:
         found = FxLowering(self._tape)
         values = list(found.output.args[0])
         count = len(self._tape.graph_outputs())
-        inputs = found.graph.find_nodes(op="placeholder")
-        state = {node.target: node for node in found.graph.find_nodes(op="get_attr")}
-        nodes = ResultNodes(found, inputs, state.__getitem__, values[:count], found.lower)
+        nodes = ResultNodes.of(found)
         for update in self._write_back.updates:
             nodes.now[_target(update)] = _updated(nodes, update)
         every = nodes.all_results(self._write_back)
