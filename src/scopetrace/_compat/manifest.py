@@ -136,10 +136,6 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "ScriptModule": (torch.jit.ScriptModule, "_c"),
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
     "AdditionalInputs": (torch.export.AdditionalInputs, "_examples"),
-    "Optimizer": (
-        lambda: torch.optim.SGD([torch.zeros(1)]),
-        "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
-    ),
     "GradScaler": (lambda: torch.amp.GradScaler("cpu"), "_per_optimizer_states"),
     "Optimizer": (
         lambda: torch.optim.SGD([torch.zeros(1)]),
