@@ -25,10 +25,10 @@ NAMES = {
     "torch:UntypedStorage": "_cdata",
     "torch._C": """
         DispatchKey DispatchKeySet TensorBase _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
-        _DisableTorchDispatch _ExcludeDispatchKeyGuard _InferenceMode _TorchDispatchModeKey _autograd
+        _DisableTorchDispatch _ExcludeDispatchKeyGuard _InferenceMode _autograd
         _dispatch_has_kernel _dispatch_has_kernel_for_dispatch_key
         _dispatch_get_registrations_for_dispatch_key _FunctionBase
-        _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode
+        _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch
         _current_autograd_node
         _get_cudnn_enabled _get_cudnn_sdp_enabled _get_deterministic_algorithms _get_flash_sdp_enabled
         _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_overrideable_sdp_enabled _get_qengine
@@ -41,7 +41,6 @@ NAMES = {
         _get_sequence_nr _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks
         _unsafe_set_version_counter""",
     "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch Python",
-    "torch._C:_TorchDispatchModeKey": "PROXY",
     "torch._C:ScriptMethod": "_debug_flush_compilation_cache",
     "torch._C:ScriptModule": "_get_method _method_names",
     "torch._C:TensorBase": "data requires_grad storage_offset stride",
@@ -93,7 +92,7 @@ NAMES = {
     "torch.fx.experimental._config": "backed_size_oblivious",
     "torch.fx.experimental.proxy_tensor": "get_proxy_mode make_fx",
     "torch.fx.experimental.sym_node": "_NO_HINT SymNode",
-    "torch.fx.experimental.sym_node:SymNode": "expect_true expr guard_bool guard_or_false has_hint hint maybe_as_int",
+    "torch.fx.experimental.sym_node:SymNode": "expr has_hint hint",
     "torch.fx.experimental.symbolic_shapes": """
         CallMethodKey ConvertIntKey DimDynamic DivideByKey GuardOnDataDependentSymNode PendingUnbackedSymbolNotFound
         RuntimeAssert SLoc ShapeEnv ValueRangesSLoc
@@ -134,7 +133,7 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "_name python_key_table"),
     "_ModeStackStateForPreDispatch": (mode_stack_state_for_pre_dispatch, "_schema_check_mode"),
     "ScriptModule": (torch.jit.ScriptModule, "_c"),
-    "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
+    "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr"),
     "AdditionalInputs": (torch.export.AdditionalInputs, "_examples"),
     "GradScaler": (lambda: torch.amp.GradScaler("cpu"), "_per_optimizer_states"),
     "Optimizer": (

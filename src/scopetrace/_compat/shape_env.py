@@ -1,14 +1,13 @@
 """Symbolic sizes: a ShapeEnv that records what tracing assumed of them, and torch.export's forms of `dynamic_shapes`.
 
 dynamic_shapes -> DimSpec -> a symbol in the WatchedShapeEnv -> SymInts in the sizes of fake tensors
-arithmetic and comparisons on these -> CachingNode -> guards, and records of what the trace relies on
+arithmetic and comparisons on these -> guards, and records of what the trace relies on
 """
 
 from __future__ import annotations
 
 import dataclasses
 import dis
-import itertools
 import logging
 import operator
 import re
@@ -20,9 +19,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import sympy  # type: ignore[import-untyped]
-import torch
 from torch._guards import Source
-from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
 from torch.fx.experimental import _config
 from torch.fx.experimental.sym_node import _NO_HINT, SymNode
@@ -44,10 +41,6 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from scopetrace._compat import manifest
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-_get_dispatch_mode = torch._C._get_dispatch_mode
-_pre_dispatch_modes = mode_stack_state_for_pre_dispatch()
 
 _MACHINERY = (
     *prefixes(TORCH_DIRECTORY, "fx/", "__init__.py", "_guards.py", "utils/"),
@@ -109,114 +102,9 @@ def bound_values(bindings: Any, out: Any) -> dict[Any, Any]:
     return {symbol: pytree.key_get(out, path) for symbol, path in (bindings or {}).items()}
 
 
-# Arithmetic on symbolic numbers --------------------------------------------------------------------------------------
-
-_TRUTH = {sympy.true: True, sympy.false: False}
-_BINARY = (
-    *("add", "sub", "mul", "mod", "int_floordiv", "sym_min", "sym_max"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_"),
-)
-_LAYOUT = (
-    *("is_contiguous", "is_channels_last_contiguous_2d", "is_channels_last_contiguous_3d"),
-    *("is_channels_last_strides_2d", "is_channels_last_strides_3d", "is_non_overlapping_and_dense_indicator"),
-)
-
-
-class CachingNode(SymNode):
-    """A SymNode that looks up arithmetic on equal expressions in the shape environment.
-
-    The shape rules of ops ask the same few questions of the same few sizes again and again, and torch computes each
-    answer anew in Python and sympy. Expressions are immutable, and what tracing learns later of their symbols is
-    applied when `expr` is read, so a cached result stays right.
-    """
-
-    shape_env: Any
-    _is_constant: bool | None = None
-    _whole: tuple[int, int | None] | None = None
-    """The version counter of the replacements, and what `maybe_as_int` is with these replacements."""
-
-    @property
-    def expr(self) -> Any:
-        """The expression after the replacements of symbols that tracing found."""
-        if self._is_constant is None:
-            self._is_constant = isinstance(self._expr, int) or bool(getattr(self._expr, "is_number", False))
-        version = self.shape_env._replacements_version_counter
-        if self._is_constant or version == 0:
-            return self._expr
-        if self._expr_ver == version and self._expr_cache is not None:
-            return self._expr_cache
-        return super().expr
-
-    def maybe_as_int(self) -> int | None:
-        """The integer that the expression is, or None."""
-        version = self.shape_env._replacements_version_counter
-        if self._whole is None or self._whole[0] != version:
-            found = super().maybe_as_int()
-            self._whole = self.shape_env._replacements_version_counter, found
-        return self._whole[1]
-
-    def guard_bool(self, file: str, line: int) -> bool:
-        """The truth value, a guard where it depends on symbols."""
-        known = _TRUTH.get(self._expr)
-        return super().guard_bool(file, line) if known is None else known
-
-    def expect_true(self, file: str, line: int) -> bool:
-        """True, a runtime assertion where it depends on symbols."""
-        return True if self._expr is sympy.true else super().expect_true(file, line)
-
-    def guard_or_false(self, file: str, line: int) -> bool:
-        """The truth value, or False where it depends on data."""
-        known = _TRUTH.get(self._expr)
-        return super().guard_or_false(file, line) if known is None else known
-
-    @classmethod
-    def of(cls, node: SymNode) -> SymNode:
-        """`node`, which caches from now on."""
-        if type(node) is SymNode:
-            node.__class__ = cls
-        return node
-
-    def wrap_int(self, num: int) -> SymNode:
-        """The node of an integer constant."""
-        cache = self.shape_env.arithmetic
-        found: SymNode | None = cache.get(num)
-        if found is None:
-            made = SymNode(sympy.Integer(num), self.shape_env, int, num, constant=num, fx_node=num)
-            found = cache[num] = self.of(made)
-        return found
-
-
-def _under_proxy_mode() -> bool:
-    """Whether a ProxyTorchDispatchMode records arithmetic. torch's `get_proxy_mode` takes twice the time."""
-    return _pre_dispatch_modes.get(0) is not None or _get_dispatch_mode(_PROXY) is not None
-
-
 def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
     """The node of an expression; `hint` is None where the value depends on data."""
-    return CachingNode.of(SymNode(expr, env, pytype, _NO_HINT if hint is None else hint))
-
-
-def _cached(name: str) -> Callable[..., SymNode]:
-    """The method `name` of SymNode, with a cache. Its operands are nodes, or lists of nodes."""
-    compute, takes_lists = getattr(SymNode, name), name in _LAYOUT
-
-    def method(self: Any, *operands: Any) -> SymNode:
-        if _under_proxy_mode():
-            result: SymNode = compute(self, *operands)
-            return result
-        nodes = itertools.chain(*operands) if takes_lists else operands
-        key = (name, self._expr, *[n._expr for n in nodes])
-        cache = self.shape_env.arithmetic
-        found: SymNode | None = cache.get(key)
-        if found is None:
-            found = cache[key] = CachingNode.of(compute(self, *operands))
-        return found
-
-    return method
-
-
-for _name in (*_BINARY, *_LAYOUT):
-    setattr(CachingNode, _name, _cached(_name))
+    return SymNode(expr, env, pytype, _NO_HINT if hint is None else hint)
 
 
 # The shape environment -----------------------------------------------------------------------------------------------
@@ -249,8 +137,6 @@ class WatchedShapeEnv(ShapeEnv):
         """The names of symbols for users: those of their Dims."""
         self._recorder: Callable[[], Recorder | None] = _nobody
         self._decider: Callable[[], Decider | None] = _nobody
-        self.arithmetic: dict[Any, Any] = {}
-        """Results of arithmetic, by operation and operands, for `CachingNode`."""
         self._given: dict[sympy.Expr, Any] = {}
         self._other_for_small: dict[sympy.Expr, list[tuple[sympy.Symbol, int]]] = {}
 
@@ -318,13 +204,6 @@ class WatchedShapeEnv(ShapeEnv):
         while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_MODEL):
             frame = frame.f_back
         return frame
-
-    def create_symintnode(self, sym: Any, *, hint: Any, source: Any = None) -> Any:
-        """As the base's, with a `CachingNode`."""
-        number = super().create_symintnode(sym, hint=hint, source=source)
-        if isinstance(number, torch.SymInt):
-            CachingNode.of(number.node)
-        return number
 
     def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
         """As the base's, with a cache: the first answer made a guard, so that it holds for the rest of the trace.
@@ -500,17 +379,13 @@ def new_number(env: WatchedShapeEnv, value: int, path: str, spec: DimSpec) -> sy
 
 
 def new_size(env: WatchedShapeEnv, value: int, operand: int, dim: int | None) -> tuple[sympy.Symbol, Any]:
-    """A new symbol of any value from 0, for a dimension of an operand or for one that is a number, and its SymInt.
-
-    Arithmetic on it is not cached. A compiler's tracer knows a number by its node: one that several tensors share would
-    come from the first that has it, which may be a gradient, and the forward would depend on that.
-    """
+    """A new symbol of any value from 0, for a dimension of an operand or for one that is a number, and its SymInt."""
     source = _source(f"operand_{operand}", dim)
     if dim is None:
         symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
     else:
         symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
-    return symbol, ShapeEnv.create_symintnode(env, symbol, hint=value)
+    return symbol, env.create_symintnode(symbol, hint=value)
 
 
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
