@@ -99,7 +99,6 @@ class TapeCopier(abc.ABC):
         assert isinstance(self.new, BodyTape)
         self.emitter.calls = calls
         last = self._copy_ops()
-        self._end_calls(last, None)
         if self.new.is_condition:
             self.new.outputs = map_structure(lambda v: self.read(v, last), self.old.outputs, Value)
         else:
@@ -136,12 +135,13 @@ class TapeCopier(abc.ABC):
         return new
 
     def _copy_ops(self) -> Op:
-        """Copy all ops, and the boundaries of calls but for the ends after the last op. Returns that op."""
+        """Copy all ops, and the boundaries of calls but for the end of the root of a program. Returns the last op."""
         calls = self.emitter.calls
         for call in self.old.calls:
             calls[call] = call.replace(parent=None if call.parent is None else calls[call.parent])
             self._starts.setdefault(call.start, []).append(call)
-            self._stops.setdefault(call.stop, []).append(call)
+            if call.parent is not None:
+                self._stops.setdefault(call.stop, []).append(call)
         for i, op in enumerate(self.old.ops):
             self._op = op
             if i in self._starts or i in self._stops:
@@ -150,6 +150,7 @@ class TapeCopier(abc.ABC):
                 self._step(op)
             except DATA_DEPENDENT as error:
                 raise refusal("what becomes of a write depends on data", op) from error
+        self._pass_boundaries(len(self.old.ops), self.old.ops[-1])
         return self.old.ops[-1]
 
     def _finish(self, results: list[Value]) -> None:
@@ -169,12 +170,6 @@ class TapeCopier(abc.ABC):
             self._start(call, op)
             if call.stop == i:
                 self._end(call, op)
-
-    def _end_calls(self, last: Op, root: Call | None) -> None:
-        """The calls that end after the last op, but for `root`."""
-        stops = self._stops.get(len(self.old.ops), [])
-        self._stops[len(self.old.ops)] = [call for call in stops if call is not root]
-        self._pass_boundaries(len(self.old.ops), last)
 
     def _read_at_edge(self, old: Value, op: Op, call: Call | None) -> Value:
         """As `read`, at the boundary of a call beside `op`. What is derived for it belongs to `call`."""

@@ -67,7 +67,6 @@ class Functionalizer(TapeCopier):
         if self.old.sizes is not None:
             self.old.sizes.env.watch(self)
         last = self._copy_ops()
-        self._end_calls(last, root)
         edge = self._at_edge(last, self.emitter.calls[root])
         read: Callable[[Value], Value] = functools.partial(self.read, reader=edge)
         if any(aliases.may_lose_history() for aliases in self.sets.values()):
