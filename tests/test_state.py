@@ -425,7 +425,8 @@ def test_other_threads_go_on_as_they_were_while_one_traces():
     finally:
         goes_on.set()
         thread.join()
-    assert torch.compiler._is_compiling_flag is False and torch.compiler._is_exporting_flag is False
+    # compiling may have begun in the trace and ended after it, and has put back what was there then, which is false now
+    assert not torch.compiler._is_compiling_flag and not torch.compiler._is_exporting_flag
 
 
 class Precision(nn.Module):
