@@ -131,7 +131,7 @@ class StateReads:
         tape, held = self._builder.tape, list[_Held]()
         values = [module.__dict__.get(key) for module, key, _ in self._read.values()]
         hooks = [read for read in tape.reads if read.place.kind == "hooks"]
-        values += [x for _, x in self._objects]
+        values += [x for _, x in self._objects] + [getattr(fn, "__self__", fn)]
         run = [x for read in hooks for part in read.value for x in (part if type(part) is list else [part])]
         for module in {id(call.module): call.module for call in tape.calls if call.module is not None}.values():
             run += itertools.chain.from_iterable(hooks_of_module(module).values())
