@@ -238,6 +238,45 @@ def _row(emit: Emit, x: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unfold(ViewFunction):
+    """`unfold` whose windows do not overlap."""
+
+    args: tuple[int, int, int]
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """`unfold`."""
+        return emit(_aten.unfold.default, base, *self.args)
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """`unfold_backward` puts the windows in their places; the elements between them stay."""
+        size = list(base.fake.size())
+        places = emit(_aten.unfold_backward.default, emit(_aten.ones_like.default, new), size, *self.args)
+        filled = emit(_aten.unfold_backward.default, new, size, *self.args)
+        return emit(_aten.where.self, emit(_aten.ne.Scalar, places, 0), filled, base)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Expand(ViewFunction):
+    """`expand`, written with equal values only: `fill_` and `zero_` are the ops that may write to it."""
+
+    base_size: Sequence[Any]
+    view_size: Sequence[Any]
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """`expand`."""
+        return emit(_aten.expand.default, base, list(self.view_size))
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The first of the equal elements."""
+        for _ in range(len(self.view_size) - len(self.base_size)):
+            new = emit(_aten.select.int, new, 0, 0)
+        for d, (n, m) in enumerate(zip(self.base_size, self.view_size[-len(self.base_size) :], strict=False)):
+            if to_expr(n) != to_expr(m):
+                new = emit(_aten.slice.Tensor, new, d, 0, 1)
+        return new
+
+
+@dataclasses.dataclass(frozen=True)
 class Reinterpreted(ViewFunction):
     """A view that reads the bits of the base as other numbers, such as `view_as_real` or `imag`."""
 
@@ -400,6 +439,8 @@ def by_op(
     said = views.view_arguments(func, base.size(), args)
     if func in _SAME_ORDER or isinstance(said, (views.Reshape, views.Flatten, views.Unsqueeze)):
         return Reshape(base.size(), view.size())
+    if func is _aten.unfold.default and args[2] >= args[1]:
+        return Unfold((args[0] % max(1, base.dim()), args[1], args[2]))
     if func in _MOVES:
         return Permute(_moved_dims(func, args, base.dim()))
     match said:
@@ -409,6 +450,8 @@ def by_op(
             return select(dim, index)
         case views.Slice(dim, start, end, step):
             return slice_(dim, start, end, step)
+        case views.Expand():
+            return Expand(base.size(), view.size())
     return None if slot is None else _part(func, args, slot, said, base, view)
 
 
