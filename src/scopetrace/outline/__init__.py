@@ -7,6 +7,7 @@ Data flow:
 """
 
 from scopetrace.outline.cut import outline
+from scopetrace.outline.ranges import Ranges
 from scopetrace.outline.readers import Readers
 from scopetrace.outline.signature import FunctionOutput, FunctionSignature, OutlinedBody, new_values, values_with_path
 
@@ -14,6 +15,7 @@ __all__ = [
     "FunctionOutput",
     "FunctionSignature",
     "OutlinedBody",
+    "Ranges",
     "Readers",
     "new_values",
     "outline",

@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from typing import Any
 
@@ -31,6 +30,7 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
+from scopetrace.outline.ranges import Range, Ranges
 from scopetrace.outline.readers import Bound, Captured, Place, Readers
 from scopetrace.outline.signature import (
     ArgumentLeaf,
@@ -49,14 +49,20 @@ _aten = torch.ops.aten
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
-def outline(tape: FunctionalTape, readers: Readers, chosen: list[Call], forward: Any = None) -> Outlining:
+def outline(
+    tape: FunctionalTape,
+    readers: Readers,
+    ranges: Ranges,
+    chosen: list[Call],
+    forward: Any = None,
+) -> Outlining:
     """The chosen calls as calls of functions.
 
-    `readers` are those of the tape, `forward` is what the root call ran.
+    `readers` and `ranges` are those of the tape, `forward` is what the root call ran.
     """
     wanted: dict[Call, dict[Place, Bound]] = {}
     while True:
-        outlining = Outlining(tape, readers, chosen, forward, wanted)
+        outlining = Outlining(tape, readers, ranges, chosen, forward, wanted)
         missing = outlining.captured.missing()
         if not missing:
             return outlining
@@ -94,6 +100,22 @@ class _Result:
     """Whether `inside` is a clone that is made at the end of the function."""
 
 
+@dataclasses.dataclass
+class _Cut:
+    """A call that was cut out, for those that repeat it. Its values are given by their numbers in the range."""
+
+    call: Call
+    range: Range
+    function: OutlinedBody
+    operands: list[int]
+    """Their places in what `_key_in` gives."""
+    results: list[tuple[int, bool]]
+    """Each with whether it is itself what the function gives."""
+    same: list[tuple[int, int]]
+    """As `_Block.same`."""
+    grad: bool
+
+
 class Outlining:
     """A tape of which chosen calls are functions, and the program that calls these. `wanted`: see `Captured`."""
 
@@ -101,6 +123,7 @@ class Outlining:
         self,
         tape: FunctionalTape,
         readers: Readers,
+        ranges: Ranges,
         chosen: list[Call],
         forward: Any,
         wanted: dict[Call, dict[Place, Bound]],
@@ -111,16 +134,17 @@ class Outlining:
         self._taken: set[tuple[str, str]] = set()  # domains and names
         self._names: dict[BodyTape, str] = {}  # of the functions' bodies
         self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
-        self._readers = readers
+        self._readers, self._ranges = readers, ranges
+        self._cuts: dict[Any, _Cut] = {}
+        self._plain: dict[Call, tuple[OutlinedBody, dict[Call, dict[Place, Bound]]]] = {}
+        """The calls that were cut out and capture nothing: their functions, and where is noted what equal ones capture.
+        """
         self.captured = Captured(tape, readers, wanted)
         # A copy of what a call returns keeps its history, wherever autograd is on in the program.
         self._grad = is_grad_on(tape.ops)
         self._storages = new_storages(tape)
         self._copies = copied_calls(tape)
         self._chosen = set(chosen)
-        self._children: dict[Call | None, list[Call]] = collections.defaultdict(list)  # the calls right inside of each
-        for call in tape.calls:
-            self._children[call.parent].append(call)
         self._main = _Block(None)
         self._has_symbols = has_symbols(tape)
         self._fill(self._main, None, 0, len(tape.ops))
@@ -152,7 +176,7 @@ class Outlining:
 
     def _fill(self, block: _Block, around: Call | None, start: int, stop: int) -> None:
         """Append the ops from `start` to `stop`, which `around` made: chosen calls in it become calls of functions."""
-        for old in self._children.get(around, ()):
+        for old in self._ranges.children.get(around, ()):
             self._copy_ops(block, start, old.start)
             start = old.stop
             if old in self._chosen:
@@ -189,7 +213,64 @@ class Outlining:
 
     def _cut(self, block: _Block, old: Call) -> None:
         """Cut out a call: its ops become a function, of which a call is appended to `block`."""
+<<<<<<< HEAD
         call = self._copies[old]
+=======
+        found = self._ranges.of(old)
+        if found is None or self.captured.wants(old, *found.inner):
+            self._cut_anew(block, old)
+            return
+        key, taken = self._key_in(block, old, found)
+        if key in self._cuts:
+            self._repeat(block, old, found, taken, self._cuts[key])
+            return
+        function, operands, results, same, grad = self._cut_anew(block, old)
+        if all(c in self._plain for c in (old, *found.inner) if c in self._chosen):
+            number = {v: i for i, v in enumerate(found.values)}
+            self._cuts[key] = _Cut(
+                old,
+                found,
+                function,
+                [*map(taken.index, operands)],
+                [(number[v], is_itself) for v, is_itself in results],
+                [(number[v], number[first]) for v, first in same],
+                grad,
+            )
+
+    def _key_in(self, block: _Block, old: Call, found: Range) -> tuple[Any, list[Value]]:
+        """A key, equal for calls that are cut out alike, and what a call takes: values of the block that it is in."""
+        own = self._ranges.own_tensors(old)
+        numbers: dict[Value, int] = {}
+        parts: list[Any] = []
+        for v in found.outside:
+            now = block.now.get(v, v)
+            real = self.old.attributes.get(now.op.name) if now.op.kind == "get_attr" else None
+            parts += (numbers.setdefault(now, len(numbers)), own.get(id(real)))
+        chosen = [c in self._chosen for c in found.inner]
+        return (found.number, *parts, *chosen), list(numbers)
+
+    def _repeat(self, block: _Block, old: Call, found: Range, taken: list[Value], first: _Cut) -> None:
+        """As `_cut`, of a call that is as `first` was."""
+        call, values = self._copy(old), found.values
+        call.args, call.kwargs = renamed((old.args, old.kwargs), block.now)
+        self._main.ops += [op.replace(call=self._visible(op.call, self._main)) for op in found.reads]
+        for one, other in zip((first.call, *first.range.inner), (old, *found.inner), strict=True):
+            if one in self._plain:
+                function, captured = self._plain[other] = self._plain[one]
+                captured[other] = {}
+                if other is not old:
+                    function.calls.append(self._copy(other))
+        operands = [taken[i] for i in first.operands]
+        results = [(values[i], is_itself) for i, is_itself in first.results]
+        same = [(values[i], values[j]) for i, j in first.same]
+        self._append(block, old, first.function, operands, results, same, first.grad)
+
+    def _cut_anew(
+        self, block: _Block, old: Call
+    ) -> tuple[OutlinedBody, list[Any], list[tuple[Value, bool]], list[tuple[Value, Value]], bool]:
+        """As `_cut`. Gives the function, what `_append` got, but for values of `block`."""
+        call = self._copy(old)
+>>>>>>> parent of 100bb6f (Outline: equal calls are known by one key, after they are cut out)
         call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
         named = bind(forward_of(old, self.forward), call.args, call.kwargs)
         inner = _Block(old, now=dict(block.now))
@@ -205,16 +286,25 @@ class Outlining:
         if function is None:
             function = self._functions[key] = self._function(inner, old, inputs, operands, results, key)
             self._names[function.tape] = function.identifier
-        self._note_captured(old, results, key)
-        self._append(block, inner, function, operands, results)
+        given = [(r.old, r.inside is r.old) for r in results]
+        same = [(v, first) for v, first in inner.same.items() if v is not first]
+        grad = is_grad_on(inner.ops or self.old.ops)
+        self._append(block, old, function, operands, given, same, grad)
+        captured = self._note_captured(old, results, key)
+        if not captured[old]:
+            self._plain[old] = function, captured
+        return function, operands, given, same, grad
 
-    def _note_captured(self, old: Call, results: list[_Result], key: Any) -> None:
-        """Note what the call captures, under its key without the captured values and their clones, which come last."""
+    def _note_captured(self, old: Call, results: list[_Result], key: Any) -> dict[Call, dict[Place, Bound]]:
+        """Note what the call captures, under its key without the captured values and their clones, which come last.
+
+        Gives what is noted under that.
+        """
         captured = [r for r in results if r.is_captured]
         cls, passed, taken, ops, outputs = key
         ops = ops[: len(ops) - sum(r.is_copy for r in captured)]
         part = (cls, passed, taken, ops, outputs[: len(outputs) - len(captured)])
-        self.captured.note(part, old, {r.old: r.bound for r in captured})
+        return self.captured.note(part, old, {r.old: r.bound for r in captured})
 
     def _in_order(self, old: Call, passed: list[ArgumentLeaf]) -> list[ArgumentLeaf]:
         """The arguments in the order of the first call that has the same ones: keywords may come in any order."""
@@ -346,8 +436,16 @@ class Outlining:
         return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", tuple(inputs), returned, tape, [])
 
     def _append(
-        self, block: _Block, inner: _Block, function: OutlinedBody, operands: list[Any], results: list[_Result]
+        self,
+        block: _Block,
+        old: Call,
+        function: OutlinedBody,
+        operands: list[Any],
+        results: list[tuple[Value, bool]],
+        same: list[tuple[Value, Value]],
+        grad: bool,
     ) -> None:
+<<<<<<< HEAD
         """Append a call of a function in the place of the ops of `inner`."""
         assert inner.owner is not None
         call, outputs = self._copies[inner.owner], list[Value]()
@@ -359,9 +457,23 @@ class Outlining:
             if v is not first:
                 block.now[v] = block.now.get(first, first)
         args, grad = (function.tape, function.identifier, *operands), is_grad_on(inner.ops or self.old.ops)
+=======
+        """Append a call of a function.
+
+        `results` are its values of the old tape, each with whether it is itself what the function gives, and `same`
+        those that are used outside, each with the first value that is the same tensor.
+        """
+        call, outputs = self._copy(old), list[Value]()
+        for i, (v, is_itself) in enumerate(results):
+            if not is_itself:
+                block.now[v] = Value(v.fake, i, v.storage, None)
+            outputs.append(v if is_itself else block.now[v])
+        for v, first in same:
+            block.now[v] = block.now.get(first, first)
+        args, place = (function.tape, function.identifier, *operands), (call.scope, call, call.frames, grad)
+>>>>>>> parent of 100bb6f (Outline: equal calls are known by one key, after they are cut out)
         call.start, call.stop = len(block.ops), len(block.ops) + 1
-        place = call.scope, call, call.frames, grad
         block.ops.append(Op("call_function", _invoke_subgraph, args, {}, tuple(outputs), *place))
         block.calls.append(call)
         function.calls.append(call)
-        call.outputs, call.mutated = renamed((inner.owner.outputs, inner.owner.mutated), block.now)
+        call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.now)

@@ -101,9 +101,18 @@ class Captured:
         merged = {**found, **self._wanted.get(call, {})}
         return {self._readers.at(call, place): merged[place] for place in sorted(merged)}
 
-    def note(self, key: Any, call: Call, given: dict[Value, Bound]) -> None:
-        """Note what a call gives. `key` is equal for calls that are equal but for what they give here."""
-        self._groups[key][call] = {self._readers.place(call, v): bound for v, bound in given.items()}
+    def note(self, key: Any, call: Call, given: dict[Value, Bound]) -> dict[Call, dict[Place, Bound]]:
+        """Note what a call gives. `key` is equal for calls that are equal but for what they give here.
+
+        Gives what is noted of all these.
+        """
+        group = self._groups[key]
+        group[call] = {self._readers.place(call, v): bound for v, bound in given.items()}
+        return group
+
+    def wants(self, *calls: Call) -> bool:
+        """Whether one of these calls has to give what equal ones do."""
+        return not self._wanted.keys().isdisjoint(calls)
 
     def missing(self) -> dict[Call, dict[Place, Bound]]:
         """By call, what it has to give because an equal one does; empty where all equal ones give the same."""

@@ -24,7 +24,7 @@ from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
 from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.tape import Call, FunctionalTape, Tape
-from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
+from scopetrace.outline import FunctionSignature, OutlinedBody, Ranges, Readers, outline
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.selection import names_near
@@ -182,14 +182,15 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         tape = FunctionalTape.of(tape)
     readers = Readers(tape)
     named, kept = _named(source, wanted, readers)
-    found = outline(tape, readers, kept, source.forward)
+    ranges = Ranges(tape, readers, source.forward)
+    found = outline(tape, readers, ranges, kept, source.forward)
     while EVERY not in wanted:
         twice = {body.module_type for body in found.functions if len(body.calls) > 1}
         again = _equal(kept, named, twice, OUTERMOST in wanted)
         if again == kept:
             break
         kept = again
-        found = outline(tape, readers, kept, source.forward)
+        found = outline(tape, readers, ranges, kept, source.forward)
     return OutlinedTrace(source, found.program(), found.functions, kept)
 
 
