@@ -8,13 +8,13 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.rewriter import copied_calls, new_storages
 from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols, has_symbols, own_values
 from scopetrace.ir.tape import (
     BodyTape,
@@ -140,10 +140,11 @@ class Outlining:
         """The calls that were cut out and capture nothing: their functions, and where is noted what equal ones capture.
         """
         self.captured = Captured(tape, readers, wanted)
+        made = (v.storage for op in tape.ops for v in op.values())
         # A copy of what a call returns keeps its history, wherever autograd is on in the program.
         self._grad = is_grad_on(tape.ops)
-        self._storages = new_storages(tape)
-        self._copies = copied_calls(tape)
+        self._storages = itertools.count(min(made, default=0) - 1, -1)
+        self._copies: dict[Call, Call] = {}
         self._chosen = set(chosen)
         self._main = _Block(None)
         self._has_symbols = has_symbols(tape)
@@ -182,7 +183,7 @@ class Outlining:
             if old in self._chosen:
                 self._cut(block, old)
                 continue
-            call = self._copies[old]
+            call = self._copy(old)
             call.start = len(block.ops)
             call.args, call.kwargs = renamed((old.args, old.kwargs), block.now)
             block.calls.append(call)
@@ -203,19 +204,23 @@ class Outlining:
         """The copy of a call, or of the innermost one around it that is in the block itself."""
         while call is not None and call.parent is not None and self._owner(call) is not block.owner:
             call = call.parent
-        return None if call is None else self._copies[call]
+        return None if call is None else self._copy(call)
 
     def _owner(self, call: Call | None) -> Call | None:
         """The innermost chosen call around `call`, or `call` itself; None in the main program."""
         return next((c for c in call.ancestors() if c in self._chosen), None) if call is not None else None
 
+    def _copy(self, call: Call) -> Call:
+        found = self._copies.get(call)
+        if found is None:
+            parent = None if call.parent is None else self._copy(call.parent)
+            found = self._copies[call] = call.replace(parent=parent)
+        return found
+
     # ---------------------------------------------------------------- one call
 
     def _cut(self, block: _Block, old: Call) -> None:
         """Cut out a call: its ops become a function, of which a call is appended to `block`."""
-<<<<<<< HEAD
-        call = self._copies[old]
-=======
         found = self._ranges.of(old)
         if found is None or self.captured.wants(old, *found.inner):
             self._cut_anew(block, old)
@@ -270,7 +275,6 @@ class Outlining:
     ) -> tuple[OutlinedBody, list[Any], list[tuple[Value, bool]], list[tuple[Value, Value]], bool]:
         """As `_cut`. Gives the function, what `_append` got, but for values of `block`."""
         call = self._copy(old)
->>>>>>> parent of 100bb6f (Outline: equal calls are known by one key, after they are cut out)
         call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
         named = bind(forward_of(old, self.forward), call.args, call.kwargs)
         inner = _Block(old, now=dict(block.now))
@@ -355,7 +359,7 @@ class Outlining:
 
     def _clone(self, inner: _Block, v: Value, old: Call) -> Value:
         clone = Value(v.fake, 0, next(self._storages), None)
-        place = old.scope, self._copies[old], old.frames
+        place = old.scope, self._copy(old), old.frames
         inner.ops.append(Op("call_function", _aten.clone.default, (v,), {}, clone, *place, self._grad))
         return clone
 
@@ -404,7 +408,7 @@ class Outlining:
             around = old.parent.prefix if old.parent is not None else ""
             return str(v.op.target).removeprefix(around).removeprefix("_")
         for outer in [*old.ancestors()][1:]:
-            now = self._copies[outer]
+            now = self._copy(outer)
             for path, leaf in values_with_path(bind(forward_of(outer, self.forward), now.args, now.kwargs)):
                 if leaf is v:
                     return path
@@ -430,7 +434,7 @@ class Outlining:
             name = f"{base}_{count}"
         self._taken.add((domain, name))
         outputs = [r.inside for r in results]
-        segment = TapeSegment(name, old.scope, self._copies[old], 0, inner.ops, inner.calls, outputs)
+        segment = TapeSegment(name, old.scope, self._copy(old), 0, inner.ops, inner.calls, outputs)
         tape = body_tape(self.old, segment, operands, [x.name for x in inputs if x.kind != "absent"])
         returned = tuple(FunctionOutput(r.name, r.kind) for r in results)
         return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", tuple(inputs), returned, tape, [])
@@ -445,19 +449,6 @@ class Outlining:
         same: list[tuple[Value, Value]],
         grad: bool,
     ) -> None:
-<<<<<<< HEAD
-        """Append a call of a function in the place of the ops of `inner`."""
-        assert inner.owner is not None
-        call, outputs = self._copies[inner.owner], list[Value]()
-        for i, r in enumerate(results):
-            if r.inside is not r.old:
-                block.now[r.old] = Value(r.old.fake, i, r.old.storage, None)
-            outputs.append(r.old if r.inside is r.old else block.now[r.old])
-        for v, first in inner.same.items():
-            if v is not first:
-                block.now[v] = block.now.get(first, first)
-        args, grad = (function.tape, function.identifier, *operands), is_grad_on(inner.ops or self.old.ops)
-=======
         """Append a call of a function.
 
         `results` are its values of the old tape, each with whether it is itself what the function gives, and `same`
@@ -471,7 +462,6 @@ class Outlining:
         for v, first in same:
             block.now[v] = block.now.get(first, first)
         args, place = (function.tape, function.identifier, *operands), (call.scope, call, call.frames, grad)
->>>>>>> parent of 100bb6f (Outline: equal calls are known by one key, after they are cut out)
         call.start, call.stop = len(block.ops), len(block.ops) + 1
         block.ops.append(Op("call_function", _invoke_subgraph, args, {}, tuple(outputs), *place))
         block.calls.append(call)
