@@ -32,6 +32,7 @@ import torch
 
 from scopetrace._compat.questions import MISSING, Missing
 from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
+from scopetrace.containers.weak_cache import weak_cache
 
 ATOMS = frozenset(
     {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
@@ -44,6 +45,7 @@ MEMO = type(functools.cache(len))
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
+@functools.cache
 def is_library(module: object) -> bool:
     """Whether a module name is of Python's library, torch, NumPy, sympy or scopetrace: no content of theirs counts."""
     return str(module).partition(".")[0] in _LIBRARIES
@@ -90,17 +92,9 @@ def own_dict(x: Any) -> dict[str, Any]:
     return found
 
 
-_known_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
-
-
+@weak_cache
 def slots_of(kind: type) -> list[str]:
     """The names of its `__slots__`."""
-    if kind not in _known_slots:
-        _known_slots[kind] = _find_slots(kind)
-    return _known_slots[kind]
-
-
-def _find_slots(kind: type) -> list[str]:
     members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 
@@ -235,17 +229,9 @@ _WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)
 """What holds items, and in a subclass attributes too."""
 
 
-def form_of(kind: type) -> Form | None:
+@weak_cache
+def form_of(kind: Any) -> Form | None:
     """How the objects of a class hold something; None for those that are compared by identity."""
-    if kind not in _known_forms:
-        _known_forms[kind] = _find_form(kind)
-    return _known_forms[kind]
-
-
-_known_forms: weakref.WeakKeyDictionary[type, Form | None] = weakref.WeakKeyDictionary()
-
-
-def _find_form(kind: Any) -> Form | None:
     if kind in ATOMS or kind in STAND_INS or issubclass(kind, _WITHOUT):
         return None
     for base, form in _FORMS.items():

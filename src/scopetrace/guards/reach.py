@@ -17,11 +17,11 @@ import functools
 import operator
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from scopetrace.containers.contents import MEMO, content_of, fill_cell, is_library, is_users_class, put_entry
+from scopetrace.containers.weak_cache import weak_cache
 
 
 class Names(NamedTuple):
@@ -41,20 +41,9 @@ class Names(NamedTuple):
     """Whether it has `x is True` or `x is False`."""
 
 
-_known: dict[int, tuple[Names, weakref.ref[types.CodeType]]] = {}  # a cache by id; an entry goes with its code
-
-
+@weak_cache
 def names_of(code: types.CodeType) -> Names:
-    """The names in a function's code."""
-    known = _known.get(id(code))
-    if known is None:
-        key = id(code)
-        known = _known[key] = _read(code), weakref.ref(code, lambda _: _known.pop(key, None))
-    return known[0]
-
-
-def _read(code: types.CodeType) -> Names:
-    """As `dis.get_instructions` says, which would take as long as the trace of a small model."""
+    """The names in a function's code: as `dis.get_instructions` says, which would take as long as a small trace."""
     reads, binds, dotted, compares, is_bool = set[str](), set[str](), set[tuple[str, str]](), set[bool](), False
     raw, extended, before, last = code.co_code, 0, 0, ""
     for i in range(0, len(raw), 2):

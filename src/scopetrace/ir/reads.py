@@ -25,7 +25,6 @@ import operator
 import os
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +47,7 @@ from scopetrace.containers.contents import (
     snapshot,
 )
 from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
+from scopetrace.containers.weak_cache import weak_cache
 from scopetrace.errors import FixedValueWarning, InputMismatchError
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 
@@ -267,17 +267,12 @@ def words_of_hooks(table: str) -> str:
     return table.strip("_").replace("_", " ").replace("pre ", "pre-")
 
 
+@weak_cache
 def _names_of_class(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     """What users gave a class of modules: `forward` and methods; other attributes."""
-    if kind in _names:
-        return _names[kind]
     members = {k: x for base in kind.__mro__ if is_users_class(base) for k, x in vars(base).items() if k[:2] != "__"}
     methods = frozenset(k for k, x in members.items() if type(x) is types.FunctionType)
-    _names[kind] = methods | {"forward"}, frozenset(members) - methods
-    return _names[kind]
-
-
-_names: weakref.WeakKeyDictionary[type, tuple[frozenset[str], frozenset[str]]] = weakref.WeakKeyDictionary()
+    return methods | {"forward"}, frozenset(members) - methods
 
 
 @dataclasses.dataclass(frozen=True)
