@@ -14,11 +14,10 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch.utils._sympy.functions as torch_functions
 from sympy.logic.boolalg import BooleanAtom  # type: ignore[import-untyped]
-from torch.fx.experimental.symbolic_shapes import RuntimeAssert, ValueRangesSLoc
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from scopetrace._compat.shape_env import NOWHERE, Assumed, Fixed, WatchedShapeEnv
+from scopetrace._compat.shape_env import Assumed, Fixed, WatchedShapeEnv
 
 _ATOMS: dict[str, Any] = {
     "true": sympy.true,
@@ -109,39 +108,36 @@ _TABLES = ("backed_var_to_val", "replacements", "axioms", "unbacked_renamings")
 
 def encode_environment(env: WatchedShapeEnv) -> dict[str, Any]:
     """What a loaded trace needs of its shape environment, as JSON. Raises ValueError as `encode_expression` does."""
-    encode, asserts = encode_expression, env.deferred_runtime_asserts.items()
+    state, encode = env.saved(), encode_expression
     return {
-        **{name: [[encode(key), encode(value)] for key, value in getattr(env, name).items()] for name in _TABLES},
-        "ranges": [[encode(s), encode(r.lower), encode(r.upper)] for s, r in env.var_to_range.items()],
-        "version": env._replacements_version_counter,
-        "fixed": [[encode(f.symbol), encode(f.value), f.place] for f in env.fixed],
-        "assumed": [[encode(a.symbol), a.value, a.place] for a in env.assumed.values()],
-        "smallest": [[encode(symbol), value] for symbol, value in env.smallest.items()],
-        "names": [[encode(symbol), name] for symbol, name in env.names.items()],
-        "guards": [encode(guard.expr) for guard in env.guards],
-        "asserts": [[encode(s), [[encode(a.expr), a.msg] for a in found]] for s, found in asserts],
+        **{name: [[encode(key), encode(value)] for key, value in state[name].items()] for name in _TABLES},
+        "ranges": [[encode(s), encode(r.lower), encode(r.upper)] for s, r in state["var_to_range"].items()],
+        "version": state["_replacements_version_counter"],
+        "fixed": [[encode(f.symbol), encode(f.value), f.place] for f in state["fixed"]],
+        "assumed": [[encode(a.symbol), a.value, a.place] for a in state["assumed"].values()],
+        "smallest": [[encode(symbol), value] for symbol, value in state["smallest"].items()],
+        "names": [[encode(symbol), name] for symbol, name in state["names"].items()],
+        "guards": [encode(guard) for guard in state["guards"]],
+        "asserts": [[encode(s), [[encode(e), text] for e, text in found]] for s, found in state["asserts"].items()],
     }
 
 
 def restore_environment(env: WatchedShapeEnv, data: dict[str, Any]) -> None:
     """Set the state that `encode_environment` gave. Raises ValueError, TypeError, LookupError for anything else."""
     decode = decode_expression
-    for name in _TABLES:
-        setattr(env, name, {decode(key): decode(value) for key, value in data[name]})
-    env.var_to_range = {decode(s): ValueRanges(decode(lower), decode(upper)) for s, lower, upper in data["ranges"]}
-    # each with places of its own: where an op refines a bound, torch notes its place in this
-    env.var_to_range_sloc = {symbol: ValueRangesSLoc(NOWHERE, NOWHERE) for symbol in env.var_to_range}
-    env._replacements_version_counter = int(data["version"])
-    env._update_version_counter()
-    env.fixed = [Fixed(decode(symbol), decode(value), dict(place)) for symbol, value, place in data["fixed"]]
     assumed = [Assumed(decode(symbol), int(value), dict(place)) for symbol, value, place in data["assumed"]]
-    env.assumed = {(a.symbol, a.value): a for a in assumed}
-    env.smallest = {decode(symbol): int(value) for symbol, value in data["smallest"]}
-    env.names = {decode(symbol): str(name) for symbol, name in data["names"]}
-    env.guards = []
-    for guard in data["guards"]:
-        env.add_guard(decode(guard))
-    env.deferred_runtime_asserts = {
-        decode(s): [RuntimeAssert(decode(e), text, None) for e, text in found]  # type: ignore[arg-type]
-        for s, found in data["asserts"]
-    }
+    env.restore(
+        {
+            **{name: {decode(key): decode(value) for key, value in data[name]} for name in _TABLES},
+            "var_to_range": {
+                decode(s): ValueRanges(decode(lower), decode(upper)) for s, lower, upper in data["ranges"]
+            },
+            "_replacements_version_counter": int(data["version"]),
+            "fixed": [Fixed(decode(symbol), decode(value), dict(place)) for symbol, value, place in data["fixed"]],
+            "assumed": {(a.symbol, a.value): a for a in assumed},
+            "smallest": {decode(symbol): int(value) for symbol, value in data["smallest"]},
+            "names": {decode(symbol): str(name) for symbol, name in data["names"]},
+            "guards": [decode(guard) for guard in data["guards"]],
+            "asserts": {decode(s): [(decode(e), text) for e, text in found] for s, found in data["asserts"]},
+        }
+    )

@@ -1,4 +1,7 @@
-"""The GraphModule of a trace, compiled when it first runs, and pickles of what torch cannot pickle: ops, by name."""
+"""The GraphModule of a trace, compiled when it first runs, and pickles of what torch cannot pickle.
+
+Fake tensors are pickled as their metadata, ops as their names.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.compilers import constant_to_dynamo
+from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
 set_grad_enabled = torch._C._set_grad_enabled
 """The function that torch.export uses as a node target where autograd is switched on or off."""
@@ -38,14 +43,14 @@ set_arguments: Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any]], None] 
 LazyGraphModule = _LazyGraphModule
 """A GraphModule that generates its code, and the `forward` of its class, when it first runs."""
 
-_PICKLED_META = ("nn_module_stack", "stack_trace", "custom")
+_PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
 
 
 class TracedGraphModule(LazyGraphModule):
     """A `torch.fx.GraphModule` whose Python code is generated when it first runs.
 
     Under make_fx it is interpreted node by node, so that the new nodes get the `custom` and `nn_module_stack` of the
-    old ones. A pickle has the nodes with their names, scopes and source lines, that of torch's class the code only.
+    old ones. A pickle has the nodes with their names and meta; a pickle of torch's class has the Python code only.
     """
 
     has_regions = True
@@ -338,14 +343,47 @@ def look_up(module: torch.nn.Module, name: str) -> Any:
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._factory = _Factory()
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, OpOverload):
             return _op, (obj._schema.name, obj._overloadname)
         if isinstance(obj, HigherOrderOperator):
             return _higher_order_op, (obj._name,)
+        if isinstance(obj, FakeTensor):
+            layout = tuple(obj.size()), tuple(obj.stride())
+            return _fake, (self._factory, *layout, obj.dtype, obj.device, obj.requires_grad)
+        if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            node = obj.node
+            return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
+        if isinstance(obj, WatchedShapeEnv):
+            return _environment, (self._factory, obj.saved())
         if isinstance(obj, type) and obj.__module__ == parametrize.__name__ and not hasattr(parametrize, obj.__name__):
             return _parametrized, (obj.__name__, obj.__base__)
         return NotImplemented
+
+
+class _Factory:
+    """Stands for a FakeFactory in a pickle: the fake tensors of one pickle share a fake mode and an environment."""
+
+    def __reduce__(self) -> Any:
+        return FakeFactory, ()
+
+
+def _fake(factory: FakeFactory, size: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> torch.Tensor:
+    with without_dispatch(), torch.no_grad():
+        return factory.fresh(size, stride, dtype, device, requires_grad)
+
+
+def _environment(factory: FakeFactory, state: dict[str, Any]) -> WatchedShapeEnv:
+    factory.shape_env.restore(state)
+    return factory.shape_env
+
+
+def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any) -> Any:
+    return kind(sym_node(env, expr, pytype, hint))
 
 
 def _op(name: str, overload: str) -> Any:
@@ -366,7 +404,7 @@ def dumps(x: Any) -> bytes:
     """Pickle `x`. Raises pickle.PicklingError for what pickle refuses, such as instances of local classes."""
     file = io.BytesIO()
     try:
-        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(x)
+        _Pickler(file).dump(x)
     except (AttributeError, TypeError) as error:  # pickle's own are of three classes, by Python version
         raise pickle.PicklingError(str(error)) from error
     return file.getvalue()

@@ -26,10 +26,12 @@ from torch.fx.experimental.sym_node import _NO_HINT, SymNode
 from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined]
     DimDynamic,
     GuardOnDataDependentSymNode,
+    RuntimeAssert,
     ShapeEnv,
     ShapeGuard,
     SLoc,
     StrictMinMaxConstraint,
+    ValueRangesSLoc,
 )
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Max, Min, ToFloat
@@ -69,7 +71,13 @@ class Decider(Protocol):
         """The value of an expression that depends on data, and the error message of a call with another value."""
 
 
-NOWHERE = SLoc("", "")
+_SAVED = (
+    *("var_to_range", "backed_var_to_val", "replacements", "_replacements_version_counter", "axioms"),
+    *("unbacked_renamings", "fixed", "assumed", "smallest", "names"),
+)
+
+
+_NOWHERE = SLoc("", "")
 
 
 def _nobody() -> None:
@@ -234,7 +242,7 @@ class WatchedShapeEnv(ShapeEnv):
 
     def add_guard(self, condition: Any) -> None:
         """Add a condition on symbols to the guards."""
-        self.guards.append(ShapeGuard(condition, NOWHERE, False))
+        self.guards.append(ShapeGuard(condition, _NOWHERE, False))
 
     def _others(self, expr: Any, answer: bool) -> Iterator[tuple[sympy.Symbol, int]]:
         """The (symbol, value) pairs, with values below 2 that are allowed, for which the answer changes."""
@@ -252,6 +260,27 @@ class WatchedShapeEnv(ShapeEnv):
             return bool(evaluated(expr, values)) != answer
         except ZeroDivisionError:
             return True
+
+    def saved(self) -> dict[str, Any]:
+        """The state that a loaded trace needs, picklable."""
+        state = {name: getattr(self, name) for name in _SAVED}
+        asserts = {s: [(a.expr, a.msg) for a in found] for s, found in self.deferred_runtime_asserts.items()}
+        return {**state, "guards": [g.expr for g in self.guards], "asserts": asserts}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Set the state that `saved` returned."""
+        for name in _SAVED:
+            setattr(self, name, state[name])
+        # each with places of its own: where an op refines a bound, torch notes its place in this
+        self.var_to_range_sloc = {symbol: ValueRangesSLoc(_NOWHERE, _NOWHERE) for symbol in self.var_to_range}
+        self._update_version_counter()
+        self.guards = []
+        for condition in state["guards"]:
+            self.add_guard(condition)
+        self.deferred_runtime_asserts = {
+            s: [RuntimeAssert(expr, msg, None) for expr, msg in found]  # type: ignore[arg-type]
+            for s, found in state["asserts"].items()
+        }
 
     def take_for_more_than_one(self, size: Any, place: Place | None = None) -> None:
         """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.
