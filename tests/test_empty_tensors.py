@@ -1,4 +1,6 @@
-"""Functions of tensors without elements."""
+"""Functions of tensors without elements, of which some of torch's functions of shapes are wrong."""
+
+import logging
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ CASES = {
     **{
         f"{mode} of {len(size)} dimensions": (lambda x, mode=mode: F.interpolate(x, size=4, mode=mode), size)
         for mode, sizes in {
+            "nearest": [(0, 2, 3), (0, 2, 3, 3), (0, 2, 3, 3, 3)],
+            "nearest-exact": [(0, 2, 3), (0, 2, 3, 3), (0, 2, 3, 3, 3)],
             "linear": [(0, 2, 3)],
             "bilinear": [(0, 2, 3, 3)],
             "bicubic": [(0, 2, 3, 3)],
@@ -21,7 +25,8 @@ CASES = {
         }.items()
         for size in sizes
     },
-    "nn.Upsample": (nn.Upsample(scale_factor=2, mode="bilinear"), (0, 2, 3, 3)),
+    "nearest, twice the size": (lambda x: F.interpolate(x, scale_factor=2.0), (0, 2, 3)),
+    "nn.Upsample": (nn.Upsample(scale_factor=2), (0, 2, 3, 3)),
     "max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (0, 2, 8, 8)),
     "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), (0, 2, 8)),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 2), (0, 2, 8, 8)),
@@ -58,6 +63,37 @@ def test_a_function_of_an_empty_tensor(what, specialize):
     tr.check((torch.ones(size),))
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_gradients(mode):
+    x = torch.ones(0, 2, 3, requires_grad=True)
+    tr = st.trace(lambda x: F.interpolate(x, size=4, mode=mode), (x,))
+    tr(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_nothing_is_logged_of_what_works(caplog):
+    with caplog.at_level(logging.DEBUG):
+        st.trace(lambda x: F.interpolate(x, size=4), (torch.ones(0, 2, 3),))
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
 def test_an_error_of_torch_stays_one():
     with pytest.raises(RuntimeError, match="same reduction dim"):
         st.trace(lambda x: x @ torch.ones(4, 2), (torch.ones(0, 3),))
+
+
+def test_a_custom_op_is_not_run_on_real_tensors():
+    calls = []
+
+    @torch.library.custom_op("empty_tensors::fails", mutates_args=())
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.clone()
+
+    @fails.register_fake
+    def _(x):
+        raise ValueError("no shape")
+
+    with pytest.raises(ValueError, match="no shape"):
+        st.trace(fails, (torch.ones(0),))
+    assert calls == []

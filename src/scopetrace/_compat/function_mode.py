@@ -29,6 +29,8 @@ depth: Callable[[], int] = torch._C._len_torch_function_stack
 """How many modes of torch functions are active."""
 _pop, _push = torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
 _at = torch._C._get_function_stack_at
+without_functions: Any = torch._C.DisableTorchFunction
+"""A context in which no mode and no subclass gets calls of torch's functions."""
 
 
 class FunctionMode(TorchFunctionMode):

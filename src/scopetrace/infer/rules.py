@@ -99,6 +99,11 @@ class Outputs(NamedTuple):
                 made.append(meta and inputs[meta.input].fake)
         return made
 
+    def is_static(self) -> bool:
+        """Whether no size of a result is symbolic."""
+        metas = [m for m in self.tensors if isinstance(m, OutputMeta)]
+        return all(type(n) is int for m in metas for n in (*m.size, *m.stride, m.offset, m.nbytes))
+
     def contained(self, results: list[T]) -> Any:
         """The results as the op gives them."""
         return results[0] if self.container is None else self.container(results)
