@@ -349,12 +349,11 @@ class GradientRecorder:
 
         What is added while nobody knows what was there comes later in the program than in eager.
         """
-        found = [(e.there, e.added) for e in self._gradients.values()]
-        late = {storage_id(there): None if added else there for there, added in found if there is not None}
-        if not late:
-            return
+        late = {
+            storage_id(e.there): None if e.added else e.there for e in self._gradients.values() if e.there is not None
+        }
         outside = [*(v.real for _, v in self._tape.attribute_reads()), *self._values.examples.values()]
-        if any(t is not None and late.get(storage_id(t), t) is not t for t in outside):
+        if late and any(t is not None and late.get(storage_id(t), t) is not t for t in outside):
             self._run_again()
 
     def _run_again(self) -> NoReturn:

@@ -10,6 +10,7 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,20 +47,32 @@ class AutogradRecorder:
         self._model = model
         self._checkpointed: list[CheckpointedRegion] = []
         self._open_regions: list[CheckpointedRegion] = []
-        self.flags = FlagRecorder(builder, values, reads, model)
-        self.gradients = GradientRecorder(builder, values, reads, model, self.flags)
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""
-        self.gradients.finish()
-        self.flags.finish()
+        if "gradients" in self.__dict__:
+            self.gradients.finish()
+        if "flags" in self.__dict__:
+            self.flags.finish()
+
+    @functools.cached_property
+    def gradients(self) -> GradientRecorder:
+        """Records derivatives, and the `grad` of tensors."""
+        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags)
+
+    @functools.cached_property
+    def flags(self) -> FlagRecorder:
+        """Records what becomes of `requires_grad` of parameters."""
+        return FlagRecorder(self._builder, self._values, self._reads, self._model)
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
         for region in self._checkpointed:
             region.forget()
-        self.flags.close()
-        self.gradients.close()
+        if "flags" in self.__dict__:
+            self.flags.close()
+        if "gradients" in self.__dict__:
+            self.gradients.close()
 
     @property
     def differentiates(self) -> bool:
