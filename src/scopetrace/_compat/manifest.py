@@ -7,6 +7,7 @@ told at once and in full. tests/test_compat.py compares the tables with the sour
 from __future__ import annotations
 
 import pkgutil
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -137,7 +138,7 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
     "AdditionalInputs": (torch.export.AdditionalInputs, "_examples"),
     "Optimizer": (
-        lambda: torch.optim.SGD([torch.zeros(1)]),
+        lambda: types.SimpleNamespace(**torch.optim.Optimizer.__annotations__),  # to make one loads Dynamo
         "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
     ),
     "GradScaler": (lambda: torch.amp.GradScaler("cpu"), "_per_optimizer_states"),
