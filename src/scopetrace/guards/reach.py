@@ -145,7 +145,7 @@ class Reach:
         elif isinstance(inner := unwrapped(x), types.FunctionType):
             self._add_function(inner, depth)
         elif inner is not x:  # a module under torch.compile
-            self._visit(x.__name__, inner)
+            self._visit(getattr(x, "__name__", type(x).__name__), inner)
 
     def _add_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:

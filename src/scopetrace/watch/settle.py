@@ -41,6 +41,7 @@ from scopetrace.containers.contents import (
     write_dict,
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
+from scopetrace.containers.structure import leaves
 from scopetrace.ir.reads import HOOKS, NO_CALL, OfTensor, Read
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
@@ -311,9 +312,21 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
     """Whether inputs, random numbers or state that the forward writes decide one of these values."""
     differs = {v.storage for v in tape.inputs} | tape.written_storages()
     for op in tape.ops:
-        if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
+        like = _LIKE.get(op.target)
+        operands = op.inputs() if like is None else leaves([*op.args[:like], *op.args[like + 1 :], op.kwargs], Value)
+        if is_random(op.target) or any(v.storage in differs for v in operands):
             differs |= {v.storage for v in op.values()}
     return any(v.storage in differs for v in values)
+
+
+_aten = torch.ops.aten
+_LIKE: dict[Any, int] = {
+    **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), 0),
+    **dict.fromkeys((_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default), 0),
+    **dict.fromkeys((_aten.full_like.default, _aten.new_full.default), 0),
+    **dict.fromkeys((_aten.type_as.default, _aten.expand_as.default, _aten.view_as.default, _aten.to.other), 1),
+}
+"""Ops that take an operand for its shape, dtype and device alone, with its position."""
 
 
 def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> RecordedTape:

@@ -1,0 +1,164 @@
+"""What a forward changes of Python's state, judged by running it again: docs/side_effects.md.
+
+m.n += 1; return x * 2                      # the same program, nothing asked: no call is refused
+if m.cos is None: m.cos = table(len(x))     # settled, another program that stores: a cache, filled by the first call
+m.n += 1; return x * 2 if m.n < 3 else x    # asked, and never settled: right for one call
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+X = torch.arange(12.0).view(3, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.run, self.n, self.seen, self.table, self.cos, self.shape = forward, 0, [], {}, None, None
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def counter(m, x):
+    m.n += 1
+    return x * 2
+
+
+def history(m, x):
+    m.seen.append(tuple(x.shape))
+    return x * 2
+
+
+def last_kept(m, x):
+    m.last = x.shape[0]
+    return x * 2
+
+
+def rebuilt(m, x):
+    m.seen = [*m.seen]
+    return x * len(m.seen)
+
+
+def set_once(m, x):
+    if m.n == 0:
+        m.n = 5
+    return x * 2
+
+
+def rotary(m, x):
+    if m.cos is None or len(m.cos) < len(x):
+        m.cos = torch.arange(len(x), dtype=x.dtype).cos()
+    return x * m.cos[: len(x), None]
+
+
+def anchors(m, x):
+    y = x.sin()
+    if m.shape != x.shape:
+        m.cos, m.strides = (
+            t.transpose(0, 1) for t in (torch.arange(4).view(1, 4).type_as(y) + 0.5, y.new_full((3, 1), 8.0))
+        )
+        m.shape = x.shape
+    return y * m.cos.view(4) * m.strides.view(3, 1)
+
+
+def scratch(m, x):
+    if m.cos is None:
+        m.cos = torch.zeros_like(x).expand_as(x) + m.scale.sum()
+    return x + m.cos
+
+
+def memo(m, x):
+    key = tuple(x.shape)
+    if key not in m.table:
+        m.table[key] = torch.ones(key).cumsum(0)
+    return x + m.table[key]
+
+
+def scheduled(m, x):
+    m.n += 1
+    return x * 2 if m.n < 3 else x * 3
+
+
+def grows(m, x):
+    m.seen.append(0)
+    return x * len(m.seen)
+
+
+def recurrent(m, x):
+    m.cos = x if m.cos is None else m.cos * 0.5 + x
+    return m.cos * 1
+
+
+def of_the_first_batch(m, x):
+    if m.cos is None:
+        m.cos = x.mean(0)
+    return x - m.cos
+
+
+def drawn(m, x):
+    return x * random.random()
+
+
+SERVED = [counter, history, last_kept, rebuilt, set_once]
+CACHES = [rotary, anchors, scratch, memo]
+ONE_CALL = [scheduled, grows, recurrent, of_the_first_batch, drawn]
+
+
+@pytest.mark.parametrize("forward", [*SERVED, *CACHES])
+def test_calls_are_as_those_of_eager(forward):
+    model = Net(forward)
+    eager = copy.deepcopy(model)
+    trace = st.trace(model, (X,))
+    assert not any(effect.baked_in for effect in trace.side_effects)
+    for i in range(12):
+        assert torch.equal(trace(X + i), eager(X + i))
+
+
+@pytest.mark.parametrize("forward", CACHES)
+def test_a_cache_is_filled_by_a_call_and_may_be_filled_before(forward):
+    model, filled = Net(forward), Net(forward)
+    trace = st.trace(model, (X,))
+    assert model.cos is None and model.table == {}  # as before the trace
+    filled(X)
+    trace(X)
+    if forward is not memo:
+        assert torch.equal(model.cos, filled.cos)
+    model.cos = filled.cos
+    for i in range(3):
+        assert torch.equal(trace(X - i), filled(X - i))
+
+
+@pytest.mark.parametrize("forward", ONE_CALL)
+def test_what_never_settles_is_right_for_one_call(forward):
+    model = Net(forward)
+    eager = copy.deepcopy(model)
+    random.seed(0)
+    trace = st.trace(model, (X,))
+    random.seed(0)
+    expected = eager(X + 1 if forward is not of_the_first_batch else X)
+    assert torch.equal(trace(X + 1 if forward is not of_the_first_batch else X), expected)
+    with pytest.raises(st.errors.SideEffectError, match="run the model once before") as error:
+        trace(X + 2)
+    assert f"in {forward.__name__}: " in str(error.value)
+
+
+def test_a_model_that_ran_before_needs_no_second_run():
+    runs = []
+    note = runs.append  # a list would be put back
+
+    def forward(m, x):
+        note(1)
+        return rotary(m, x)
+
+    model = Net(forward)
+    model(X)
+    st.trace(model, (X,))
+    assert len(runs) == 2
