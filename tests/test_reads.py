@@ -739,3 +739,11 @@ def test_what_equal_layers_read_is_printed_once():
     assert ["attribute", "*.scale", "2.0", "in", "3", "places"] in [line.split() for line in str(found).splitlines()]
     assert "*.scale" in found._repr_html_()
     assert str(type(found)()) == "nothing is fixed"
+
+
+def test_a_printed_table_names_all_that_a_call_is_checked_for():
+    m = net(lambda m, x: m.fc(x) * m.k * SCALE if x.is_contiguous() else x)
+    trace = st.trace(m, (X,))
+    text = " ".join(str(trace.specializations).split())
+    names = [name for read in trace._program.tape.reads for name in read.place_names()]
+    assert len(names) > 10 and all(name in text for name in names)

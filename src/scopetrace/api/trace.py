@@ -284,7 +284,8 @@ class Trace(Shown):
         In this order: values that depend on data (`specialize=True`), numbers in objects among the arguments, such as a
         cache's `cumulative_length`, and what else the model's code read: facts of inputs (`x.stride(0)`), attributes,
         globals, variables of enclosing functions, environment, state of torch. `print` shows those of equal layers in
-        one line.
+        one line; after them, by kind, it names all else that a call is checked for: code, classes, hooks, what torch's
+        code read.
         """
         tape = self._program.tape
         root, fqns = tape.root.path, {call.scope.path: call.fqn for call in tape.calls}
@@ -294,7 +295,8 @@ class Trace(Shown):
             for r in tape.reads
             if r.is_of_model
         ]
-        return Specializations([*tape.specializations, *numbers, *reads])
+        others = [(r.place.kind, name) for r in tape.reads if not r.is_of_model for name in r.place_names()]
+        return Specializations([*tape.specializations, *numbers, *reads], others)
 
     @property
     def side_effects(self) -> list[SideEffect]:

@@ -11,8 +11,9 @@ import collections
 import dataclasses
 import operator
 import re
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -302,13 +303,28 @@ class Specialization:
 class Specializations(list[Specialization], Printed):
     """What a trace fixes. As text a line for each kind, name and value, with `*` for the numbers of layers."""
 
+    def __init__(self, data: Iterable[Specialization] = (), others: Iterable[tuple[str, str]] = ()) -> None:
+        """`others` are kind and name of what a call is checked for beside data that the model's code read."""
+        super().__init__(data)
+        self.others = list(others)
+
     def __str__(self) -> str:
-        rows = [(s.op, re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", s.expression), short_repr(s.value)) for s in self]
+        rows = [(s.op, _of_all_layers(s.expression), short_repr(s.value)) for s in self]
         counts = collections.Counter(sorted(rows, key=operator.itemgetter(0)))
         lines = [(*row, f"in {count} places" if count > 1 else "") for row, count in counts.items()]
-        return columns(lines, widest=_WIDEST) if lines else "nothing is fixed"
+        text = columns(lines, widest=_WIDEST) if lines else "nothing is fixed"
+        names: dict[str, dict[str, None]] = {}
+        for kind, name in sorted(self.others, key=operator.itemgetter(0)):
+            names.setdefault(kind, {})[_of_all_layers(name)] = None
+        also = [textwrap.fill(f"{kind}: {', '.join(of)}", _WIDTH, subsequent_indent="  ") for kind, of in names.items()]
+        return "\n".join([text, "also as when traced:", *also] if also else [text])
 
 
+def _of_all_layers(name: str) -> str:
+    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", name)
+
+
+_WIDTH = 110
 _WIDEST = 50
 
 

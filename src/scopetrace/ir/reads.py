@@ -466,6 +466,11 @@ class Read:
         """What is there now, as a snapshot."""
         return snapshot(self.place.now(call), self.names, self.skip)
 
+    def place_names(self) -> list[str]:
+        """What it is called; of functions, the name of each."""
+        functions = self.place.functions if isinstance(self.place, OfFunctions) else ()
+        return [function.__qualname__ for function in functions] or [self.name]
+
     @property
     def is_of_model(self) -> bool:
         """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
