@@ -150,6 +150,16 @@ def test_what_never_settles_is_right_for_one_call(forward):
     assert f"in {forward.__name__}: " in str(error.value)
 
 
+randrange = random.randrange
+
+
+def test_a_generator_that_a_forward_names_and_does_not_use():
+    model = Net(lambda m, x: x * (randrange(3) if m.n else 2))
+    trace = st.trace(model, (X,))
+    random.random()
+    assert torch.equal(trace(X), X * 2)
+
+
 def test_a_model_that_ran_before_needs_no_second_run():
     runs = []
     note = runs.append  # a list would be put back

@@ -427,8 +427,8 @@ def _is_state(value: Any) -> bool:
     """Whether a variable may hold another value at a call: no function of a library, and no Python module."""
     if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
         return False
-    if isinstance(value, (types.FunctionType, type, MEMO)):
-        return not is_library(getattr(value, "__module__", None))
+    if isinstance(value, (types.FunctionType, types.MethodType, type, MEMO)):
+        return not is_library(getattr(value, "__module__", None))  # `random.randrange` is a method
     return value is not MISSING
 
 
