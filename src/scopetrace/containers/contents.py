@@ -45,7 +45,6 @@ MEMO = type(functools.cache(len))
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
-@functools.cache
 def is_library(module: object) -> bool:
     """Whether a module name is of Python's library, torch, NumPy, sympy or scopetrace: no content of theirs counts."""
     return str(module).partition(".")[0] in _LIBRARIES

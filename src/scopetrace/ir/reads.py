@@ -370,10 +370,6 @@ def _held(module: torch.nn.Module, name: str) -> Any:
     return getattr(module, name, None) if own is None else own
 
 
-METADATA = "'s dtype, shape and device"
-"""How the read of a tensor that no op takes is called, after the tensor's name."""
-
-
 @dataclasses.dataclass(frozen=True)
 class OfTensor:
     """What a parameter, buffer or other tensor of the model answers to a question without arguments."""

@@ -47,7 +47,6 @@ from scopetrace.containers.structure import (
 )
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
-    METADATA,
     MISSING,
     Asked,
     CallInputs,
@@ -571,16 +570,18 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def _not_as_traced(tape: ProgramTape, name: str, then: Any, now: Any) -> StateMismatchError:
-    """The error for a tensor of the model with another dtype or shape; `then` and `now` begin with these."""
-    text = "no tensor" if now in (None, MISSING) else _metadata(*now[:2])
+    """The error for another tensor of the model: `then` and `now` are dtype, shape, and device where that was asked."""
+    count = 3 if now is not None and now[:2] == then[:2] else 2
+    text = "no tensor" if now is None else _metadata(*now[:count])
     hint = "trace again, or put it back"
     if any(write.path == name for write in tape.attribute_writes):
         hint += "; the forward puts another tensor there: run the model once before st.trace if that one stays"
-    return StateMismatchError(f"{name} was {_metadata(*then[:2])} when traced and is {text} now; {hint}")
+    return StateMismatchError(f"{name} was {_metadata(*then[:count])} when traced and is {text} now; {hint}")
 
 
-def _metadata(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+def _metadata(dtype: torch.dtype, shape: torch.Size, device: torch.device | None = None) -> str:
+    on = "" if device is None else f" on {device}"
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{on}"
 
 
 def _give_gradient(t: torch.Tensor, gradient: torch.Tensor, *, adds: bool) -> None:
@@ -702,12 +703,8 @@ class StateCheck:
         for read in self._reads:
             if not is_same(read):
                 value, now = read.value, read.now()
-                if (
-                    isinstance(read.place, OfTensor)
-                    and read.place.fact == "metadata"
-                    and (now is MISSING or value[:2] != now[:2])
-                ):
-                    raise _not_as_traced(self._tape, read.name.removesuffix(METADATA), value, now)
+                if isinstance(read.place, OfTensor) and read.place.fact == "metadata":
+                    raise _not_as_traced(self._tape, read.name, value, None if now is MISSING else now)
                 raise _mismatch(read, value, now)
 
 

@@ -45,7 +45,6 @@ from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
 from scopetrace.guards.reach import Reach, functions_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
-    METADATA,
     NO_CALL,
     Asked,
     CallInputs,
@@ -275,7 +274,7 @@ class StateReads:
                 continue
             fqn, holder, attribute = owner
             place = OfTensor(holder, attribute, "metadata")
-            yield Read(f"{fqn}{METADATA}", place.now(NO_CALL), place, (), root)
+            yield Read(fqn, place.now(NO_CALL), place, (), root)
 
     def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
         """Where each tensor of the model is that several places hold, if its id is in `used`."""
