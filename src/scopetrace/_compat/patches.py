@@ -180,11 +180,16 @@ def _report_module_calls(
     the fast path of `nn.TransformerEncoderLayer`. Classes keep their `forward`.
     """
     replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
+    forwards = {
+        kind: _forward(vars(owner)["forward"], observer, mine)
+        for kind in set(map(type, modules))
+        if (owner := _owner(kind))
+    }
     for module in modules:
-        attributes, owner = vars(module), _owner(type(module))
+        attributes = vars(module)
         outer = attributes.get("forward")  # that of an outer trace tells the wrong one
-        if owner is not None and (outer is None or _original(outer) is not outer):
-            attributes["forward"] = ours = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
+        if type(module) in forwards and (outer is None or _original(outer) is not outer):
+            attributes["forward"] = ours = types.MethodType(forwards[type(module)], module)
             stack.callback(_put_forward_back, attributes, ours, outer)
 
 

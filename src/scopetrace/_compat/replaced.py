@@ -23,8 +23,7 @@ REPLACED = {
     "a model that asks takes the path that can be traced": """
         torch.compiler._is_compiling_flag torch.compiler._is_exporting_flag""",
     "a module is called": "torch.nn.Module._call_impl",
-    "an attribute of a module is read, which waits hidden": """
-        torch.nn.Module.__getattr__ torch.nn.Module.__delattr__""",
+    "an attribute of a module is read, which waits hidden": "torch.nn.Module.__getattr__",
     "a block begins or ends, by which ops run otherwise": """
         torch.inference_mode.__enter__ torch.inference_mode.__exit__ torch.autocast.__enter__ torch.autocast.__exit__
         torch.autograd.graph.saved_tensors_hooks.__enter__ torch.autograd.graph.saved_tensors_hooks.__exit__

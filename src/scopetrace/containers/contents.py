@@ -47,7 +47,12 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchge
 
 def is_library(module: object) -> bool:
     """Whether a module name is of Python's library, torch, NumPy, sympy or scopetrace: no content of theirs counts."""
-    return str(module).partition(".")[0] in _LIBRARIES
+    return _is_library(module if type(module) is str else str(module))
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def is_users_class(kind: Any) -> bool:
@@ -274,6 +279,8 @@ def snapshot(x: Any, names: Set[str] | None = None, skip: Set[tuple[int, Any]] =
         names: of objects with attributes, those that count; None for all.
         skip: entries that do not count: the id of what holds them, and their key.
     """
+    if type(x) in ATOMS:
+        return x
     try:
         return _Snapshots(names, skip).of(x)
     except RecursionError:  # nested deeper than Python can follow: compared by identity

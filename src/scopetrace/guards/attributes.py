@@ -14,6 +14,7 @@ hidden: they count as read.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -60,6 +61,11 @@ class WatchedDict(dict[str, Any]):
     def current(self) -> dict[str, Any]:
         """All attributes, in no order, without being noted."""
         return {**self.hidden, **dict(dict.items(self))}  # `dict.copy` asks for `keys()`
+
+    def show_deleted(self, name: Any) -> None:
+        """Before Python deletes an attribute: nn.Module looks among the submodules first, which are hidden."""
+        if name in self.hidden:
+            self._show(name)
 
     def _show(self, name: str) -> None:
         value = self.hidden.pop(name)
@@ -158,8 +164,7 @@ class AttributeWatch:
     @contextlib.contextmanager
     def watching(self, replace: Replace, mine: Mine) -> Iterator[None]:
         """Inside, attributes are hidden until they are read."""
-        for name in ("__getattr__", "__delattr__"):
-            replace(torch.nn.Module, name, _METHODS[name](getattr(torch.nn.Module, name), mine))
+        replace(torch.nn.Module, "__getattr__", _getattr(torch.nn.Module.__getattr__, mine))
         with to_undo(self._put_back):
             for module in self._modules:
                 if is_watchable(module):
@@ -172,7 +177,7 @@ class AttributeWatch:
             self._of_class[kind] = frozenset(name for base in kind.__mro__ for name in vars(base))
         of_class = self._of_class[kind]
         hidden = {key: x for key, x in before.items() if key not in BOOKKEEPING and key not in of_class}
-        if before.get(ALL_SUBMODULES):
+        if ALL_SUBMODULES in before:
             hidden[ALL_SUBMODULES] = before[ALL_SUBMODULES]
         watched = WatchedDict(module, self._tell, before, hidden)
         self._watched.append((module, before, watched))
@@ -203,21 +208,11 @@ def _getattr(ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
             for table in (own.hidden, *(dict.get(own, t) or own.hidden.get(t) or {} for t in _MODULE_TABLES)):
                 if name in table:
                     return table[name]
+        elif name == ALL_SUBMODULES and (asker := sys._getframe(1)).f_code.co_name == "__delattr__":
+            own.show_deleted(asker.f_locals.get("name"))
+            return own.hidden[name]
         elif (value := own.ask(name)) is not MISSING:
             return value
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     return __getattr__
-
-
-def _delattr(delete: Callable[..., None], mine: Mine) -> Callable[..., None]:
-    def __delattr__(self: torch.nn.Module, name: str) -> None:
-        own = self.__dict__
-        if type(own) is WatchedDict and name in own.hidden:
-            own._show(name)
-        delete(self, name)
-
-    return __delattr__
-
-
-_METHODS: dict[str, Callable[..., Any]] = {"__getattr__": _getattr, "__delattr__": _delattr}

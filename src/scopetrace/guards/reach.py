@@ -104,31 +104,35 @@ class Reach:
         """The globals that they name: the table and the name."""
         self.cells: dict[int, tuple[str, types.CellType]] = {}
         """By id, the variables of enclosing functions, with their names."""
-        self.classes: dict[type, None] = {}
-        """The users' classes whose attributes they may write to."""
+        self.classes: dict[type, bool] = {}
+        """The users' classes whose attributes they may write to, and whether code names them: then it may make one."""
         self.names: set[str] = set()
         """What they name."""
         self._unnamed: dict[str, list[tuple[Any, int]]] = {}
         """By name, the methods of the classes that no function has named so far."""
-        self._pending: collections.deque[tuple[types.FunctionType, int]] = collections.deque()
-        """The functions that are to be followed, and how far from the forward they are named."""
+        self._pending: dict[int, list[types.FunctionType]] = collections.defaultdict(list)
+        """The functions that are to be followed, by how far from the forward they are named."""
 
-    def add(self, x: Any) -> None:
-        """Follow a function, method, partial or class; nothing is done for other objects."""
-        self._add(x, 0)
-        self._follow_all()
+    def add_class(self, kind: type, depth: int = 0) -> None:
+        """The methods of a class of objects that some function names, and its operators."""
+        self._add_class(kind, depth, is_named=False)
 
-    def add_class(self, kind: type) -> None:
-        """Follow the methods of a class that some function names, and its operators."""
-        self._add_class(kind, 0)
-        self._follow_all()
+    def follow(self) -> int | None:
+        """Follow the functions that are nearest to the forward. How far what they name is from it; None for no more."""
+        depth = min((depth for depth, functions in self._pending.items() if functions), default=_DEPTH + 1)
+        if depth > _DEPTH:
+            return None
+        for function in self._pending.pop(depth):
+            self._follow(function, depth + 1)
+        return depth + 1
 
     def function_of(self, code: types.CodeType) -> types.FunctionType | None:
         """The function that has run some code, as far as it is known; a method may have a computed name."""
         unnamed = (unwrapped(function) for function, _ in self._unnamed.get(code.co_name, ()))
         return self.functions.get(code) or next((f for f in unnamed if getattr(f, "__code__", None) is code), None)
 
-    def _add(self, x: Any, depth: int) -> None:
+    def add(self, x: Any, depth: int = 0) -> None:
+        """A function, method, partial or class; nothing is done for other objects."""
         while isinstance(x, functools.partial):
             self._visit("partial", (*x.args, *x.keywords.values()))
             x = x.func
@@ -137,9 +141,9 @@ class Reach:
             self._visit("a memo", x)
         if isinstance(x, property):
             for accessor in (x.fget, x.fset):
-                self._add(accessor, depth)
+                self.add(accessor, depth)
         elif isinstance(x, type):
-            self._add_class(x, depth)
+            self._add_class(x, depth, is_named=True)
         elif isinstance(x, operator.attrgetter):  # code that names attributes in C
             self._name(names_by(x))
         elif isinstance(inner := unwrapped(x), types.FunctionType):
@@ -147,15 +151,15 @@ class Reach:
         elif inner is not x:  # a module under torch.compile
             self._visit(getattr(x, "__name__", type(x).__name__), inner)
 
-    def _add_class(self, kind: type, depth: int) -> None:
+    def _add_class(self, kind: type, depth: int, *, is_named: bool) -> None:
         for base in kind.__mro__:
-            if base in self.classes or not is_users_class(base):
+            if self.classes.get(base, False) >= is_named and base in self.classes or not is_users_class(base):
                 continue
-            self.classes[base] = None
-            for name, member in vars(base).items():
+            is_new, self.classes[base] = base not in self.classes, is_named
+            for name, member in vars(base).items() if is_new else _constructors(base):
                 for function in functions_of(member):
-                    if name in self.names or name == "forward" or name[:2] == "__":
-                        self._add(function, depth)
+                    if name in self.names or name == "forward" or (name[:2] == "__" and (is_named or name not in OF_ALL)):
+                        self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
                 if name[:2] != "__" and not callable(member) and not hasattr(type(member), "__get__"):
@@ -164,20 +168,14 @@ class Reach:
     def _name(self, names: set[str] | frozenset[str]) -> None:
         new = names - self.names
         self.names |= new
-        for name in new & self._unnamed.keys():
+        for name in (new & self._unnamed.keys()) - OF_ALL:
             for function, depth in self._unnamed.pop(name, ()):
-                self._add(function, depth)
+                self.add(function, depth)
 
     def _add_function(self, function: types.FunctionType, depth: int) -> None:
         if function.__code__ not in self.functions and not is_library(_home(function)):
             self.functions[function.__code__] = function
-            self._pending.append((function, depth))
-
-    def _follow_all(self) -> None:
-        while self._pending:
-            function, depth = self._pending.popleft()
-            if depth <= _DEPTH:
-                self._follow(function, depth + 1)
+            self._pending[depth].append(function)
 
     def _follow(self, function: types.FunctionType, depth: int) -> None:
         code, table = function.__code__, function.__globals__
@@ -206,9 +204,17 @@ class Reach:
     def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
-            self._add(value, depth)
+            self.add(value, depth)
         elif not isinstance(value, types.ModuleType):
             self._visit(name, value, None, place)
+
+
+OF_ALL = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
+"""Methods that name all attributes of an object, and seldom run on one that was there."""
+
+
+def _constructors(kind: type) -> list[tuple[str, Any]]:
+    return [(name, member) for name, member in vars(kind).items() if name in OF_ALL]
 
 
 _DEPTH = 2

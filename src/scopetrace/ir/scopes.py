@@ -296,8 +296,15 @@ def is_hidden(filename: str) -> bool:
     return found
 
 
-def capture_frames(outer: Frames, boundary: CodeType) -> tuple[Frames, tuple[Frame, ...]]:
-    """The frames from the caller's caller up to the nearest one that runs `boundary`, linked to `outer`."""
+Ran = dict[int, tuple[CodeType, dict[str, Any]]]
+"""By id, code that has run, with its globals."""
+
+
+def capture_frames(outer: Frames, boundary: CodeType, ran: Ran) -> tuple[Frames, tuple[Frame, ...]]:
+    """The frames from the caller's caller up to the nearest one that runs `boundary`, linked to `outer`.
+
+    `ran` gets their code.
+    """
     frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -307,6 +314,8 @@ def capture_frames(outer: Frames, boundary: CodeType) -> tuple[Frames, tuple[Fra
         hidden = _hidden.get(code.co_filename)
         if not (is_hidden(code.co_filename) if hidden is None else hidden):
             frames.append((code, frame.f_lineno))
+            if id(code) not in ran:
+                ran[id(code)] = code, frame.f_globals
         frame = frame.f_back
     frames.reverse()
     return (outer, tuple(frames))

@@ -38,7 +38,7 @@ from scopetrace.containers.structure import OpaqueContainer, is_plain_object, le
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
-from scopetrace.ir.scopes import Frame, Scope, TracingState, capture_frames, source_of
+from scopetrace.ir.scopes import Frame, Ran, Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
 from scopetrace.record.foreign_memory import ForeignTensor, is_foreign
 from scopetrace.record.model import Model
@@ -139,6 +139,8 @@ class TapeBuilder:
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
         """The frames of the op that is on its way to the tape; the attributes that it reads get the same."""
+        self.ran: Ran = {}
+        """The code of functions in which ops and calls were."""
         self._last_frames: tuple[Frames, tuple[Frame, ...]] = ((), ())  # those of ops in one line are one object
         self._origin: tuple[Scope, Scope, str | None, dict[str, Any] | None] | None = None
 
@@ -170,7 +172,7 @@ class TapeBuilder:
 
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
-        found = capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__)
+        found = capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__, self.ran)
         last = self._last_frames
         if found[0] is last[0] and found[1] == last[1]:
             return last

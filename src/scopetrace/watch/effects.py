@@ -19,7 +19,17 @@ import torch
 from scopetrace._compat.gradients import hooks_of
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import parameters_of, tags_of
-from scopetrace.containers.contents import ATTRIBUTES, Change, content_of, fill_cell, form_of, put_entry, same, snapshot
+from scopetrace.containers.contents import (
+    ATTRIBUTES,
+    Change,
+    content_of,
+    fill_cell,
+    form_of,
+    put_entry,
+    same,
+    same_entries,
+    snapshot,
+)
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.guards.reach import Reach
 from scopetrace.record.model import Model
@@ -69,7 +79,9 @@ class EffectWatch:
         self._variables = [(table, name, table.get(name, MISSING)) for table, name in self.reach.variables.values()]
         self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes]
-        self._tagged += [(f.__name__, f, dict(vars(f))) for f in self.reach.functions.values()]
+        self._tagged += [
+            (f.__name__, f, dict(tags) if (tags := vars(f)) else _NO_TAGS) for f in self.reach.functions.values()
+        ]
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
@@ -93,18 +105,20 @@ class EffectWatch:
 
     def _follow_contents(self) -> None:
         """Follow the functions, classes and modules to which contents lead, until there are none."""
-        contents, seen = self._contents, 0
-        while contents.functions or contents.modules or len(contents.classes) > seen:
-            seen = len(contents.classes)
-            for kind in list(contents.classes):
-                self.reach.add_class(kind)
-            functions, contents.functions = contents.functions, []
-            for function in functions:
-                self.reach.add(function)
-            modules, contents.modules = contents.modules, []
-            for name, module in modules:
-                for inner in self._model.save_outside(name, module):
-                    self.reach.add_class(type(inner))
+        contents, depth = self._contents, 0
+        while depth is not None:
+            while contents.functions or contents.modules or contents.classes:
+                classes, contents.classes = contents.classes, {}
+                functions, contents.functions = contents.functions, []
+                modules, contents.modules = contents.modules, []
+                inner = [m for name, module in modules for m in self._model.save_outside(name, module)]
+                in_containers = [x for x in functions if isinstance(x, type)]
+                for kind in dict.fromkeys((*classes, *map(type, inner), *in_containers)):
+                    self.reach.add_class(kind, depth)
+                for function in functions:
+                    if not isinstance(function, type):
+                        self.reach.add(function, depth)
+            depth = self.reach.follow()
 
     def restore(self) -> list[Change]:
         """Put all back as it was, and say what had changed, by value."""
@@ -128,7 +142,7 @@ class EffectWatch:
     def _of_classes(self) -> Iterator[Change]:
         for kind, before in self._classes:
             now = dict(vars(kind))
-            for name in dict.fromkeys((*before, *now)):
+            for name in dict.fromkeys((*before, *now)) if not same_entries(now, before) else ():
                 old, new = before.get(name, MISSING), now.get(name, MISSING)
                 if new is not old and name[:2] != "__":
                     put = functools.partial(_set_attribute, kind, name)
@@ -136,7 +150,9 @@ class EffectWatch:
 
     def _of_tags(self) -> Iterator[Change]:
         for path, t, before in self._tagged:
-            now = (tags_of(t) if isinstance(t, torch.Tensor) else vars(t)) if vars(t) else _NO_TAGS
+            now = vars(t)
+            if now and isinstance(t, torch.Tensor):
+                now = tags_of(t)
             for key in dict.fromkeys((*before, *now)) if now or before else ():
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 if new is not old:

@@ -43,7 +43,7 @@ from scopetrace.containers.contents import (
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
-from scopetrace.guards.reach import Reach, functions_of, names_by, names_of, unwrapped
+from scopetrace.guards.reach import OF_ALL, Reach, functions_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
@@ -64,7 +64,7 @@ from scopetrace.ir.reads import (
     WhichOfModel,
     hooks_of_module,
 )
-from scopetrace.ir.scopes import Frames, source_of
+from scopetrace.ir.scopes import Frames, Ran, source_of
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import RECURRENT, Model, is_torchs
@@ -114,6 +114,7 @@ class StateReads:
             return False
         if key not in self._read and name not in _SKIPPED and name not in RECURRENT:
             self._read[key] = module, name, noted_at(self._builder, asker)
+            self._builder.ran.setdefault(id(asker.f_code), (asker.f_code, asker.f_globals))
         return True
 
     def was_read(self, change: Change) -> bool:
@@ -134,7 +135,7 @@ class StateReads:
         run = [x for read in hooks for part in read.value for x in (part if type(part) is list else [part])]
         for module in {id(call.module): call.module for call in tape.calls if call.module is not None}.values():
             run += itertools.chain.from_iterable(hooks_of_module(module).values())
-        ran = self._ran = RanFunctions(fn, tape, self._reach, values, run)
+        ran = self._ran = RanFunctions(fn, tape, self._builder.ran, self._reach, values, run)
         for read in hooks:
             read.value, read.names = snapshot(read.value, self.names), self.names
         attributes = list(self._attributes(held))
@@ -307,26 +308,21 @@ class StateReads:
 class RanFunctions:
     """The functions that ran, since ops and calls were in them, and what they read of variables."""
 
-    def __init__(self, fn: Any, tape: RecordedTape, reach: Reach, held: Sequence[Any], hooks: Sequence[Any]) -> None:
-        """`held` are the values of the attributes that were read; `hooks` ran too."""
-        frames = [op.frames for op in tape.ops if op.kind == "call_function"] + [call.frames for call in tape.calls]
-        codes = {id(code): code for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
-        for call in tape.calls:
-            forward = getattr(call.module_type, "forward", None)
-            if isinstance(forward, types.FunctionType):
-                codes[id(forward.__code__)] = forward.__code__
-        for function in (_function_of(x) for x in (fn, *hooks) if issubclass(type(x), _CALLABLE)):
-            if function is not None:
-                codes[id(function.__code__)] = function.__code__
-        functions = [(code, reach.function_of(code)) for code in codes.values()]
-        self.functions = {code: function for code, function in functions if function is not None}
+    def __init__(
+        self, fn: Any, tape: RecordedTape, ran: Ran, reach: Reach, held: Sequence[Any], hooks: Sequence[Any]
+    ) -> None:
+        """`ran` is the code in which ops and calls were; `held` the attributes that were read; `hooks` ran too."""
+        forwards = [getattr(call.module_type, "forward", None) for call in tape.calls]
+        known = [_function_of(x) for x in (fn, *hooks, *forwards) if issubclass(type(x), _CALLABLE)]
+        ran = {**ran, **{id(f.__code__): (f.__code__, f.__globals__) for f in known if f is not None}}
+        self.functions = functions_that_ran(ran, reach)
         """By code, those of users."""
         self._reach, self._tape = reach, tape
         self._by_getters = set[str]()
         self.inner = self._named_by(held)
         """Functions of users that these name, which may have run too; several may have one code."""
         self.codes = dict.fromkeys((*self.functions, *(function.__code__ for function in self.inner)))
-        inner = (f.__code__ for f in self.inner if f.__name__ not in _OF_ALL_ATTRIBUTES)
+        inner = (f.__code__ for f in self.inner if f.__name__ not in OF_ALL)
         names = self._by_getters.union(*(names_of(code).all for code in (*self.functions, *inner)))
         self.names = None if names & {"vars", "__dict__"} else frozenset(names)
         """Of objects with attributes, those that code names which may have run; None where it may take all."""
@@ -416,10 +412,26 @@ class RanFunctions:
                     yield self._read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path, skip)
 
 
-_LEVELS = 2
+def functions_that_ran(ran: Ran, reach: Reach) -> dict[types.CodeType, types.FunctionType]:
+    """By code, the functions of users. Those too far from the forward for `reach` are followed now.
+
+    A function with variables of another one around it is known where those that ran name it.
+    """
+    functions = dict[types.CodeType, types.FunctionType]()
+    left = [(code, table) for code, table in ran.values() if not is_library(table.get("__name__"))]
+    while True:
+        functions |= {code: f for code, _ in left if (f := reach.function_of(code)) is not None}
+        left = [(code, table) for code, table in left if code not in functions]
+        far = [types.FunctionType(code, table) for code, table in left if not code.co_freevars]
+        if not far:
+            return functions
+        for function in far:
+            reach.add(function)
+        reach.follow()
+
+
+_LEVELS = 1
 """How far functions are followed that others name: where no op was in one, nobody saw whether it ran."""
-_OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
-"""Methods that name all attributes of an object, and seldom run on one that was there."""
 
 
 def _is_state(value: Any) -> bool:
@@ -449,7 +461,7 @@ def _methods(kind: type, names: Set[str], *, is_named: bool) -> Iterator[types.F
     """
     for base in kind.__mro__ if is_users_class(kind) else ():
         for name, x in vars(base).items() if is_users_class(base) else ():
-            special = name[:2] == "__" and (is_named or name not in _OF_ALL_ATTRIBUTES)
+            special = name[:2] == "__" and (is_named or name not in OF_ALL)
             if special or name in names:
                 yield from (_function_of(f) for f in functions_of(x))
 
