@@ -141,7 +141,7 @@ _OTHERS = {
     "torch.backends.mha": "get_fastpath_enabled",
     "torch.backends.quantized": "engine",
 }
-"""Further settings. Code that asks for one of these is not seen."""
+"""Further settings, of which no question is seen: those that code names count as asked."""
 
 
 def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -151,10 +151,11 @@ def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
             yield f"{path}.{name}", torch._C._get_qengine if name == "engine" else getattr(owner, name)
 
 
+OTHER_SETTINGS = dict(_others())
 _SETTINGS = [
     *[(name, ask) for name, ask in flags.items() if "autocast" not in name and name != "torch.get_default_device"],
     *_BACKENDS,
-    *_others(),
+    *OTHER_SETTINGS.items(),
 ]
 """Those that take no arguments, and run no op to answer."""
 _settings = dict(_SETTINGS)

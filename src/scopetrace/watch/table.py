@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.questions import MISSING, Mine
+from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Mine, flag
 from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace.containers.contents import (
     ATTRIBUTES,
@@ -48,6 +48,7 @@ from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
     CallInputs,
+    Flag,
     InClosure,
     InTable,
     InTables,
@@ -339,8 +340,7 @@ class RanFunctions:
         for _ in range(_LEVELS):
             names = {name for function in new.values() for name in names_of(function.__code__).all}
             for function in new.values():
-                values += [function.__globals__.get(name) for name in names_of(function.__code__).globals]
-                values += [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
+                values += _named(function)
             items = [*itertools.chain.from_iterable(map(_with_items, values))]
             self._by_getters.update(*(names_by(x) for x in items if type(x) is operator.attrgetter))
             names |= self._by_getters
@@ -353,6 +353,13 @@ class RanFunctions:
             new = {key: function for key, function in new.items() if key not in known}
             known, values = known | new, []
         self._kinds = kinds
+        while new:  # any further, only what is named itself
+            items = [x for function in new.values() for x in _named(function)]
+            kinds |= {x: True for x in items if isinstance(x, type)}
+            further = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
+            users = [f for f in further if f is not None and not is_library(f.__globals__.get("__name__"))]
+            new = {id(f): f for f in users if id(f) not in known}
+            known |= new
         return [*known.values()][len(self.functions) :]
 
     def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
@@ -377,6 +384,9 @@ class RanFunctions:
                     known.add((id(cell), ""))
                     yield self._read(name, value, InClosure(cell), frames, path, skip)
         yield from self._of_classes(skip, path)
+        names = {name for code in self.codes for name in names_of(code).all}
+        for name in [name for name in OTHER_SETTINGS if name.rpartition(".")[2] in names]:
+            yield Read(name, flag(name, ()), Flag(name), (), path)
 
     def _read(self, name: str, value: Any, place: Any, frames: Frames, path: str, skip: Set[tuple[int, Any]]) -> Read:
         taken = snapshot(value, self.names, skip)
@@ -384,14 +394,16 @@ class RanFunctions:
 
     @staticmethod
     def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """The globals that a function names, and attributes of Python modules: name, table and key."""
+        """The globals that a function names, and attributes of Python modules and functions: name, table and key."""
         table, names = function.__globals__, names_of(function.__code__)
         for name in sorted(names.globals & table.keys()):
             yield name, table, name
         for name, attribute in sorted(names.dotted):
-            module = table.get(name)
-            if isinstance(module, types.ModuleType) and not is_library(module.__name__) and attribute in vars(module):
-                yield f"{name}.{attribute}", vars(module), attribute
+            owner = table.get(name)
+            if not isinstance(owner, (types.ModuleType, types.FunctionType)) or is_library(_home(owner)):
+                continue
+            if attribute in vars(owner):
+                yield f"{name}.{attribute}", vars(owner), attribute
 
     def _of_classes(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
@@ -412,6 +424,12 @@ class RanFunctions:
                     yield self._read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path, skip)
 
 
+def _named(function: types.FunctionType) -> list[Any]:
+    """What the globals hold that a function names, the variables around it, and its defaults."""
+    variables = [function.__globals__.get(name) for name in names_of(function.__code__).globals]
+    return [*variables, *map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
+
+
 def functions_that_ran(ran: Ran, reach: Reach) -> dict[types.CodeType, types.FunctionType]:
     """By code, the functions of users. Those too far from the forward for `reach` are followed now.
 
@@ -430,8 +448,13 @@ def functions_that_ran(ran: Ran, reach: Reach) -> dict[types.CodeType, types.Fun
         reach.follow()
 
 
-_LEVELS = 1
+_LEVELS = 2
 """How far functions are followed that others name: where no op was in one, nobody saw whether it ran."""
+
+
+def _home(owner: types.ModuleType | types.FunctionType) -> str:
+    """The Python module that something is, or in which it was written."""
+    return owner.__name__ if isinstance(owner, types.ModuleType) else str(owner.__globals__.get("__name__"))
 
 
 def _is_state(value: Any) -> bool:
