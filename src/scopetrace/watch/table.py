@@ -99,6 +99,10 @@ class StateReads:
         self._members, self._examples = members, examples
         self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Noted]] = {}
         """By id of a module and name, the attributes that were asked for, in order."""
+        self._called: dict[int, torch.nn.Module] = {}
+        """By id, the modules that were called."""
+        self._used: dict[int, torch.nn.Module] = {}
+        """These, and those that were taken from attributes of others."""
 
     @contextlib.contextmanager
     def watching(self, mine: Mine) -> Iterator[None]:
@@ -139,6 +143,8 @@ class StateReads:
         ran = self._ran = RanFunctions(fn, tape, self._builder.ran, self._reach, values, run)
         for read in hooks:
             read.value, read.names = snapshot(read.value, self.names), self.names
+        self._called = self._called_modules()
+        self._used = self._called | self._taken_modules()
         attributes = list(self._attributes(held))
         variables = list(ran.guards(skip, tape.root.path))
         objects = [*self._objects]
@@ -192,14 +198,26 @@ class StateReads:
 
     def _read_what_is_not_hidden(self) -> None:
         """Attributes that modules have beside their class, or beside a `__getattr__` of it: those that code names."""
-        called = {id(call.module) for call in self._builder.tape.calls}
         for saved in self._model.saved_modules:
-            if id(saved.module) not in called:
+            if id(saved.module) not in self._used:
                 continue
             is_open = not saved.is_watched
             for key in self._reach.names & saved.module.__dict__.keys():
                 if (is_open or hasattr(saved.kind, key)) and key not in _SKIPPED | RECURRENT and key not in saved.hooks:
                     self._read.setdefault((id(saved.module), key), (saved.module, key, ((), saved.name)))
+
+    def _called_modules(self) -> dict[int, torch.nn.Module]:
+        called = {id(c.module): c.module for c in self._builder.tape.calls if c.module is not None and not c.leaf}
+        for module in [m for m in called.values() if is_torchs(m)]:  # which may ask for the hooks of those in them
+            called.update((id(inner), inner) for inner in module.modules())
+        return called
+
+    def _taken_modules(self) -> dict[int, torch.nn.Module]:
+        taken = list[torch.nn.Module | None]()
+        for module, key, _ in self._read.values():
+            modules = module.__dict__.get("_modules") or {}
+            taken += modules.values() if key == ALL_SUBMODULES else [modules.get(key)]
+        return {id(m): m for m in taken if m is not None}
 
     @staticmethod
     def _place(module: torch.nn.Module, key: str) -> InTable | InTables:
@@ -208,17 +226,15 @@ class StateReads:
         return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
 
     def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
-        """Classes, hooks and methods of the modules that were called; hooks of all modules of the process."""
+        """Classes and methods of modules that were used, hooks of those that were called, and of all of the process."""
         tape, path = self._builder.tape, self._builder.tape.root.path
-        called = {id(c.module): c.module for c in tape.calls if c.module is not None and not c.leaf}
-        for module in list(called.values()):
-            if is_torchs(module):  # which may ask for the hooks of those in them
-                called.update((id(inner), inner) for inner in module.modules())
-        plain = [m for m in called.values() if not isinstance(m, torch.jit.ScriptModule)]
+        plain = [m for m in self._used.values() if not isinstance(m, torch.jit.ScriptModule)]
         saved = [(self._model.saved(m), m) for m in plain]
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
+        called = tuple([(name, m) for name, m in named if id(m) in self._called])
         for aspect in OfModules.ASPECTS:
-            place = OfModules(named, aspect, self.names, frozenset(name for _, name in changed))
+            modules = called if aspect == "hooks" else named
+            place = OfModules(modules, aspect, self.names, frozenset(name for _, name in changed))
             yield Read(f"{aspect} of the modules", snapshot(place.now(NO_CALL)), place, (), path)
         yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
         tables = sorted({"_parameters", "_buffers"} & (self.names or set()))
