@@ -25,6 +25,8 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.compilers import constant_to_dynamo
+from scopetrace._compat.expressions import encode_environment, restore_environment
+from scopetrace._compat.ops import find_higher_order, find_op
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
@@ -349,9 +351,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, OpOverload):
-            return _op, (obj._schema.name, obj._overloadname)
+            return find_op, (obj._schema.name, obj._overloadname)
         if isinstance(obj, HigherOrderOperator):
-            return _higher_order_op, (obj._name,)
+            return find_higher_order, (obj.name(),)
         if isinstance(obj, FakeTensor):
             layout = tuple(obj.size()), tuple(obj.stride())
             return _fake, (self._factory, *layout, obj.dtype, obj.device, obj.requires_grad)
@@ -359,7 +361,7 @@ class _Pickler(pickle.Pickler):
             node = obj.node
             return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
         if isinstance(obj, WatchedShapeEnv):
-            return _environment, (self._factory, obj.saved())
+            return _environment, (self._factory, encode_environment(obj))
         if isinstance(obj, type) and obj.__module__ == parametrize.__name__ and not hasattr(parametrize, obj.__name__):
             return _parametrized, (obj.__name__, obj.__base__)
         return NotImplemented
@@ -377,8 +379,8 @@ def _fake(factory: FakeFactory, size: Any, stride: Any, dtype: Any, device: Any,
         return factory.fresh(size, stride, dtype, device, requires_grad)
 
 
-def _environment(factory: FakeFactory, state: dict[str, Any]) -> WatchedShapeEnv:
-    factory.shape_env.restore(state)
+def _environment(factory: FakeFactory, data: dict[str, Any]) -> WatchedShapeEnv:
+    restore_environment(factory.shape_env, data)
     return factory.shape_env
 
 
@@ -386,18 +388,9 @@ def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any
     return kind(sym_node(env, expr, pytype, hint))
 
 
-def _op(name: str, overload: str) -> Any:
-    namespace, _, op = name.partition("::")
-    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
-
-
 def _parametrized(name: str, base: type) -> type:
     """The class that torch makes for a parametrized module, which no Python module has under its name."""
     return type(name, (base,), {"__module__": parametrize.__name__})
-
-
-def _higher_order_op(name: str) -> Any:
-    return getattr(torch.ops.higher_order, name)
 
 
 def dumps(x: Any) -> bytes:
@@ -405,7 +398,7 @@ def dumps(x: Any) -> bytes:
     file = io.BytesIO()
     try:
         _Pickler(file).dump(x)
-    except (AttributeError, TypeError) as error:  # pickle's own are of three classes, by Python version
+    except (AttributeError, TypeError, ValueError) as error:  # pickle's own are of three classes, by Python version
         raise pickle.PicklingError(str(error)) from error
     return file.getvalue()
 
