@@ -24,8 +24,9 @@ from torch.onnx._internal.exporter import _constants, _core, _dispatching, _regi
 from torch.onnx._internal.exporter._torchlib.ops.hop import call_op
 
 from scopetrace._compat import manifest
+from scopetrace._compat.decompositions import core_aten
 from scopetrace._compat.encoder_layer import FUSED
-from scopetrace._compat.ops import core_aten, one_at_a_time
+from scopetrace._compat.ops import one_at_a_time
 from scopetrace.errors import OnnxExportError
 
 manifest.require(list(manifest.missing(manifest.ONNX)))

@@ -35,9 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scopetrace._compat.function_mode import FunctionMode, On, after, without_mode
 from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
+from scopetrace._compat.higher_order import hop_entry_points
 from scopetrace._compat.ops import (
     device_at_once,
-    hop_entry_points,
     in_transform,
     is_recording,
     short_way,

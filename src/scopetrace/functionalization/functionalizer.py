@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import auto_functionalized, building, in_large_stack, is_op, schema_of
+from scopetrace._compat.higher_order import auto_functionalized
+from scopetrace._compat.ops import building, in_large_stack, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure

@@ -24,6 +24,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.gradients import next_sequence_number
+from scopetrace._compat.higher_order import eager_kernel
 from scopetrace._compat.ops import (
     CASTS_INSIDE,
     BelowAutograd,
@@ -34,14 +35,12 @@ from scopetrace._compat.ops import (
     autocast_rule,
     can_decompose,
     custom_function_call,
-    eager_kernel,
     function_in_transform,
     has_kernel_of_its_own,
     in_transform,
     interrupts,
     is_op,
     schema_of,
-    through_transform,
     unwrapped,
     with_mode,
     without_transforms,
@@ -243,7 +242,8 @@ class OpRecorder:
         if func in _OF_NUMBERS and isinstance(args[1], _NUMBERS):
             func = _OF_NUMBERS[func]
         start, first = len(self._builder.tape.ops), next_sequence_number()
-        out = through_transform(self.record, func, args, kwargs)
+        with BelowAutograd(self.record):
+            out = func(*args, **kwargs)
         if next_sequence_number() > first and len(self._builder.tape.ops) > start:
             made = first, self._builder.tape.ops[start]
             bisect.insort(self._builder.made_nodes, made, key=operator.itemgetter(0))
