@@ -131,7 +131,7 @@ NAMES = {
 
 INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "OpOverload": (lambda: torch.ops.aten.add.Tensor, "_op_dk _overloadname _schema is_view"),
-    "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "_name python_key_table"),
+    "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "python_key_table"),
     "_ModeStackStateForPreDispatch": (mode_stack_state_for_pre_dispatch, "_schema_check_mode"),
     "ScriptModule": (torch.jit.ScriptModule, "_c"),
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr"),
