@@ -6,6 +6,7 @@ Fake tensors are pickled as their metadata, ops as their names.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import keyword
@@ -42,13 +43,10 @@ was_erased: Callable[[torch.fx.Node], bool] = operator.attrgetter("_erased")
 set_arguments: Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any]], None] = torch.fx.Node._update_args_kwargs
 """Give a node its arguments. Assigning `node.args` also takes it out of the table of `find_nodes`, and puts it back."""
 
-LazyGraphModule = _LazyGraphModule
-"""A GraphModule that generates its code, and the `forward` of its class, when it first runs."""
-
 _PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
 
 
-class TracedGraphModule(LazyGraphModule):
+class TracedGraphModule(_LazyGraphModule):
     """A `torch.fx.GraphModule` whose Python code is generated when it first runs.
 
     Under make_fx it is interpreted node by node, so that the new nodes get the `custom` and `nn_module_stack` of the
@@ -97,7 +95,7 @@ def _make_code(graph_module: TracedGraphModule) -> None:
     call = torch.ops.higher_order.invoke_subgraph
     graph_module.calls_functions = bool(graph_module.graph.find_nodes(op="call_function", target=call))
     if graph_module.calls_functions:
-        graph = _copied(graph_module.graph)
+        graph = copy.deepcopy(graph_module.graph)
         for node in graph.find_nodes(op="call_function", target=call):
             node.target = call_region if graph_module.has_regions else call_inline
         graph_module.forward_with_regions = method_of(graph, graph_module)
@@ -143,26 +141,30 @@ def _is_random(graph_module: torch.fx.GraphModule) -> bool:
     return any(isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags for op in targets)
 
 
-class _RandomState:
-    """A context in which random numbers are drawn as in the first one that `states` has been given to."""
+class _RunContext(contextlib.ExitStack):
+    """The context of one run of a checkpointed region; it may be entered again."""
 
     ac_graph_id: Any = None
     """The op writes it."""
 
+
+class _RandomState(_RunContext):
+    """Draws random numbers as the first context with the same `states` does."""
+
     def __init__(self, states: list[Any]) -> None:
+        super().__init__()
         self._states = states
-        self._around: Any = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _RandomState:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         if not self._states:
-            self._states += torch.get_rng_state(), _states_of_devices()
-            return
-        self._around = torch.get_rng_state(), _states_of_devices()
-        _set_random_state(*self._states)
-
-    def __exit__(self, *error: object) -> None:
-        if self._around is not None:
-            _set_random_state(*self._around)
+            self._states += torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices]
+            return self
+        self.enter_context(torch.random.fork_rng(devices))
+        torch.set_rng_state(self._states[0])
+        for i, state in zip(devices, self._states[1], strict=False):
+            torch.cuda.set_rng_state(state, i)
+        return self
 
 
 def _with_equal_random_numbers() -> tuple[_RandomState, _RandomState]:
@@ -170,11 +172,8 @@ def _with_equal_random_numbers() -> tuple[_RandomState, _RandomState]:
     return _RandomState(states), _RandomState(states)
 
 
-class _Contexts(contextlib.ExitStack):
-    """Several contexts as one, those of one run of a checkpointed region."""
-
-    ac_graph_id: Any = None
-    """The op writes it."""
+class _Contexts(_RunContext):
+    """Several contexts as one."""
 
     def __init__(self, contexts: Sequence[Any]) -> None:
         super().__init__()
@@ -192,16 +191,6 @@ def _contexts_of(functions: Sequence[Callable[[], Any]]) -> tuple[_Contexts, _Co
     return _Contexts(forward), _Contexts(again)
 
 
-def _states_of_devices() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def _set_random_state(cpu: torch.Tensor, devices: list[torch.Tensor]) -> None:
-    torch.set_rng_state(cpu)
-    if devices:
-        torch.cuda.set_rng_state_all(devices)
-
-
 def switches_grad(graph_module: torch.fx.GraphModule) -> bool:
     """Whether a node switches autograd on or off."""
     return bool(graph_module.graph.find_nodes(op="call_function", target=set_grad_enabled))
@@ -214,16 +203,10 @@ def parts_that_switch_grad(module: torch.nn.Module) -> list[torch.fx.GraphModule
 
 def without_grad_switches(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy of a graph, without the nodes that switch autograd on or off."""
-    graph = _copied(graph)
+    graph = copy.deepcopy(graph)
     for node in graph.find_nodes(op="call_function", target=set_grad_enabled):
         graph.erase_node(node)
     return graph
-
-
-def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    found = torch.fx.Graph()
-    found.output(found.graph_copy(graph, {}))
-    return found
 
 
 def method_of(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -259,7 +242,7 @@ def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
     modules = {"": root}
     for name in sorted(attributes, key=lambda name: name.count(".")):
         path, _, field = name.rpartition(".")
-        module = modules.get(path) or _module_at(path, modules)
+        module = _module_at(path, modules)
         x = attributes[name]
         if isinstance(x, torch.nn.Parameter):  # as `register_parameter` does, which takes four times as long
             module._parameters[field] = x
@@ -271,20 +254,20 @@ def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
 
 def _module_at(path: str, modules: dict[str, torch.nn.Module]) -> torch.nn.Module:
     """The module at a path, a new one where there is none; `modules` are those that were found, by their paths."""
-    found = modules.get(path)
-    if found is None:
+    module = modules.get(path)
+    if module is None:
         outer, _, name = path.rpartition(".")
         children = _module_at(outer, modules)._modules
-        found = children.get(name)
-        if found is None:
-            found = children[name] = torch.nn.Module()
-        modules[path] = found
-    return found
+        module = children.get(name)
+        if module is None:
+            module = children[name] = torch.nn.Module()
+        modules[path] = module
+    return module
 
 
 def is_taken(name: str) -> bool:
     """Whether a GraphModule has an attribute of its own in the place of a dotted path, such as `code` or `graph`."""
-    return name.partition(".")[0] in _own_attributes()
+    return name.partition(".")[0] in _reserved_names()
 
 
 def is_writable(path: str, *, keywords: bool = False) -> bool:
@@ -299,7 +282,7 @@ def is_writable(path: str, *, keywords: bool = False) -> bool:
 
 
 @functools.cache
-def _own_attributes() -> frozenset[str]:
+def _reserved_names() -> frozenset[str]:
     return frozenset({*dir(torch.fx.GraphModule({}, torch.fx.Graph())), *dir(TracedGraphModule)})
 
 

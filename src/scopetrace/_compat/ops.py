@@ -541,8 +541,6 @@ _AUTOCAST_KEYS = {
     "mps": _key.AutocastMPS,
 }
 
-autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of autocast on a type of device; None where it is off, as it is for what autocast itself calls."""

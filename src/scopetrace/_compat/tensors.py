@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.empty import has_empty, or_real
 from scopetrace._compat.fake_mode import fake_mode_of
+from scopetrace._compat.questions import inference_mode_enabled
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 
@@ -85,7 +86,6 @@ is_inference_of: Callable[[torch.Tensor], bool] = _base.is_inference
 is_conj_of: Callable[[torch.Tensor], bool] = _base.is_conj
 is_neg_of: Callable[[torch.Tensor], bool] = _base.is_neg
 nbytes_of: Callable[[torch.UntypedStorage], Any] = torch.UntypedStorage.nbytes
-_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 """What `x.stride()`, `x.requires_grad` and so on call: in a trace these report who asks."""
 
 
@@ -402,7 +402,7 @@ def normal_tensors() -> contextlib.AbstractContextManager[Any]:
 
 def in_inference_mode(enabled: bool) -> contextlib.AbstractContextManager[Any]:
     """Inside, inference mode is on or off, and autograd is off where it changes."""
-    if enabled is _inference_mode():
+    if enabled is inference_mode_enabled():
         return _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch._C._InferenceMode(enabled))  # a block under torch.inference_mode is one of the forward
@@ -459,7 +459,7 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     dispatcher decomposes composite ops. Ops without symbolic arguments need neither, and the parts of a composite op
     may alias otherwise than the op: those of `dropout` in eval mode return a copy.
     """
-    if torch.is_inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
+    if inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
         out = _run_composite_in_inference_mode(mode, func, args, kwargs)
     else:
         out = _run_op(mode, func, args, kwargs)

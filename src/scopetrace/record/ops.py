@@ -30,7 +30,6 @@ from scopetrace._compat.ops import (
     BelowAutograd,
     PreDispatchMode,
     autocast_dtype,
-    autocast_enabled,
     autocast_may_change,
     autocast_rule,
     can_decompose,
@@ -45,7 +44,7 @@ from scopetrace._compat.ops import (
     with_mode,
     without_transforms,
 )
-from scopetrace._compat.questions import attention_kernels
+from scopetrace._compat.questions import attention_kernels, autocast_enabled
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
