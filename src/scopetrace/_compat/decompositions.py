@@ -14,6 +14,8 @@ from torch._ops import OpOverload
 from scopetrace._compat.encoder_layer import FUSED, encoder_layer
 
 Rule = Callable[..., Any]
+RuleOf = Callable[[OpOverload], Rule | None]
+"""Gives what to run in the place of an op, None for one that stays."""
 
 
 @functools.cache
@@ -33,8 +35,8 @@ def without_mkldnn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def decomposition_rules(table: Mapping[Any, Rule] | None) -> Callable[[OpOverload], Rule | None]:
-    """What to run in the place of an op, None for one that stays, as `run_decompositions` reads a table.
+def decomposition_rules(table: Mapping[Any, Rule] | None) -> RuleOf:
+    """The rules of a table, as `run_decompositions` reads it.
 
     `table` is by op; None for `core_aten`. Composite ops that return their argument or a view of it on some inputs,
     such as `reshape`, `dropout` and `to`, are always taken apart, since other compilers cannot know which.

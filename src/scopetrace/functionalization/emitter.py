@@ -77,8 +77,7 @@ class Emitter:
             required = _requires_grad(origin, func, slot, storage, carrying)
             new = self._value(fake, slot, storage, required, is_new)
             if isinstance(meta, OutputMeta) and self._knows_keys:
-                key = meta.key
-                new.key = self.inference.requiring_grad(key, fake) if new.requires_grad else key
+                new.key = self.inference.key_of(fake) if new.requires_grad else meta.key
             made.append(new)
         return metas.contained(made)
 

@@ -491,8 +491,8 @@ class OpInference(Protocol):
     def ran(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
         """What `func` returns for values and other arguments, its tensors fake. Raises what the op raises."""
 
-    def requiring_grad(self, key: int | None, fake: torch.Tensor) -> int | None:
-        """The key of `fake`, which requires grad; `key` is that of the same metadata without."""
+    def key_of(self, fake: torch.Tensor) -> int | None:
+        """What stands for the metadata of a tensor; None where it says not all."""
 
     def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What stands for all that decides the metadata of the op's results; None where the arguments do not say it."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 
-from scopetrace._compat.decompositions import Rule, decomposition_rules, without_mkldnn
-from scopetrace._compat.ops import OpOverload, building, is_op, is_random, schema_of
+from scopetrace._compat.decompositions import RuleOf, decomposition_rules, without_mkldnn
+from scopetrace._compat.ops import building, is_op, is_random, schema_of
 from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
@@ -84,12 +84,7 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
 
 
 class _TapeDecomposer(TapeRewriter):
-    def __init__(
-        self,
-        old: FunctionalTape | BodyTape,
-        around: _TapeDecomposer | None,
-        rule_of: Callable[[OpOverload], Rule | None],
-    ) -> None:
+    def __init__(self, old: FunctionalTape | BodyTape, around: _TapeDecomposer | None, rule_of: RuleOf) -> None:
         super().__init__(old, around)
         self.rule_of = rule_of
         self.known: dict[Any, BodyTape | None] = {} if around is None else around.known
