@@ -27,11 +27,11 @@ def peak_of_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> int:
 class _Allocations(TorchDispatchMode):
     """Counts the bytes of the storages that ops make, as long as something holds these."""
 
-    def __init__(self, given: list[Any]) -> None:
-        """`given`: those of its tensors are there before."""
+    def __init__(self, operands: list[Any]) -> None:
+        """The storages of `operands` are there before."""
         super().__init__()
         self.now = self.peak = 0
-        self._known = weakref.WeakSet(t.untyped_storage() for t in given if _has_storage(t))
+        self._known = weakref.WeakSet(t.untyped_storage() for t in operands if _has_storage(t))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

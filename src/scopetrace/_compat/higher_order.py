@@ -101,10 +101,3 @@ def indexing_as_op() -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
-
-
-def auto_functionalized() -> Any:
-    """The higher-order op that runs a mutable op on copies of what it writes, and returns these copies."""
-    from torch._higher_order_ops.auto_functionalize import auto_functionalized as op
-
-    return op

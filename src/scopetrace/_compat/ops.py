@@ -23,8 +23,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -241,7 +240,6 @@ def short_way() -> tuple[Any, str, Any]:
 
 
 _DEVICE = torch.ops.prim.device.default
-_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 def _device_of(t: Any) -> Any:
@@ -256,8 +254,8 @@ def device_at_once() -> tuple[Any, str, Any]:
     """
     outer: Any = FakeTensorMode.__torch_dispatch__
 
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = _NO_KEYWORDS) -> Any:
-        return _device_of(args[0]) if func is _DEVICE else outer(self, func, types, args, kwargs)
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _device_of(args[0]) if func is _DEVICE else outer(self, func, types, args, kwargs or {})
 
     return FakeTensorMode, "__torch_dispatch__", dispatch
 

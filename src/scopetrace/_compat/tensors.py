@@ -32,7 +32,6 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.empty import has_empty, or_real
 from scopetrace._compat.fake_mode import fake_mode_of
 from scopetrace._compat.questions import inference_mode_enabled
 from scopetrace._compat.shape_env import WatchedShapeEnv
@@ -505,19 +504,11 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
 
 
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    operands = tree_leaves((args, kwargs))
-    if any(map(_is_symbolic, operands)):
+    if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
         with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
             return func(*args, **kwargs)
     if runs_in_python(func, args):
         return func.decompose(*args, **kwargs)
-    if not has_empty(operands):
-        return _run_static(mode, func, args, kwargs)
-    run = functools.partial(_run_static, mode, func, args, kwargs)
-    return or_real(run, mode, func, args, kwargs, (*DATA_DEPENDENT, *NO_SHAPE_RULE))
-
-
-def _run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     before = mode.cache_enabled
     conjugates = bool(args) and isinstance(args[0], complex)  # in a backward: the cache takes no view of a number
     mode.cache_enabled = torch._dynamo.config.fake_tensor_cache_enabled and not conjugates
