@@ -136,10 +136,10 @@ def _report_module_calls(
     """
     replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
     for module in modules:
-        attributes, owner = vars(module), _owner(type(module))
+        attributes, forward = vars(module), _forward_of(type(module))
         outer = attributes.get("forward")  # that of an outer trace tells the wrong one
-        if owner is not None and (outer is None or _original(outer) is not outer):
-            attributes["forward"] = ours = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
+        if forward is not None and (outer is None or _original(outer) is not outer):
+            attributes["forward"] = ours = types.MethodType(_forward(forward, observer, mine), module)
             stack.callback(_put_forward_back, attributes, ours, outer)
 
 
@@ -159,11 +159,12 @@ def _call_impl(observer: Any, mine: Mine) -> Callable[..., Any]:
     def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not mine():
             return outer(self, *args, **kwargs)
+        run: Callable[..., Any] = original
         if _is_compiled(self):
-            return observer.on_call(self, "call", lambda _, *a, **k: self._orig_mod(*a, **k), args, kwargs)  # type: ignore[operator]
-        if isinstance(self, torch.jit.ScriptModule):
-            return observer.on_call(self, "call", _scripted(original), args, kwargs)
-        return observer.on_call(self, "call", original, args, kwargs)
+            run = _run_compiled
+        elif isinstance(self, torch.jit.ScriptModule):
+            run = functools.partial(_run_scripted, original)
+        return observer.on_call(self, "call", run, args, kwargs)
 
     call_impl._scopetrace_original = original  # type: ignore[attr-defined]
     return call_impl
@@ -192,33 +193,31 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module.__dict__.get("_modules", ())
 
 
-def _owner(cls: type) -> type | None:
-    """The class that defines the `forward` of `cls`, if it can be replaced."""
-    for base in cls.__mro__:
-        if "forward" in base.__dict__:
-            forward = base.__dict__["forward"]  # a functools.partial is not bound to the module
-            plain = callable(forward) and hasattr(forward, "__get__") and not issubclass(cls, torch.jit.ScriptModule)
-            return base if plain and base is not torch.nn.Module else None
-    return None
+def _run_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module._orig_mod(*args, **kwargs)
 
 
-def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of a script module, as outside an export.
+def _forward_of(cls: type) -> Callable[..., Any] | None:
+    """The `forward` that instances of `cls` have, if it can be replaced."""
+    base = next((base for base in cls.__mro__ if "forward" in vars(base)), torch.nn.Module)
+    forward = None if base is torch.nn.Module else vars(base)["forward"]
+    is_method = callable(forward) and hasattr(forward, "__get__")  # a functools.partial is not bound to the module
+    return forward if is_method and not issubclass(cls, torch.jit.ScriptModule) else None
+
+
+def _run_scripted(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a script module as outside an export.
 
     While the exporting flags are set, a script method calls the Python function that it was compiled from, and passes
     `self` twice. What TorchScript has compiled of it after some calls computes gradients as one op, which is forgotten
     before and after.
     """
-
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+    _forget_compiled(module)
+    try:
+        with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            return original(module, *args, **kwargs)
+    finally:
         _forget_compiled(module)
-        try:
-            with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-                return original(module, *args, **kwargs)
-        finally:
-            _forget_compiled(module)
-
-    return run
 
 
 def _forget_compiled(module: Any) -> None:
