@@ -256,7 +256,6 @@ CASES = {
     rules._convolution: convolution,
     rules._max_pool1d: pool1d,
     rules._max_pool2d: pool,
-    rules._avg_pool2d: pool,
     rules._adaptive_pool2d: global_pool,
     rules._resize_2d: resized,
     rules._batch_norm: norm,

@@ -30,7 +30,7 @@ class _Allocations(TorchDispatchMode):
     def __init__(self, operands: list[Any]) -> None:
         """The storages of `operands` are there before."""
         super().__init__()
-        self.now = self.peak = 0
+        self.allocated = self.peak = 0
         self._known = weakref.WeakSet(t.untyped_storage() for t in operands if _has_storage(t))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,13 +40,13 @@ class _Allocations(TorchDispatchMode):
             if storage not in self._known:
                 self._known.add(storage)
                 size = example(storage.nbytes())
-                self.now += size
-                self.peak = max(self.peak, self.now)
+                self.allocated += size
+                self.peak = max(self.peak, self.allocated)
                 weakref.finalize(storage, self._free, size).atexit = False
         return out
 
     def _free(self, size: int) -> None:
-        self.now -= size
+        self.allocated -= size
 
 
 def _has_storage(x: Any) -> bool:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat import manifest
 from scopetrace._compat.graph_module import enter_autocast, set_grad_enabled
+from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import FakeTensor, is_symbolic
 
@@ -71,6 +72,11 @@ def modules_as_containers(args: Any) -> contextlib.AbstractContextManager[None]:
     from torch._export.non_strict_utils import _enable_graph_inputs_of_type_nn_module
 
     return _enable_graph_inputs_of_type_nn_module(args)
+
+
+def symbol_ranges(env: WatchedShapeEnv | None) -> dict[Any, Any]:
+    """The value range of each symbol that is not replaced by another expression."""
+    return {} if env is None else {s: r for s, r in env.var_to_range.items() if s not in env.replacements}
 
 
 def example_of(x: Any) -> Any:

@@ -7,9 +7,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from scopetrace._compat.shape_env import SizeSource
+from scopetrace._compat.shape_env import WatchedShapeEnv, new_size
 from scopetrace._compat.symbols import Symbolic
 
 
@@ -21,7 +20,7 @@ class FreshFakes:
     """
 
     def __init__(self) -> None:
-        self._env = ShapeEnv()
+        self._env = WatchedShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
         self._symbols: dict[tuple[Any, sympy.Symbol], sympy.Symbol] = {}
 
@@ -56,8 +55,7 @@ class FreshFakes:
                 new = self._env.create_unbacked_symint().node.expr
                 self._env.pending_fresh_unbacked_symbols.clear()
             else:
-                source = SizeSource(f"size_{len(self._symbols)}")
-                new = self._env.create_symbol(int(hint), source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
+                new, _ = new_size(self._env, int(hint), len(self._symbols), 0)
             if old in env.var_to_range:
                 self._env.var_to_range[new] = env.var_to_range[old]
             self._symbols[realm, old] = new

@@ -77,7 +77,6 @@ def uncounted(t: torch.Tensor) -> Iterator[None]:
 
 stride_of: Callable[[torch.Tensor], Any] = _base.stride
 offset_of: Callable[[torch.Tensor], Any] = _base.storage_offset
-_clone: Callable[[torch.Tensor], torch.Tensor] = _base.clone
 requires_grad_of: Callable[[torch.Tensor], bool] = _base.requires_grad.__get__
 set_requires_grad: Callable[[torch.Tensor, bool], None] = _base.requires_grad.__set__
 is_leaf_of: Callable[[torch.Tensor], bool] = _base.is_leaf.__get__
@@ -191,7 +190,6 @@ class FakeMaker:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._templates: dict[torch.device, dict[str, Any]] = {}
-        self._dense: dict[Any, torch.Tensor | None] = {}
 
     def fresh(
         self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
@@ -210,29 +208,12 @@ class FakeMaker:
         """
         nbytes, size, stride, offset = place
         if isinstance(nbytes, int) and type(offset) is int and offset == 0:
-            like = self._dense_like(nbytes, size, stride, dtype)
-            if like is not None:  # to clone one takes half as long
-                return self._wrap(_clone(like), device, requires_grad)
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             if nbytes_of(meta.untyped_storage()) == nbytes:
                 return self._wrap(meta, device, requires_grad)
         memory = torch.empty(0, dtype=dtype, device="meta")
         _resize_storage(memory, nbytes)  # empty_strided would compute the bytes of symbolic sizes again, in sympy
         return self._wrap(torch.as_strided(memory, size, stride, offset), device, requires_grad)
-
-    def _dense_like(self, nbytes: int, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """A meta tensor of this place in memory, of which each clone is one too; None where there is none."""
-        key = nbytes, size, stride, dtype
-        try:
-            if key in self._dense:
-                return self._dense[key]
-        except TypeError:  # symbolic sizes have no hash
-            return None
-        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        copy = _clone(meta)
-        is_like = stride_of(copy) == stride_of(meta) and nbytes_of(copy.untyped_storage()) == nbytes
-        self._dense[key] = meta if is_like else None
-        return self._dense[key]
 
     def in_storage(
         self, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int, like: torch.Tensor
@@ -374,21 +355,16 @@ class FakeFactory(FakeMaker):
     def _meta_of(self, real: torch.Tensor) -> torch.Tensor:
         """A meta tensor at the same place in its storage as `real`."""
         storage = real.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if known is None:
+        shared = self._storages.get(storage._cdata)
+        if shared is None:
             self._keep.append(storage)
-            like = self._dense_like(nbytes_of(storage), real.size(), stride_of(real), real.dtype)
-            if like is not None and offset_of(real) == 0:
-                meta = _clone(like)
-            else:
-                meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
-            known = meta.untyped_storage()
-            if offset_of(real) == 0 and nbytes_of(known) == nbytes_of(storage):
-                self._storages[storage._cdata] = known
+            meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
+            if offset_of(real) == 0 and nbytes_of(meta.untyped_storage()) == nbytes_of(storage):
+                self._storages[storage._cdata] = meta.untyped_storage()
                 return meta
-            known = self._storages[storage._cdata] = torch.UntypedStorage(nbytes_of(storage), device="meta")
+            shared = self._storages[storage._cdata] = torch.UntypedStorage(nbytes_of(storage), device="meta")
         meta = torch.empty(0, dtype=real.dtype, device="meta")
-        return meta.set_(known, real.storage_offset(), real.size(), real.stride())
+        return meta.set_(shared, real.storage_offset(), real.size(), real.stride())
 
 
 _NOTHING = contextlib.nullcontext()

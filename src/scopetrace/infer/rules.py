@@ -268,11 +268,6 @@ def _float(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
     return dtype if dtype in _FLOATS and all(t.dtype == dtype for t in fakes) else None
 
 
-def _of_weight(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
-    weight, *indices = fakes
-    return weight.dtype if weight.dtype in _FLOATS and all(t.dtype in _INDICES for t in indices) else None
-
-
 def _dtype_of_elementwise(
     func: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor]
 ) -> torch.dtype | None:
@@ -421,12 +416,6 @@ def _max_pool2d(
     return _pool(x, 2, kernel, stride, padding, dilation, ceil)
 
 
-def _avg_pool2d(
-    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False, include: bool = True, *divisor: Any
-) -> Sizes | None:
-    return None if divisor else _pool(x, 2, kernel, stride, padding, 1, ceil)
-
-
 def _adaptive_pool2d(x: Value, output: Any) -> Sizes | None:
     size = x.fake.size()
     return (*size[:2], 1, 1) if len(size) == 4 and list(output) == [1, 1] else None
@@ -537,11 +526,10 @@ RULES: dict[Any, Rule] = {
     _aten.addmm.default: Rule(_addmm, _float, row_major=True),
     _aten.matmul.default: Rule(_matmul, _float, row_major=True),
     _aten.scaled_dot_product_attention.default: Rule(_attention),
-    _aten.embedding.default: Rule(_embedding, _of_weight),
+    _aten.embedding.default: Rule(_embedding),
     **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default), Rule(_convolution, _float)),
     _aten.max_pool1d.default: Rule(_max_pool1d),
     _aten.max_pool2d.default: Rule(_max_pool2d, _float),
-    _aten.avg_pool2d.default: Rule(_avg_pool2d, _float),
     _aten.adaptive_avg_pool2d.default: Rule(_adaptive_pool2d, _float),
     _aten.upsample_nearest2d.vec: Rule(_resize_2d),
     _aten.batch_norm.default: Rule(_batch_norm, _float),

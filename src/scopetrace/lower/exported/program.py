@@ -23,7 +23,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from scopetrace._compat import export as compat
 from scopetrace._compat.ops import building, is_op, outside_modes, schema_of
-from scopetrace._compat.shape_env import WatchedShapeEnv, source_of_input
+from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat
@@ -113,7 +113,7 @@ def _build(
         graph,
         signature,
         state_dict={name: s.tensor for s in held if s.in_state_dict for name in (s.fqn, *s.aliases)},
-        range_constraints=_ranges(tape.shape_env) | (tape.sizes.range_constraints() if tape.sizes else {}),
+        range_constraints=compat.symbol_ranges(tape.shape_env) | (tape.sizes.range_constraints() if tape.sizes else {}),
         module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape), renamed)],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
@@ -122,10 +122,6 @@ def _build(
     said = [*map(_plain, [*lifted.guards, *_one_tensor_guards(tape), *(size_guards(tape.sizes) if tape.sizes else [])])]
     compat.set_guards(exported, said if deferred else [*compat.guards_of(exported), *said])
     return exported
-
-
-def _ranges(env: WatchedShapeEnv | None) -> dict[Any, Any]:
-    return {} if env is None else {s: r for s, r in env.var_to_range.items() if s not in env.replacements}
 
 
 def _plain(guard: str) -> str:
