@@ -54,28 +54,17 @@ def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tenso
     It has a hook on its gradient and is no parameter, or is a leaf and yet a view of what requires grad, which has
     none; or a tensor from `outside` of the forward was computed from it.
     """
-    if any(t.retains_grad or _is_leaf_view(t) or (_hooks(t) and not isinstance(t, torch.nn.Parameter)) for t in by):
+    hooked = [t for t, hooks in zip(by, hooks_of(*by), strict=True) if hooks and not isinstance(t, torch.nn.Parameter)]
+    if hooked or any(t.retains_grad or _is_leaf_view(t) for t in by):
         return True
-    seen: set[Any] = set()
-    work = [t.grad_fn for t in outside if t.grad_fn is not None]
-    edges = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in by if t.requires_grad} if work else set()
-    while work:
-        node = work.pop()
-        if node not in seen:
-            seen.add(node)
-            if not edges.isdisjoint(node.next_functions):
-                return True
-            work += [n for n, _ in node.next_functions if n is not None]
-    return False
-
-
-def _hooks(t: torch.Tensor) -> list[Callable[..., Any]]:
-    return [*(t._backward_hooks or {}).values(), *(t._post_accumulate_grad_hooks or {}).values()]
+    nodes = nodes_of(outside)
+    edges = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in by if t.requires_grad} if nodes else set()
+    return any(not edges.isdisjoint(node.next_functions) for node in nodes)
 
 
 def hooks_of(*tensors: torch.Tensor) -> list[list[Callable[..., Any]]]:
     """The hooks on the gradient of each tensor."""
-    return list(map(_hooks, tensors))
+    return [[*(t._backward_hooks or {}).values(), *(t._post_accumulate_grad_hooks or {}).values()] for t in tensors]
 
 
 def have_node_hooks(tensors: Iterable[torch.Tensor]) -> bool:

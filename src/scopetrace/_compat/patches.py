@@ -136,10 +136,10 @@ def _report_module_calls(
     """
     replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
     for module in modules:
-        attributes, forward = vars(module), _forward_of(type(module))
+        attributes, owner = vars(module), _owner(type(module))
         outer = attributes.get("forward")  # that of an outer trace tells the wrong one
-        if forward is not None and (outer is None or _original(outer) is not outer):
-            attributes["forward"] = ours = types.MethodType(_forward(forward, observer, mine), module)
+        if owner is not None and (outer is None or _original(outer) is not outer):
+            attributes["forward"] = ours = types.MethodType(_forward(vars(owner)["forward"], observer, mine), module)
             stack.callback(_put_forward_back, attributes, ours, outer)
 
 
@@ -197,12 +197,12 @@ def _run_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._orig_mod(*args, **kwargs)
 
 
-def _forward_of(cls: type) -> Callable[..., Any] | None:
-    """The `forward` that instances of `cls` have, if it can be replaced."""
+def _owner(cls: type) -> type | None:
+    """The class that defines the `forward` of `cls`, if it can be replaced."""
     base = next((base for base in cls.__mro__ if "forward" in vars(base)), torch.nn.Module)
-    forward = None if base is torch.nn.Module else vars(base)["forward"]
-    is_method = callable(forward) and hasattr(forward, "__get__")  # a functools.partial is not bound to the module
-    return forward if is_method and not issubclass(cls, torch.jit.ScriptModule) else None
+    forward = vars(base).get("forward")  # a functools.partial is not bound to the module
+    is_method = callable(forward) and hasattr(forward, "__get__") and not issubclass(cls, torch.jit.ScriptModule)
+    return base if is_method and base is not torch.nn.Module else None
 
 
 def _run_scripted(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
