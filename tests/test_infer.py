@@ -483,9 +483,8 @@ def overlaps_itself(t: torch.Tensor) -> bool:
 
 def run(inference: Inference, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op gives, as passes over tapes ask for it."""
-    inputs = values_in((args, kwargs))
-    results = inference.inferred(func, args, kwargs, inputs)
-    return inference.ran(func, args, kwargs, inputs) if results is None else results[0].contained(results[1])
+    inferred, out = inference.run(func, args, kwargs, values_in((args, kwargs)))
+    return out if inferred is None else inferred[0].contained(inferred[1])
 
 
 class Counting(Values):

@@ -184,33 +184,34 @@ def backend_flags() -> tuple[Any, ...]:
     return (*[ask() for ask in _backend_flags], *attention_kernels())
 
 
+def _layout(t: torch.Tensor) -> tuple[Any, ...]:
+    sizes = zip(t.size(), methods["stride"](t), strict=True)
+    return tuple([0 if type(n) is int and n == 1 else stride for n, stride in sizes])
+
+
+_FACTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    **properties,
+    "grad_fn": lambda t: properties["grad_fn"](t) is not None,
+    "metadata": lambda t: (t.dtype, tuple(t.size()), t.device),
+    "layout": _layout,
+    "data": lambda t: t.tolist() if t.numel() == 1 else t._version,
+    "has_grad": lambda t: t.grad is not None,
+    "is_parameter": lambda t: isinstance(t, torch.nn.Parameter),
+    "storage_nbytes": lambda t: t.untyped_storage().nbytes(),
+}
+
+
 def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
     """What a tensor answers to one of `methods` or `properties`; of `grad_fn`, whether there is one.
 
     The fact `data` is the number of a tensor of one element, else how often it was written; `layout` is its strides,
     with 0 for dimensions of one element, whose stride does not matter.
     """
-    if name == "layout":
-        sizes = zip(t.size(), methods["stride"](t), strict=True)
-        return tuple([0 if type(n) is int and n == 1 else stride for n, stride in sizes])
-    if name == "metadata":
-        return t.dtype, tuple(t.size()), t.device
-    if name == "has_grad":
-        return t.grad is not None
-    if name == "data":
-        return t.tolist() if t.numel() == 1 else t._version
-    if name == "is_parameter":
-        return isinstance(t, torch.nn.Parameter)
     if name[0] == ".":  # an attribute that users set on it
         return vars(t).get(name[1:], MISSING)
-    if name == "storage_nbytes":
-        return t.untyped_storage().nbytes()
     if name in _BY_KEYWORD and args:
         return methods[name](t, **{_BY_KEYWORD[name]: args[0]})
-    if name in methods:
-        return methods[name](t, *args)
-    answer = properties[name](t)
-    return answer is not None if name == "grad_fn" else answer
+    return methods[name](t, *args) if name in methods else _FACTS[name](t)
 
 
 class NoData(RuntimeError):

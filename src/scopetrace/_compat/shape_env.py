@@ -13,7 +13,7 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -118,6 +118,7 @@ class WatchedShapeEnv(ShapeEnv):
         self._decider: Callable[[], Any] = _nobody
         self._answers: dict[sympy.Expr, Any] = {}
         self._other_for_small: dict[sympy.Expr, list[tuple[sympy.Symbol, int]]] = {}
+        """By condition, the symbols with values below 2, which are allowed, for which the answer is another one."""
 
     def watch(self, recorder: Any, decider: Any = None) -> None:
         """Ask `recorder.where()` what is running, and `decider.decide(expr)` for values that depend on data.
@@ -194,11 +195,14 @@ class WatchedShapeEnv(ShapeEnv):
                 return answer
             self._answers[expr] = answer
             if self.smallest and answer in (True, False, sympy.true, sympy.false):
-                other = [*self._others(expr, bool(answer))]
-                if other:
-                    self._other_for_small[expr] = other
-        small = self._other_for_small.get(expr)
-        if small is not None and any(key not in self.assumed for key in small) and _asked_by_the_model():
+                self._other_for_small[expr] = [
+                    (symbol, value)
+                    for symbol in expr.free_symbols
+                    for value in range(self.smallest.get(symbol, 2), 2)
+                    if self._differs(expr, symbol, value, bool(answer))
+                ]
+        small = self._other_for_small.get(expr, ())
+        if any(key not in self.assumed for key in small) and _asked_by_the_model():
             for symbol, value in small:
                 self._assume_not(symbol, value)
         return answer
@@ -209,15 +213,9 @@ class WatchedShapeEnv(ShapeEnv):
             self.add_guard(sympy.Ne(symbol, value, evaluate=False))
 
     def add_guard(self, condition: Any) -> None:
-        """Add a condition on symbols to the guards."""
-        self.guards.append(ShapeGuard(condition, _NOWHERE, False))
-
-    def _others(self, expr: Any, answer: bool) -> Iterator[tuple[sympy.Symbol, int]]:
-        """The (symbol, value) pairs, with values below 2 that are allowed, for which the answer changes."""
-        for symbol in expr.free_symbols:
-            for value in range(self.smallest.get(symbol, 2), 2):
-                if self._differs(expr, symbol, value, answer):
-                    yield symbol, value
+        """Add a condition on symbols to the guards, unless it is there."""
+        if all(guard.expr != condition for guard in self.guards):
+            self.guards.append(ShapeGuard(condition, _NOWHERE, False))
 
     def _differs(self, expr: Any, symbol: sympy.Symbol, value: int, answer: bool) -> bool:
         """Whether the answer changes when `symbol` has this value and other symbols their example values."""
@@ -256,18 +254,14 @@ class WatchedShapeEnv(ShapeEnv):
                 self._assume_not(symbol, 1, place)
         is_backed = expr.free_symbols <= self.backed_var_to_val.keys()
         if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1:
-            self._add_once(sympy.Ne(expr, 1, evaluate=False))
+            self.add_guard(sympy.Ne(expr, 1, evaluate=False))
 
     def take_for_defined(self, number: Any) -> None:
         """Record that the program holds where no divisor in this number is 0: Python would raise, where C++ divides."""
         for quotient in number.node.expr.atoms(FloatTrueDiv, IntTrueDiv):
             divisor = sympy.nsimplify(quotient.args[1].replace(ToFloat, lambda n: n), rational=True)
             if divisor.free_symbols and divisor.free_symbols <= self.backed_var_to_val.keys():
-                self._add_once(sympy.Ne(divisor, 0, evaluate=False))
-
-    def _add_once(self, condition: Any) -> None:
-        if all(guard.expr != condition for guard in self.guards):
-            self.add_guard(condition)
+                self.add_guard(sympy.Ne(divisor, 0, evaluate=False))
 
 
 def _without_bounds(expr: Any) -> Any:

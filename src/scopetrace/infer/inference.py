@@ -126,32 +126,24 @@ class Inference:
         is_current = value.key is not None and value.requires_grad_now is value.requires_grad
         return value.key if is_current else self.key_of(value.fake)
 
-    def inferred(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Inferred | None:
-        """The results without autograd history and without running the op, where the cache or a rule has them.
+    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> tuple[Inferred | None, Any]:
+        """The results without autograd history, made from metadata; or None, and what torch returns, its tensors fake.
 
-        `inputs` are the values among the arguments.
+        `inputs` are the values among the arguments. Raises what the op raises.
         """
         if grad_enabled():
             with torch.no_grad():
-                return self.inferred(func, args, kwargs, inputs)
-        key = self._key(func, args, kwargs)
-        return None if key is None else self.infer(key, func, args, kwargs, inputs)
-
-    def ran(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
-        """What torch returns for values and other arguments, its tensors fake, which is cached.
-
-        Raises what the op raises.
-        """
+                return self.run(func, args, kwargs, inputs)
+        key = self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
+        inferred = None if key is None else self.infer(key, func, args, kwargs, inputs)
+        if inferred is not None:
+            return inferred, None
         operands = map_argument(lambda x: x.fake if isinstance(x, Value) else x, (args, kwargs))
         out = run_fake(self._maker.mode, func, *operands)
-        with torch.no_grad():
-            key = self._key(func, args, kwargs)
         if key is not None:
             self.cache_result(key, inputs, out)
-        return out
-
-    def _key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
+            inferred = self.cached(key, func, args, kwargs, inputs)  # as the next op of equal metadata
+        return inferred, out
 
     def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What stands for all that decides the metadata of the op's results: equal for two calls, these are equal.
