@@ -83,9 +83,8 @@ def onnx_type(tensor: torch.Tensor) -> tuple[int, list[Any]]:
     return int(_core.torch_dtype_to_onnx_dtype(dtype)), sizes
 
 
-def packed_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
-    """An ONNX tensor of a dtype that packs two numbers into a byte, which onnx_ir's own adapter does not take."""
-    return _core.TorchTensor(tensor)
+packed_tensor: Callable[[torch.Tensor], ir.TensorProtocol] = _core.TorchTensor
+"""An ONNX tensor of a dtype that packs two numbers into a byte, which onnx_ir's own adapter does not take."""
 
 
 def without_misread(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -156,7 +155,7 @@ class RulesByOp(pattern.RewriteRule):
             self._rules.setdefault(rule._target_pattern.output_nodes[0].op_type, []).append(rule)
 
     def try_rewrite(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
-        """As in the base class."""
+        """Try the rules of the op of `node`."""
         for rule in self._rules.get(node.op_type, ()):
             replacement = rule.try_rewrite(model, graph_or_function, node, **options)
             if replacement is not None:
@@ -172,7 +171,7 @@ class SiblingMatcher(SimplePatternMatcher):
     """
 
     def match(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
-        """As in the base class."""
+        """Match among the nodes that read an input of `node`."""
         siblings: Any = _Siblings(graph_or_function, node)
         return super().match(model, siblings, node, **options)
 
