@@ -27,11 +27,11 @@ def peak_of_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> int:
 class _Allocations(TorchDispatchMode):
     """Counts the bytes of the storages that ops make, as long as something holds these."""
 
-    def __init__(self, given: list[Any]) -> None:
-        """`given`: those of its tensors are there before."""
+    def __init__(self, operands: list[Any]) -> None:
+        """The storages of `operands` are there before."""
         super().__init__()
-        self.now = self.peak = 0
-        self._known = weakref.WeakSet(t.untyped_storage() for t in given if _has_storage(t))
+        self.allocated = self.peak = 0
+        self._known = weakref.WeakSet(t.untyped_storage() for t in operands if _has_storage(t))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -40,13 +40,13 @@ class _Allocations(TorchDispatchMode):
             if storage not in self._known:
                 self._known.add(storage)
                 size = example(storage.nbytes())
-                self.now += size
-                self.peak = max(self.peak, self.now)
+                self.allocated += size
+                self.peak = max(self.peak, self.allocated)
                 weakref.finalize(storage, self._free, size).atexit = False
         return out
 
     def _free(self, size: int) -> None:
-        self.now -= size
+        self.allocated -= size
 
 
 def _has_storage(x: Any) -> bool:

@@ -5,7 +5,6 @@ A c10d op takes TorchScript objects in place of Python's `ProcessGroup` and `Red
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,37 +43,36 @@ def functional_collectives() -> Any:
     return torch.ops._c10d_functional
 
 
-@functools.cache
-def _work_class() -> Any:
-    class RecordedWork(torch.distributed.Work):
-        """The handle of a collective that was recorded."""
+_Work: Any = torch.distributed.Work if torch.distributed.is_available() else object
 
-        def __init__(self, tensors: Any, finish: Callable[[], None]) -> None:
-            super().__init__()
-            self._tensors = tensors
-            self._finish = finish
 
-        def wait(self, timeout: Any = None) -> bool:
-            self._finish()
-            return True
+class _RecordedWork(_Work):
+    """The handle of a collective that was recorded."""
 
-        def is_completed(self) -> bool:
-            return True
+    def __init__(self, tensors: Any, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._finish = finish
 
-        def synchronize(self) -> None:
-            self._finish()
+    def wait(self, timeout: Any = None) -> bool:
+        self._finish()
+        return True
 
-        def result(self) -> Any:
-            self._finish()
-            return self._tensors
+    def is_completed(self) -> bool:
+        return True
 
-        def get_future(self) -> Any:
-            self._finish()
-            future: torch.futures.Future[Any] = torch.futures.Future()
-            future.set_result(self._tensors)
-            return future
+    def synchronize(self) -> None:
+        self._finish()
 
-    return RecordedWork
+    def result(self) -> Any:
+        self._finish()
+        return self._tensors
+
+    def get_future(self) -> Any:
+        self._finish()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
 
 
 def recorded_work(tensors: Any, finish: Callable[[], None]) -> tuple[Any, Any]:
@@ -82,5 +80,5 @@ def recorded_work(tensors: Any, finish: Callable[[], None]) -> tuple[Any, Any]:
 
     The Python object has to live as long as the other one.
     """
-    work = _work_class()(tensors, finish)
+    work = _RecordedWork(tensors, finish)
     return work, work.boxed()

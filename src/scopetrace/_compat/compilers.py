@@ -31,10 +31,3 @@ def constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function as `torch.compiler.assume_constant_result` does, which would import `torch._dynamo`."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def default_partition() -> Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
-    """torch's partitioner of that name, which imports its compiler."""
-    from functorch.compile import default_partition as found  # type: ignore[import-untyped]
-
-    return found

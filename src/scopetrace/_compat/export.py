@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
 from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
-from torch._export.verifier import TrainingIRVerifier, Verifier
+from torch._export.verifier import TrainingIRVerifier as TrainingIRVerifier
+from torch._export.verifier import Verifier as Verifier
 from torch._library.opaque_object import get_opaque_type_name, is_opaque_value_type
 from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
@@ -20,6 +21,8 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat import manifest
 from scopetrace._compat.graph_module import enter_autocast, set_grad_enabled
+from scopetrace._compat.shape_env import WatchedShapeEnv
+from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import FakeTensor, is_symbolic
 
 
@@ -52,19 +55,13 @@ def with_mode_regions(
     return gm, gm.graph, changed, renamed
 
 
-def verifier_of(*, decomposed: bool) -> type[Verifier]:
-    """What checks a program: as torch.export has it, the dialect is TRAINING before decompositions, and ATEN after."""
-    return Verifier if decomposed else TrainingIRVerifier
-
-
 def can_be_saved(spec: pytree.TreeSpec) -> bool:
     """Whether `torch.export.save` can write the tree, which takes a serialized name for each type of node in it."""
     if spec.is_leaf():
         return True
-    known = pytree.SUPPORTED_SERIALIZED_TYPES.get(spec.type)
-    if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-        return False
-    return all(map(can_be_saved, spec.children()))
+    kind = pytree.SUPPORTED_SERIALIZED_TYPES.get(spec.type)
+    has_name = kind is not None and kind.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
+    return has_name and all(map(can_be_saved, spec.children()))
 
 
 def modules_as_containers(args: Any) -> contextlib.AbstractContextManager[None]:
@@ -77,25 +74,19 @@ def modules_as_containers(args: Any) -> contextlib.AbstractContextManager[None]:
     return _enable_graph_inputs_of_type_nn_module(args)
 
 
-def symbol_ranges(shape_env: Any) -> dict[Any, Any]:
+def symbol_ranges(env: WatchedShapeEnv | None) -> dict[Any, Any]:
     """The value range of each symbol that is not replaced by another expression."""
-    if shape_env is None:
-        return {}
-    return {s: limits for s, limits in shape_env.var_to_range.items() if s not in shape_env.replacements}
+    return {} if env is None else {s: r for s, r in env.var_to_range.items() if s not in env.replacements}
 
 
 def example_of(x: Any) -> Any:
     """A tensor of zeros like a fake tensor, or a number, with example values for what is symbolic."""
     if isinstance(x, torch.SymInt):
-        return x.node.hint
-    size, how = _hints(x.size()), {"dtype": x.dtype, "device": x.device}
+        return example(x)
+    size, how = list(map(example, x.size())), {"dtype": x.dtype, "device": x.device}
     if x.layout is not torch.strided:
         return torch.zeros(size, layout=x.layout, **how)
-    return torch.empty_strided(size, _hints(x.stride()), **how).zero_().requires_grad_(x.requires_grad)
-
-
-def _hints(numbers: Any) -> list[int]:
-    return [n if type(n) is int else n.node.hint for n in numbers]
+    return torch.empty_strided(size, list(map(example, x.stride())), **how).zero_().requires_grad_(x.requires_grad)
 
 
 def set_tensor_meta(node: torch.fx.Node) -> None:
@@ -118,15 +109,9 @@ def guards_of(program: Any) -> list[str]:
     return list(program._guards_code)
 
 
-@contextlib.contextmanager
-def without_guards(program: Any) -> Iterator[None]:
+def without_guards(program: Any) -> contextlib.AbstractContextManager[Any]:
     """Inside, `program.module()` checks nothing: torch would trace the checks, of what need not be a tensor."""
-    before = guards_of(program)
-    set_guards(program, [])
-    try:
-        yield
-    finally:
-        set_guards(program, before)
+    return mock.patch.object(program, "_guards_code", [])
 
 
 def opaque_name(x: Any) -> str | None:

@@ -108,17 +108,17 @@ _TABLES = ("backed_var_to_val", "replacements", "axioms", "unbacked_renamings")
 
 def encode_environment(env: WatchedShapeEnv) -> dict[str, Any]:
     """What a loaded trace needs of its shape environment, as JSON. Raises ValueError as `encode_expression` does."""
-    state, encode = env.saved(), encode_expression
+    encode, asserts = encode_expression, env.deferred_runtime_asserts
     return {
-        **{name: [[encode(key), encode(value)] for key, value in state[name].items()] for name in _TABLES},
-        "ranges": [[encode(s), encode(r.lower), encode(r.upper)] for s, r in state["var_to_range"].items()],
-        "version": state["_replacements_version_counter"],
-        "fixed": [[encode(f.symbol), encode(f.value), f.place] for f in state["fixed"]],
-        "assumed": [[encode(a.symbol), a.value, a.place] for a in state["assumed"].values()],
-        "smallest": [[encode(symbol), value] for symbol, value in state["smallest"].items()],
-        "names": [[encode(symbol), name] for symbol, name in state["names"].items()],
-        "guards": [encode(guard) for guard in state["guards"]],
-        "asserts": [[encode(s), [[encode(e), text] for e, text in found]] for s, found in state["asserts"].items()],
+        **{name: [[encode(key), encode(value)] for key, value in getattr(env, name).items()] for name in _TABLES},
+        "ranges": [[encode(s), encode(r.lower), encode(r.upper)] for s, r in env.var_to_range.items()],
+        "version": env._replacements_version_counter,
+        "fixed": [[encode(f.symbol), encode(f.value), f.place] for f in env.fixed],
+        "assumed": [[encode(a.symbol), a.value, a.place] for a in env.assumed.values()],
+        "smallest": [[encode(symbol), value] for symbol, value in env.smallest.items()],
+        "names": [[encode(symbol), name] for symbol, name in env.names.items()],
+        "guards": [encode(guard.expr) for guard in env.guards],
+        "asserts": [[encode(s), [[encode(a.expr), a.msg] for a in of_symbol]] for s, of_symbol in asserts.items()],
     }
 
 
@@ -127,17 +127,13 @@ def restore_environment(env: WatchedShapeEnv, data: dict[str, Any]) -> None:
     decode = decode_expression
     assumed = [Assumed(decode(symbol), int(value), dict(place)) for symbol, value, place in data["assumed"]]
     env.restore(
-        {
-            **{name: {decode(key): decode(value) for key, value in data[name]} for name in _TABLES},
-            "var_to_range": {
-                decode(s): ValueRanges(decode(lower), decode(upper)) for s, lower, upper in data["ranges"]
-            },
-            "_replacements_version_counter": int(data["version"]),
-            "fixed": [Fixed(decode(symbol), decode(value), dict(place)) for symbol, value, place in data["fixed"]],
-            "assumed": {(a.symbol, a.value): a for a in assumed},
-            "smallest": {decode(symbol): int(value) for symbol, value in data["smallest"]},
-            "names": {decode(symbol): str(name) for symbol, name in data["names"]},
-            "guards": [decode(guard) for guard in data["guards"]],
-            "asserts": {decode(s): [(decode(e), text) for e, text in found] for s, found in data["asserts"]},
-        }
+        **{name: {decode(key): decode(value) for key, value in data[name]} for name in _TABLES},
+        var_to_range={decode(s): ValueRanges(decode(lower), decode(upper)) for s, lower, upper in data["ranges"]},
+        _replacements_version_counter=int(data["version"]),
+        fixed=[Fixed(decode(symbol), decode(value), dict(place)) for symbol, value, place in data["fixed"]],
+        assumed={(a.symbol, a.value): a for a in assumed},
+        smallest={decode(symbol): int(value) for symbol, value in data["smallest"]},
+        names={decode(symbol): str(name) for symbol, name in data["names"]},
+        guards=[decode(guard) for guard in data["guards"]],
+        asserts={decode(s): [(decode(e), message) for e, message in of_symbol] for s, of_symbol in data["asserts"]},
     )

@@ -103,9 +103,9 @@ def without_mode(mode: FunctionMode) -> Iterator[tuple[Any, str, Any]]:
 
 def _asked_without(mode: FunctionMode, ask: Callable[..., bool]) -> Callable[..., bool]:
     def asked(*args: Any) -> bool:
-        found = ask(*args)
-        if not found or depth() != 1 or _at(0) is not mode:
-            return found
+        answer = ask(*args)
+        if not answer or depth() != 1 or _at(0) is not mode:
+            return answer
         _pop()
         try:
             return ask(*args)

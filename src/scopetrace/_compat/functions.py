@@ -48,17 +48,17 @@ class ApplyByGradients(HigherOrderOperator):
             @staticmethod
             def backward(ctx: Any, *grads: Any) -> Any:
                 differentiable = [grad for i, grad in enumerate(grads) if i not in non_differentiable_idx]
-                given = [grad for grad in differentiable if grad is not None]
-                if not given:
+                known = [grad for grad in differentiable if grad is not None]
+                if not known:
                     return tuple([None for _ in operands])
                 body = bodies[sum(1 << i for i, grad in enumerate(differentiable) if grad is not None)]
                 if body is None:
                     raise UnsupportedOpError(
                         "backward of a torch.autograd.Function raised an error when it was recorded with gradients of "
-                        f"{len(given)} of its results alone",
+                        f"{len(known)} of its results alone",
                         hint="ask for gradients of all of its results, as eager may need too",
                     )
-                return torch.fx.Interpreter(body).run(*given, *saved)
+                return torch.fx.Interpreter(body).run(*known, *saved)
 
         return Applied.apply(*operands)
 

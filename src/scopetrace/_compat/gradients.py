@@ -1,32 +1,33 @@
 """Autograd as Python sees it during a trace: hooks, `grad`, `requires_grad`, and the graph that they hang on.
 
 Data flow:
-    `y.register_hook(f)`, `y.retain_grad()`, `with saved_tensors_hooks(...)`, `y.grad_fn`, replaced -> a HookListener
+    `y.register_hook(f)`, `y.retain_grad()`, `with saved_tensors_hooks(...)`, `y.grad_fn`, replaced -> a listener
     `p.requires_grad = False`, `x.detach_()`, replaced                                              -> the same
     `p.grad = None`, `optimizer.zero_grad()`, replaced                                              -> its `gradients`
     tensors -> nodes of autograd's graph -> leaves, hooks, tensors that nodes have saved
 
-Backward hooks of modules are functions of autograd, which `_compat.patches` reports.
+The listener is the `AutogradRecorder` of room `autograd`, which says what each of its methods is told. Backward hooks
+of modules are functions of autograd, which `_compat.patches` reports.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.function_mode import Handler, On, after
 from scopetrace._compat.ops import is_recording
@@ -47,152 +48,23 @@ SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
 """`pack_hook` and `unpack_hook` of `saved_tensors_hooks`."""
 
 
-class GradientListener(Protocol):
-    """Who is told of derivatives, and of the `grad` of tensors."""
-
-    def on_backward(
-        self,
-        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
-        outputs: Sequence[torch.Tensor],
-        given: Iterable[torch.Tensor | None],
-        inputs: Sequence[torch.Tensor],
-        *,
-        accumulates: bool,
-        create_graph: bool,
-        keeps_graph: bool,
-    ) -> Any:
-        """The forward differentiates by `inputs`; with `accumulates`, into their `grad`, or that of all leaves.
-
-        `run` gives the gradients by some tensors. Returns what torch's engine returns.
-        """
-
-    def differentiated(self, t: torch.Tensor) -> torch.Tensor:
-        """What stands for `t` in autograd's graph of the forward."""
-
-    def get(self, t: torch.Tensor) -> Any:
-        """The forward reads `t.grad`. Returns it, or NotImplemented for what torch has."""
-
-    def set(self, t: torch.Tensor, new: torch.Tensor | None) -> bool:
-        """The forward sets `t.grad`. Returns whether the listener did that."""
-
-    def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The forward makes an optimizer."""
-
-    def on_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
-    ) -> Callable[[], Any] | None:
-        """An optimizer begins a step. Returns what it is to call in place of `closure`.
-
-        `hooks` are the `hooks_of_all_optimizers` before the forward.
-        """
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step has ended."""
-
-    def on_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler of gradients begins to scale, or has made the tensors that it does it with."""
-
-    def on_begun_scaler(self, problem: str) -> NoReturn:
-        """A scaler is between `unscale_` or `step` and `update` where the forward begins to use it, or ends. Raises."""
-
-    def on_scaled_step(
-        self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], step: Callable[[], Any]
-    ) -> Any:
-        """A scaler lets an optimizer step unless one of `found`, numbers, is other than 0. Returns what `step` does."""
-
-    def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer sets the gradients of its parameters to None."""
-
-    def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> None:
-        """A scheduler steps: Python decides."""
-
-
-class HookListener(Protocol):
-    """Who is told of hooks."""
-
-    def on_hook(self, t: torch.Tensor, method: str) -> None:
-        """A method of `_METHODS` is called."""
-
-    def on_graph(self, t: torch.Tensor) -> None:
-        """The forward reads `grad_fn` or `is_leaf`: it wants autograd's history of `t`."""
-
-    def on_grad_fn(self, t: torch.Tensor, *, to_hook: bool) -> None:
-        """The forward gets the node of autograd's graph that made `t`; with `to_hook`, torch does, for a hook there."""
-
-    def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
-        """The forward sets `requires_grad` of a tensor."""
-
-    def on_detach(self, t: torch.Tensor) -> bool:
-        """The forward detaches a tensor in place. Returns whether that changes anything."""
-
-    @property
-    def gradients(self) -> GradientListener:
-        """Who is told of the `grad` of tensors."""
-
-    @property
-    def differentiates(self) -> bool:
-        """Whether the forward may differentiate, so that the backward of checkpointed regions may be part of it."""
-
-    def begin_checkpointed(
-        self, arguments: list[torch.Tensor], *, early_stop: bool, context_fn: Any = None
-    ) -> SavedTensorsHooks:
-        """A checkpointed region begins, in a forward that may differentiate. Returns what autograd saves by in it.
-
-        `early_stop` says whether backward runs the region only until it has what it needs.
-        """
-
-    def end_checkpointed(self) -> None:
-        """The region that began last ends."""
-
-    def mark(self) -> tuple[int, int]:
-        """A mark of this place in the program."""
-
-    def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
-        """The forward leaves `saved_tensors_hooks` that it entered at `mark`."""
-
-    def leave_offloading(self, mark: tuple[int, int]) -> None:
-        """The forward leaves `save_on_cpu`, which it entered at `mark`."""
-
-    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None, *, keeps_rng: bool = True) -> None:
-        """A checkpointed region that began at `mark` ends; `context_fn` chooses what it keeps, None for nothing.
-
-        `keeps_rng` says whether backward runs it again from the same state of the random number generators.
-        """
-
-
-def is_module_hook(cls: Any) -> bool:
-    """Whether a `torch.autograd.Function` is the one by which modules call their backward hooks."""
-    return cls is BackwardHookFunction
-
-
 def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tensor]) -> bool:
     """Whether the derivative by one of these tensors is not what the ops of the forward say.
 
     It has a hook on its gradient and is no parameter, or is a leaf and yet a view of what requires grad, which has
     none; or a tensor from `outside` of the forward was computed from it.
     """
-    if any(t.retains_grad or _is_leaf_view(t) or (_hooks(t) and not isinstance(t, torch.nn.Parameter)) for t in by):
+    hooked = [t for t, hooks in zip(by, hooks_of(*by), strict=True) if hooks and not isinstance(t, torch.nn.Parameter)]
+    if hooked or any(t.retains_grad or _is_leaf_view(t) for t in by):
         return True
-    seen: set[Any] = set()
-    work = [t.grad_fn for t in outside if t.grad_fn is not None]
-    edges = {_edge(t) for t in by if t.requires_grad} if work else set()
-    while work:
-        node = work.pop()
-        if node not in seen:
-            seen.add(node)
-            if not edges.isdisjoint(node.next_functions):
-                return True
-            work += [found for found, _ in node.next_functions if found is not None]
-    return False
-
-
-def _hooks(t: torch.Tensor) -> list[Callable[..., Any]]:
-    return [*(t._backward_hooks or {}).values(), *(t._post_accumulate_grad_hooks or {}).values()]
+    nodes = nodes_of(outside)
+    edges = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in by if t.requires_grad} if nodes else set()
+    return any(not edges.isdisjoint(node.next_functions) for node in nodes)
 
 
 def hooks_of(*tensors: torch.Tensor) -> list[list[Callable[..., Any]]]:
     """The hooks on the gradient of each tensor."""
-    return list(map(_hooks, tensors))
+    return [[*(t._backward_hooks or {}).values(), *(t._post_accumulate_grad_hooks or {}).values()] for t in tensors]
 
 
 def have_node_hooks(tensors: Iterable[torch.Tensor]) -> bool:
@@ -206,10 +78,10 @@ def have_node_hooks(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _has_hooks(node: Any) -> bool:
     handles = node.register_hook(print), node.register_prehook(print)
-    found = [len(handle.hooks_dict_ref() or ()) > 1 for handle in handles]
+    has_others = [len(handle.hooks_dict_ref() or ()) > 1 for handle in handles]
     for handle in handles:
         handle.remove()
-    return any(found)
+    return any(has_others)
 
 
 def has_gradient_hooks(t: torch.Tensor) -> bool:
@@ -232,9 +104,9 @@ def run_after_accumulation(t: torch.Tensor) -> None:
 
 def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that autograd leads to from some tensors, each once."""
-    found = [t for t in outputs if t.grad_fn is None and t.requires_grad]
-    found += [node.variable for node in nodes_of(outputs) if hasattr(node, "variable")]
-    return list({id(t): t for t in found}.values())
+    leaves = [t for t in outputs if t.grad_fn is None and t.requires_grad]
+    leaves += [node.variable for node in nodes_of(outputs) if hasattr(node, "variable")]
+    return list({id(t): t for t in leaves}.values())
 
 
 def nodes_of(outputs: Iterable[torch.Tensor]) -> list[Any]:
@@ -271,28 +143,23 @@ def _is_leaf_view(t: torch.Tensor) -> bool:
     return t.is_leaf and t._base is not None and t._base.requires_grad
 
 
-def _edge(t: torch.Tensor) -> tuple[Any, int]:
-    edge = torch.autograd.graph.get_gradient_edge(t)
-    return edge.node, edge.output_nr
-
-
-def report_hooks(replace: Replace, on: On, listener: HookListener, mine: Mine) -> None:
+def report_hooks(replace: Replace, on: On, listener: Any, mine: Mine) -> None:
     """Tell `listener` of hooks, `requires_grad` and `grad`, first."""
     tensor: Any = torch.Tensor
+
+    def recording() -> bool:
+        return is_recording() and mine()
+
     for name in _METHODS:
-        on(getattr(tensor, name), after(functools.partial(_tell_hook, listener, name), mine))
+        on(getattr(tensor, name), after(lambda t, *_, method=name, **__: listener.on_hook(t, method), mine))
     for name in ("grad_fn", "is_leaf"):
         on(getattr(tensor, name).__get__, _history(name, listener, mine))
-    _report_flags(on, listener, lambda: is_recording() and mine())
-    _report_gradients(replace, on, listener, lambda: is_recording() and mine())
+    _report_flags(on, listener, recording)
+    _report_gradients(replace, on, listener, recording)
     _report_saved_tensors_hooks(replace, listener, mine)
 
 
-def _tell_hook(listener: HookListener, method: str, t: torch.Tensor, *_: Any, **__: Any) -> None:
-    listener.on_hook(t, method)
-
-
-def _history(name: str, listener: HookListener, mine: Mine) -> Handler:
+def _history(name: str, listener: Any, mine: Mine) -> Handler:
     def get(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
         file = asker() if is_recording() and mine() else ""
         asked = bool(file) and not file.startswith(SCOPETRACE)  # a trace inside this one
@@ -310,7 +177,7 @@ def _history(name: str, listener: HookListener, mine: Mine) -> Handler:
     return get
 
 
-def _report_flags(on: On, listener: HookListener, mine: Mine) -> None:
+def _report_flags(on: On, listener: Any, mine: Mine) -> None:
     """`requires_grad` of a tensor."""
 
     def require(t: torch.Tensor, requires_grad: bool = True) -> None:
@@ -326,7 +193,7 @@ def _report_flags(on: On, listener: HookListener, mine: Mine) -> None:
         on(func, detach_)
 
 
-def _report_gradients(replace: Replace, on: On, listener: HookListener, mine: Mine) -> None:
+def _report_gradients(replace: Replace, on: On, listener: Any, mine: Mine) -> None:
     """The `grad` of tensors."""
     grad: Any = torch.Tensor.grad
     outer: Any = torch.optim.Optimizer.zero_grad
@@ -338,8 +205,8 @@ def _report_gradients(replace: Replace, on: On, listener: HookListener, mine: Mi
             return t  # whatever it is: it is set to None next
         takes = code is not None and (code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS))
         asked = mine() and (takes or not asker().startswith(NOT_THE_MODEL))
-        known = listener.gradients.get(t) if asked else NotImplemented
-        return ask(t, *args) if known is NotImplemented else known
+        recorded = listener.gradients.get(t) if asked else NotImplemented
+        return ask(t, *args) if recorded is NotImplemented else recorded
 
     def set_grad(ask: Callable[..., Any], t: torch.Tensor, new: Any = None) -> None:
         if not (mine() and listener.gradients.set(t, new)):
@@ -361,31 +228,31 @@ def _report_gradients(replace: Replace, on: On, listener: HookListener, mine: Mi
 _ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 
 
-def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
-    """Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are."""
+def _report_saved_tensors_hooks(replace: Replace, listener: Any, mine: Mine) -> None:
     enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
-    exits: dict[int, Callable[..., None]] = {}
+    reported: dict[int, contextlib.AbstractContextManager[None]] = {}
 
     def __enter__(self: Any) -> None:
-        if mine() and _is_users(self):
-            exits[id(self)] = functools.partial(_leave_users, listener, listener.mark())
-        elif mine() and type(self).__module__ == torch.utils.checkpoint.__name__:
-            exits[id(self)] = _enter_region(listener, self, enter, leave, sys._getframe(1))
-        else:
-            enter(self)
-            if mine() and isinstance(self, torch.autograd.graph.save_on_cpu):
-                exits[id(self)] = functools.partial(_leave_offloading, listener, listener.mark(), leave, self)
+        if not mine():
+            return enter(self)
+        context = _reported_hooks(listener, self, enter, leave, sys._getframe(1))
+        context.__enter__()
+        reported[id(self)] = context
 
     def __exit__(self: Any, *error: Any) -> None:
-        exits.pop(id(self), functools.partial(leave, self))(*error)
+        context = reported.pop(id(self), None)
+        if context is None:
+            leave(self, *error)
+        else:
+            context.__exit__(*error)
 
     def regions(*args: Any, **kwargs: Any) -> Iterator[None]:
         """Those of `torch.utils.checkpoint(use_reentrant=False)`, which has no hooks where autograd is off."""
         off, mark = mine() and not torch.is_grad_enabled(), listener.mark()
         yield from run(*args, **kwargs)
         if off:
-            given = inspect.signature(run).bind(*args, **kwargs).arguments
-            listener.on_recomputed(mark, keeps_rng=given.get("preserve_rng_state", True))
+            arguments = inspect.signature(run).bind(*args, **kwargs).arguments
+            listener.on_recomputed(mark, keeps_rng=arguments.get("preserve_rng_state", True))
 
     name = CURRENT.checkpoint_generator
     run = getattr(torch.utils.checkpoint, name)
@@ -396,42 +263,37 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
             replace(module, name, regions)
 
 
-def _leave_users(listener: HookListener, mark: tuple[int, int], *error: Any) -> None:
-    if error == (None, None, None):
-        listener.leave_saved_tensors_hooks(mark)
+@contextlib.contextmanager
+def _reported_hooks(
+    listener: Any, hooks: Any, enter: Callable[..., None], leave: Callable[..., None], frame: FrameType
+) -> Iterator[None]:
+    """Inside `with hooks`, in `frame`. Those of users stay off; a region under checkpointing is told of at its end.
 
-
-def _leave_offloading(
-    listener: HookListener, mark: tuple[int, int], leave: Callable[..., None], hooks: Any, *error: Any
-) -> None:
-    leave(hooks, *error)
-    listener.leave_offloading(mark)
-
-
-def _enter_region(
-    listener: HookListener, hooks: Any, enter: Callable[..., None], leave: Callable[..., None], frame: FrameType
-) -> Callable[..., None]:
-    """A region of torch.utils.checkpoint begins, by its `hooks`, in `frame`. Returns what to call at its end."""
+    Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are.
+    """
     mark = listener.mark()
-    arguments, early_stop, context_fn, keeps_rng = _how_checkpointed(frame)
-    stack = contextlib.ExitStack()
-    if listener.differentiates:
-        stack.enter_context(checkpointed(listener, arguments, early_stop=early_stop, context_fn=context_fn))
-    else:
-        enter(hooks)
-        stack.callback(leave, hooks, None, None, None)
-
-    def end(*error: Any) -> None:
-        stack.close()
-        if error == (None, None, None):
-            listener.on_recomputed(mark, context_fn, keeps_rng=keeps_rng)
-
-    return end
+    if type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
+        yield
+        listener.leave_saved_tensors_hooks(mark)
+        return
+    is_region = type(hooks).__module__ == torch.utils.checkpoint.__name__
+    arguments, early_stop, context_fn, keeps_rng = _how_checkpointed(frame if is_region else None)
+    with contextlib.ExitStack() as stack:
+        if is_region and listener.differentiates:
+            stack.enter_context(checkpointed(listener, arguments, early_stop=early_stop, context_fn=context_fn))
+        else:
+            enter(hooks)
+            stack.callback(leave, hooks, None, None, None)
+        yield
+    if is_region:
+        listener.on_recomputed(mark, context_fn, keeps_rng=keeps_rng)
+    elif isinstance(hooks, torch.autograd.graph.save_on_cpu):
+        listener.leave_offloading(mark)
 
 
 @contextlib.contextmanager
 def checkpointed(
-    listener: HookListener, arguments: Iterable[Any], *, early_stop: bool, context_fn: Any = None
+    listener: Any, arguments: Iterable[Any], *, early_stop: bool, context_fn: Any = None
 ) -> Iterator[None]:
     """Inside, a region under checkpointing runs in a forward that differentiates."""
     tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
@@ -451,12 +313,12 @@ def _how_checkpointed(frame: FrameType | None) -> tuple[tuple[Any, ...], bool, A
     """
     checkpoint = torch.utils.checkpoint
     while frame is not None and frame.f_code.co_filename == checkpoint.__file__:
-        found = frame.f_locals
-        if "context_fn" in found:
-            context_fn = found["context_fn"]
-            early_stop = getattr(found.get("new_frame"), "early_stop", True)
+        names = frame.f_locals
+        if "context_fn" in names:
+            context_fn = names["context_fn"]
+            early_stop = getattr(names.get("new_frame"), "early_stop", True)
             context_fn = None if context_fn is checkpoint.noop_context_fn else context_fn
-            return found.get("args", ()), early_stop, context_fn, found.get("preserve_rng_state", True)
+            return names.get("args", ()), early_stop, context_fn, names.get("preserve_rng_state", True)
         frame = frame.f_back
     return (), True, None, True
 
@@ -475,14 +337,10 @@ def policy_of(context_fn: Any) -> Callable[..., bool]:
     def asked(out: Any, func: Any, /, *args: Any, **kwargs: Any) -> bool:
         if func in checkpoint.SAC_IGNORED_OPS:
             return False
-        found = policy(checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=out), func, *args, **kwargs)
-        return found is True or found in keeps
+        answer = policy(checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=out), func, *args, **kwargs)
+        return answer is True or answer in keeps
 
     return asked
-
-
-def _is_users(hooks: Any) -> bool:
-    return type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch.")
 
 
 def node_of(t: torch.Tensor) -> Any:
@@ -495,28 +353,13 @@ def node_of(t: torch.Tensor) -> Any:
 
 def saved_storages(results: Iterable[torch.Tensor]) -> set[int]:
     """The storages of what the ops that led to `results` have saved for their backward."""
-    return {storage_id(t) for node in nodes_of(results) for t in _saved_by(node)}
+    saved = [getattr(node, name) for node in nodes_of(results) for name in dir(node) if name.startswith("_saved_")]
+    return {storage_id(t) for t in tree_leaves(saved) if isinstance(t, torch.Tensor)}
 
 
-def _saved_by(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a node of autograd has saved, which its attributes `_saved_...` show."""
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            found = getattr(node, name)
-            yield from (
-                t for t in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(t, torch.Tensor)
-            )
-
-
-@contextlib.contextmanager
-def copying_saved(storages: Set[int]) -> Iterator[None]:
+def copying_saved(storages: Set[int]) -> contextlib.AbstractContextManager[None]:
     """Inside, autograd saves copies of tensors in these storages, which may be written before backward reads them."""
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        return t.clone() if storage_id(t) in storages else t
-
-    with _saved_tensors_hooks(pack, lambda t: t):
-        yield
+    return _saved_tensors_hooks(lambda t: t.clone() if storage_id(t) in storages else t, lambda t: t)
 
 
 def hooks_of_all_optimizers() -> list[Callable[..., Any]]:

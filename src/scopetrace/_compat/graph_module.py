@@ -6,6 +6,7 @@ Fake tensors are pickled as their metadata, ops as their names.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import keyword
@@ -25,6 +26,8 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.compilers import constant_to_dynamo
+from scopetrace._compat.expressions import encode_environment, restore_environment
+from scopetrace._compat.ops import find_higher_order, find_op
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
@@ -40,13 +43,10 @@ was_erased: Callable[[torch.fx.Node], bool] = operator.attrgetter("_erased")
 set_arguments: Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any]], None] = torch.fx.Node._update_args_kwargs
 """Give a node its arguments. Assigning `node.args` also takes it out of the table of `find_nodes`, and puts it back."""
 
-LazyGraphModule = _LazyGraphModule
-"""A GraphModule that generates its code, and the `forward` of its class, when it first runs."""
-
 _PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
 
 
-class TracedGraphModule(LazyGraphModule):
+class TracedGraphModule(_LazyGraphModule):
     """A `torch.fx.GraphModule` whose Python code is generated when it first runs.
 
     Under make_fx it is interpreted node by node, so that the new nodes get the `custom` and `nn_module_stack` of the
@@ -95,7 +95,7 @@ def _make_code(graph_module: TracedGraphModule) -> None:
     call = torch.ops.higher_order.invoke_subgraph
     graph_module.calls_functions = bool(graph_module.graph.find_nodes(op="call_function", target=call))
     if graph_module.calls_functions:
-        graph = _copied(graph_module.graph)
+        graph = copy.deepcopy(graph_module.graph)
         for node in graph.find_nodes(op="call_function", target=call):
             node.target = call_region if graph_module.has_regions else call_inline
         graph_module.forward_with_regions = method_of(graph, graph_module)
@@ -141,26 +141,30 @@ def _is_random(graph_module: torch.fx.GraphModule) -> bool:
     return any(isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags for op in targets)
 
 
-class _RandomState:
-    """A context in which random numbers are drawn as in the first one that `states` has been given to."""
+class _RunContext(contextlib.ExitStack):
+    """The context of one run of a checkpointed region; it may be entered again."""
 
     ac_graph_id: Any = None
     """The op writes it."""
 
+
+class _RandomState(_RunContext):
+    """Draws random numbers as the first context with the same `states` does."""
+
     def __init__(self, states: list[Any]) -> None:
+        super().__init__()
         self._states = states
-        self._around: Any = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _RandomState:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         if not self._states:
-            self._states += torch.get_rng_state(), _states_of_devices()
-            return
-        self._around = torch.get_rng_state(), _states_of_devices()
-        _set_random_state(*self._states)
-
-    def __exit__(self, *error: object) -> None:
-        if self._around is not None:
-            _set_random_state(*self._around)
+            self._states += torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices]
+            return self
+        self.enter_context(torch.random.fork_rng(devices))
+        torch.set_rng_state(self._states[0])
+        for i, state in zip(devices, self._states[1], strict=False):
+            torch.cuda.set_rng_state(state, i)
+        return self
 
 
 def _with_equal_random_numbers() -> tuple[_RandomState, _RandomState]:
@@ -168,11 +172,8 @@ def _with_equal_random_numbers() -> tuple[_RandomState, _RandomState]:
     return _RandomState(states), _RandomState(states)
 
 
-class _Contexts(contextlib.ExitStack):
-    """Several contexts as one, those of one run of a checkpointed region."""
-
-    ac_graph_id: Any = None
-    """The op writes it."""
+class _Contexts(_RunContext):
+    """Several contexts as one."""
 
     def __init__(self, contexts: Sequence[Any]) -> None:
         super().__init__()
@@ -190,16 +191,6 @@ def _contexts_of(functions: Sequence[Callable[[], Any]]) -> tuple[_Contexts, _Co
     return _Contexts(forward), _Contexts(again)
 
 
-def _states_of_devices() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def _set_random_state(cpu: torch.Tensor, devices: list[torch.Tensor]) -> None:
-    torch.set_rng_state(cpu)
-    if devices:
-        torch.cuda.set_rng_state_all(devices)
-
-
 def switches_grad(graph_module: torch.fx.GraphModule) -> bool:
     """Whether a node switches autograd on or off."""
     return bool(graph_module.graph.find_nodes(op="call_function", target=set_grad_enabled))
@@ -212,16 +203,10 @@ def parts_that_switch_grad(module: torch.nn.Module) -> list[torch.fx.GraphModule
 
 def without_grad_switches(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy of a graph, without the nodes that switch autograd on or off."""
-    graph = _copied(graph)
+    graph = copy.deepcopy(graph)
     for node in graph.find_nodes(op="call_function", target=set_grad_enabled):
         graph.erase_node(node)
     return graph
-
-
-def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    found = torch.fx.Graph()
-    found.output(found.graph_copy(graph, {}))
-    return found
 
 
 def method_of(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -257,7 +242,7 @@ def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
     modules = {"": root}
     for name in sorted(attributes, key=lambda name: name.count(".")):
         path, _, field = name.rpartition(".")
-        module = modules.get(path) or _module_at(path, modules)
+        module = _module_at(path, modules)
         x = attributes[name]
         if isinstance(x, torch.nn.Parameter):  # as `register_parameter` does, which takes four times as long
             module._parameters[field] = x
@@ -269,20 +254,20 @@ def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
 
 def _module_at(path: str, modules: dict[str, torch.nn.Module]) -> torch.nn.Module:
     """The module at a path, a new one where there is none; `modules` are those that were found, by their paths."""
-    found = modules.get(path)
-    if found is None:
+    module = modules.get(path)
+    if module is None:
         outer, _, name = path.rpartition(".")
         children = _module_at(outer, modules)._modules
-        found = children.get(name)
-        if found is None:
-            found = children[name] = torch.nn.Module()
-        modules[path] = found
-    return found
+        module = children.get(name)
+        if module is None:
+            module = children[name] = torch.nn.Module()
+        modules[path] = module
+    return module
 
 
 def is_taken(name: str) -> bool:
     """Whether a GraphModule has an attribute of its own in the place of a dotted path, such as `code` or `graph`."""
-    return name.partition(".")[0] in _own_attributes()
+    return name.partition(".")[0] in _reserved_names()
 
 
 def is_writable(path: str, *, keywords: bool = False) -> bool:
@@ -297,7 +282,7 @@ def is_writable(path: str, *, keywords: bool = False) -> bool:
 
 
 @functools.cache
-def _own_attributes() -> frozenset[str]:
+def _reserved_names() -> frozenset[str]:
     return frozenset({*dir(torch.fx.GraphModule({}, torch.fx.Graph())), *dir(TracedGraphModule)})
 
 
@@ -349,9 +334,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, OpOverload):
-            return _op, (obj._schema.name, obj._overloadname)
+            return find_op, (obj._schema.name, obj._overloadname)
         if isinstance(obj, HigherOrderOperator):
-            return _higher_order_op, (obj._name,)
+            return find_higher_order, (obj.name(),)
         if isinstance(obj, FakeTensor):
             layout = tuple(obj.size()), tuple(obj.stride())
             return _fake, (self._factory, *layout, obj.dtype, obj.device, obj.requires_grad)
@@ -359,7 +344,7 @@ class _Pickler(pickle.Pickler):
             node = obj.node
             return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
         if isinstance(obj, WatchedShapeEnv):
-            return _environment, (self._factory, obj.saved())
+            return _environment, (self._factory, encode_environment(obj))
         if isinstance(obj, type) and obj.__module__ == parametrize.__name__ and not hasattr(parametrize, obj.__name__):
             return _parametrized, (obj.__name__, obj.__base__)
         return NotImplemented
@@ -377,8 +362,8 @@ def _fake(factory: FakeFactory, size: Any, stride: Any, dtype: Any, device: Any,
         return factory.fresh(size, stride, dtype, device, requires_grad)
 
 
-def _environment(factory: FakeFactory, state: dict[str, Any]) -> WatchedShapeEnv:
-    factory.shape_env.restore(state)
+def _environment(factory: FakeFactory, data: dict[str, Any]) -> WatchedShapeEnv:
+    restore_environment(factory.shape_env, data)
     return factory.shape_env
 
 
@@ -386,18 +371,9 @@ def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any
     return kind(sym_node(env, expr, pytype, hint))
 
 
-def _op(name: str, overload: str) -> Any:
-    namespace, _, op = name.partition("::")
-    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
-
-
 def _parametrized(name: str, base: type) -> type:
     """The class that torch makes for a parametrized module, which no Python module has under its name."""
     return type(name, (base,), {"__module__": parametrize.__name__})
-
-
-def _higher_order_op(name: str) -> Any:
-    return getattr(torch.ops.higher_order, name)
 
 
 def dumps(x: Any) -> bytes:
@@ -405,7 +381,7 @@ def dumps(x: Any) -> bytes:
     file = io.BytesIO()
     try:
         _Pickler(file).dump(x)
-    except (AttributeError, TypeError) as error:  # pickle's own are of three classes, by Python version
+    except (AttributeError, TypeError, ValueError) as error:  # pickle's own are of three classes, by Python version
         raise pickle.PicklingError(str(error)) from error
     return file.getvalue()
 

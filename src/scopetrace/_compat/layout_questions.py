@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import _prims_common, _refs
 
+from scopetrace._compat.symbols import surely_equal
+
 _COPY = torch.ops.aten.copy_.default
 _overlap = torch._debug_has_internal_overlap
 _is_contiguous = _prims_common.check_contiguous_sizes_strides
@@ -23,7 +25,7 @@ def _internal_overlap(input: torch.Tensor) -> int:
     """As torch's: 1 where elements share memory, 0 where none do, 2 where that is not known."""
     if not any(isinstance(n, torch.SymInt) for n in (*input.size(), *input.stride())):
         return _overlap(input)
-    expanded = [size for size, stride in zip(input.size(), input.stride(), strict=True) if is_same(stride, 0)]
+    expanded = [size for size, stride in zip(input.size(), input.stride(), strict=True) if surely_equal(stride, 0)]
     return 1 if any(size > 1 for size in expanded) else 2
 
 
@@ -31,23 +33,16 @@ def _contiguous(sizes: Sequence[Any], strides: Sequence[Any], false_if_dde: bool
     """As torch's: whether the strides are those of a contiguous tensor."""
     expected: Any = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if not is_same(stride, expected):
+        if not surely_equal(stride, expected):
             return _is_contiguous(sizes, strides, false_if_dde)
         expected = expected * size
     return True
 
 
-def is_same(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal, whatever the symbols in them are."""
-    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
-        return bool(a.node.expr == b.node.expr)
-    return not isinstance(a, torch.SymInt) and not isinstance(b, torch.SymInt) and a == b
-
-
 def _expand(a: torch.Tensor, *size: Any, **options: Any) -> Any:
     """As torch's, for the rule of `copy_`, which asks only whether it may be."""
     wanted = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    same = len(a.size()) == len(wanted) and all(map(is_same, a.size(), wanted))
+    same = len(a.size()) == len(wanted) and all(map(surely_equal, a.size(), wanted))
     return a if same else _expanded(a, *size, **options)
 
 

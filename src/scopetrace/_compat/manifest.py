@@ -59,7 +59,6 @@ NAMES = {
     "torch._functorch.pyfunctorch": "dispatch_functorch",
     "torch._guards": "Source",
     "torch._guards:Source": "_name_template",
-    "torch._higher_order_ops.auto_functionalize": "auto_functionalized",
     "torch._higher_order_ops.utils": "_hop_compile_and_call registered_hop_fake_fns",
     "torch._library.custom_ops": "CustomOpDef",
     "torch._library.opaque_object": "get_opaque_type_name is_opaque_value_type",
@@ -131,7 +130,7 @@ NAMES = {
 
 INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "OpOverload": (lambda: torch.ops.aten.add.Tensor, "_op_dk _overloadname _schema is_view"),
-    "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "_name python_key_table"),
+    "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "python_key_table"),
     "_ModeStackStateForPreDispatch": (mode_stack_state_for_pre_dispatch, "_schema_check_mode"),
     "ScriptModule": (torch.jit.ScriptModule, "_c"),
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr"),
@@ -187,12 +186,12 @@ def missing(names: Mapping[str, str]) -> Iterator[str]:
     """The dotted names that the installed torch does not have."""
     for owner, attributes in names.items():
         try:
-            found = pkgutil.resolve_name(owner)
+            module_or_class = pkgutil.resolve_name(owner)
         except (ImportError, AttributeError):
             yield owner.replace(":", ".")
             continue
         for name in attributes.split():
-            if not hasattr(found, name):
+            if not hasattr(module_or_class, name):
                 yield f"{owner.replace(':', '.')}.{name}"
 
 

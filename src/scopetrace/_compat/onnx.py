@@ -24,25 +24,21 @@ from torch.onnx._internal.exporter import _constants, _core, _dispatching, _regi
 from torch.onnx._internal.exporter._torchlib.ops.hop import call_op
 
 from scopetrace._compat import manifest
+from scopetrace._compat.decompositions import core_aten
 from scopetrace._compat.encoder_layer import FUSED
-from scopetrace._compat.ops import core_aten, one_at_a_time
+from scopetrace._compat.ops import one_at_a_time
 from scopetrace.errors import OnnxExportError
 
 manifest.require(list(manifest.missing(manifest.ONNX)))
 
 
-@functools.cache
-def _registry(opset_version: int) -> Any:
-    return _from_torchlib(opset_version)
-
-
-_from_torchlib = _registration.ONNXRegistry.from_torchlib
+_registry = functools.cache(_registration.ONNXRegistry.from_torchlib)
 
 
 def _copy_of_registry(opset_version: int = _constants.TORCHLIB_OPSET) -> Any:
-    found = copy.copy(_registry(opset_version))
-    found.functions = {op: list(forms) for op, forms in found.functions.items()}
-    return found
+    registry = copy.copy(_registry(opset_version))
+    registry.functions = {op: list(forms) for op, forms in registry.functions.items()}
+    return registry
 
 
 @functools.lru_cache(maxsize=1)
@@ -68,10 +64,10 @@ def op_library_read_once() -> Iterator[None]:
             yield
 
 
-def scan(state: Any, given: Any, body: ir.Graph, axis: int) -> Any:
+def scan(state: Any, elements: Any, body: ir.Graph, axis: int) -> Any:
     """A Scan node in a form for torch.onnx: its last output, the results of the body along an axis."""
     attributes: dict[str, Any] = {"scan_input_axes": [axis], "scan_output_axes": [axis], "num_scan_inputs": 1}
-    return call_op("Scan", state, given, _num_outputs=2, body=body, **attributes)[-1]
+    return call_op("Scan", state, elements, _num_outputs=2, body=body, **attributes)[-1]
 
 
 def loop(count: Any, first: Any, second: Any, body: ir.Graph) -> Sequence[Any]:
@@ -87,20 +83,17 @@ def onnx_type(tensor: torch.Tensor) -> tuple[int, list[Any]]:
     return int(_core.torch_dtype_to_onnx_dtype(dtype)), sizes
 
 
-def packed_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
-    """An ONNX tensor of a dtype that packs two numbers into a byte, which onnx_ir's own adapter does not take."""
-    return _core.TorchTensor(tensor)
+packed_tensor: Callable[[torch.Tensor], ir.TensorProtocol] = _core.TorchTensor
+"""An ONNX tensor of a dtype that packs two numbers into a byte, which onnx_ir's own adapter does not take."""
 
 
 def without_misread(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Decompose the ops that torch.onnx would translate without one of their arguments, or not at all."""
-    found = {n.target for n in program.graph.nodes if (is_misread := _MISREAD.get(n.target)) and is_misread(n)}
-    if not found:
+    misread = [n.target for n in program.graph.nodes if (is_misread := _MISREAD.get(n.target)) and is_misread(n)]
+    if not misread:
         return program
-    every = core_aten()
-    return program.run_decompositions(
-        {**{op: every[op] for op in found if op in every}, **get_decompositions(list(found))}
-    )
+    rules = {op: rule for op, rule in core_aten().items() if op in misread}
+    return program.run_decompositions({**rules, **get_decompositions(misread)})
 
 
 def _is_smoothed(node: torch.fx.Node) -> bool:
@@ -112,18 +105,12 @@ def _is_smoothed(node: torch.fx.Node) -> bool:
 
 
 OTHER_DIMS = "other_dims"
-"""A key of `node.meta` of such attention."""
-
-
-def _has_other_dims(node: torch.fx.Node) -> bool:
-    """Whether query, key or value of attention is not 4-d, which torch.onnx does not take."""
-    return OTHER_DIMS in node.meta
-
+"""A key of `node.meta` of attention whose query, key or value is not 4-d, which torch.onnx does not take."""
 
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
     torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
-    torch.ops.aten.scaled_dot_product_attention.default: _has_other_dims,
+    torch.ops.aten.scaled_dot_product_attention.default: lambda node: OTHER_DIMS in node.meta,
     FUSED: lambda node: True,
 }
 
@@ -139,8 +126,8 @@ def decomposed(
     registry = _copy_of_registry(version)
     for op, form in table.items():
         registry.register_op(op, form, is_complex=False)
-    found = _core._prepare_exported_program_for_export(program, registry=registry)
-    calls = [n for n in found.graph.nodes if n.op == "call_function"]
+    prepared = _core._prepare_exported_program_for_export(program, registry=registry)
+    calls = [n for n in prepared.graph.nodes if n.op == "call_function"]
     return calls, [n for n in calls if _is_untranslatable(n, registry)]
 
 
@@ -152,11 +139,8 @@ def _is_untranslatable(node: torch.fx.Node, registry: Any) -> bool:
 
 def node_in_error(causes: Sequence[BaseException]) -> str | None:
     """The name of the node that torch.onnx could not translate."""
-    for error in causes:
-        found = re.search(r"Error when translating node %(\w+)", str(error))
-        if found:
-            return found[1]
-    return None
+    matches = [re.search(r"Error when translating node %(\w+)", str(error)) for error in causes]
+    return next((match[1] for match in matches if match), None)
 
 
 class RulesByOp(pattern.RewriteRule):
@@ -171,12 +155,12 @@ class RulesByOp(pattern.RewriteRule):
             self._rules.setdefault(rule._target_pattern.output_nodes[0].op_type, []).append(rule)
 
     def try_rewrite(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
-        """As in the base class."""
+        """Try the rules of the op of `node`."""
         for rule in self._rules.get(node.op_type, ()):
-            found = rule.try_rewrite(model, graph_or_function, node, **options)
-            if found is not None:
+            replacement = rule.try_rewrite(model, graph_or_function, node, **options)
+            if replacement is not None:
                 self.name, self.remove_nodes = rule.name, rule.remove_nodes  # the caller reads them
-                return found
+                return replacement
         return None
 
 
@@ -187,7 +171,7 @@ class SiblingMatcher(SimplePatternMatcher):
     """
 
     def match(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
-        """As in the base class."""
+        """Match among the nodes that read an input of `node`."""
         siblings: Any = _Siblings(graph_or_function, node)
         return super().match(model, siblings, node, **options)
 

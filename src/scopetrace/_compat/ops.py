@@ -1,8 +1,7 @@
-"""torch's ops: their schemas and effects, their decompositions, and the dispatcher by which they get to the recorder.
+"""torch's ops: their schemas and effects, and the dispatcher by which they get to the recorder.
 
 Data flow:
     OpOverload -> schema_of, is_random -> what it takes, returns, writes, aliases, and does beside
-    OpOverload -> Decompositions.rule -> what to run in its place
     the model calls an op -> dispatcher -> PreDispatchMode.dispatch -> `on_op`, of autocast and transforms when asked
     the model calls `torch.cond` or its kind -> `on_higher_order`
 
@@ -20,22 +19,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
-from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._functorch.autograd_function import custom_function_call as custom_function_call
 from torch._functorch.pyfunctorch import dispatch_functorch
-from torch._higher_order_ops import utils
 from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._ops import (
     HigherOrderOperator,
@@ -48,11 +43,9 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scopetrace._compat.encoder_layer import FUSED, encoder_layer
+from scopetrace._compat.encoder_layer import FUSED
 from scopetrace._compat.tensors import run_parts
 from scopetrace._compat.versions import CURRENT
 
@@ -162,11 +155,6 @@ def is_higher_order(target: Any) -> TypeGuard[HigherOrderOperator]:
     return isinstance(target, HigherOrderOperator)
 
 
-def name_of(op: HigherOrderOperator) -> str:
-    """The name by which `find_higher_order` finds it."""
-    return str(op._name)
-
-
 def is_random(target: Any) -> bool:
     """Whether an op draws random numbers, so that it advances the generator."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
@@ -179,24 +167,17 @@ def is_collective(target: Any) -> bool:
 
 def find_op(name: str, overload: str) -> OpOverload | None:
     """The op of a schema's name and overload; None where this torch, with the libraries that are imported, has none."""
-    namespace, _, op = name.partition("::")
-    found: Any = torch.ops
-    for part in (namespace, op, overload or "default"):
-        if not part.isidentifier():
-            return None
-        found = getattr(found, part, None)
-    return found if isinstance(found, OpOverload) else None
+    target: Any = torch.ops
+    for part in (*name.split("::", 1), overload or "default"):
+        target = getattr(target, part, None) if part.isidentifier() else None
+    return target if isinstance(target, OpOverload) else None
 
 
 def find_higher_order(name: str) -> HigherOrderOperator | None:
     """The higher-order op of this name; None where this torch has none."""
-    found = getattr(torch.ops.higher_order, name, None) if name.isidentifier() else None
-    return found if isinstance(found, HigherOrderOperator) else None
+    target = getattr(torch.ops.higher_order, name, None) if name.isidentifier() else None
+    return target if isinstance(target, HigherOrderOperator) else None
 
-
-_subgraphs: Any = importlib.import_module(
-    "torch._higher_order_ops.invoke_subgraph"
-)  # the package has an op of this name
 
 OnOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 OnHigherOrderOp = Callable[[HigherOrderOperator, tuple[Any, ...], dict[str, Any]], Any]
@@ -259,7 +240,6 @@ def short_way() -> tuple[Any, str, Any]:
 
 
 _DEVICE = torch.ops.prim.device.default
-_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 def _device_of(t: Any) -> Any:
@@ -274,8 +254,8 @@ def device_at_once() -> tuple[Any, str, Any]:
     """
     outer: Any = FakeTensorMode.__torch_dispatch__
 
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = _NO_KEYWORDS) -> Any:
-        return _device_of(args[0]) if func is _DEVICE else outer(self, func, types, args, kwargs)
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _device_of(args[0]) if func is _DEVICE else outer(self, func, types, args, kwargs or {})
 
     return FakeTensorMode, "__torch_dispatch__", dispatch
 
@@ -292,8 +272,8 @@ def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:
     defaults = CURRENT.hop_defaults.get(hop.name(), {})
 
     def call(mode: PreDispatchMode, *args: Any, **kwargs: Any) -> Any:
-        given = {name: value for name, value in kwargs.items() if name not in defaults or value != defaults[name]}
-        return mode.on_higher_order(hop, args, given)
+        kwargs = {name: value for name, value in kwargs.items() if name not in defaults or value != defaults[name]}
+        return mode.on_higher_order(hop, args, kwargs)
 
     return call
 
@@ -543,12 +523,6 @@ class BelowAutograd(TorchDispatchMode):
         return _device_of(args[0]) if func is _DEVICE else self.on_op(func, args, kwargs or {})
 
 
-def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Apply the running functorch transforms to `func`; `on_op` gets the ops that come out below them."""
-    with BelowAutograd(on_op):
-        return func(*args, **kwargs)
-
-
 def function_in_transform(args: Any) -> Any:
     """Apply the innermost functorch transform to a `torch.autograd.Function`, which is the first of `args`."""
     return dispatch_functorch(custom_function_call, args, {})
@@ -564,8 +538,6 @@ _AUTOCAST_KEYS = {
     "hpu": _key.AutocastHPU,
     "mps": _key.AutocastMPS,
 }
-
-autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -602,138 +574,3 @@ CASTS_INSIDE = frozenset(
     }
 )
 """Ops that autocast leaves alone, and of which the kernel calls ops that it casts. Found by torch's samples."""
-
-
-# Higher-order ops ----------------------------------------------------------------------------------------------------
-
-
-def hop_entry_points(
-    mine: Callable[[], bool], on_nested_region: Callable[[Callable[[], Any]], Any]
-) -> list[tuple[Any, str, Any]]:
-    """Replacements for two functions of torch, as (module, name, function), by which higher-order ops are called.
-
-    `torch.cond` and its kind compile their callables first, which finds what these close over; the recorder finds that
-    itself, so the replacement calls the op. `on_nested_region` calls a function under `nested_compile_region`.
-    """
-    compile_and_call, region = utils._hop_compile_and_call, _subgraphs.invoke_subgraph_placeholder
-
-    def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        if not mine():
-            return compile_and_call(fn, args, kwargs)
-        if not callable(args[0]):  # the predicate of cond, the one op whose operands are still nested
-            args = _flat_operands(*args)
-        return fn(*args, **(kwargs or {}))
-
-    def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return on_nested_region(lambda: fn(*args, **kwargs)) if mine() else region(fn, *args, **kwargs)
-
-    return [(utils, "_hop_compile_and_call", call), (_subgraphs, "invoke_subgraph_placeholder", call_region)]
-
-
-def _flat_operands(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> tuple[Any, ...]:
-    flat, spec = pytree.tree_flatten(operands)
-
-    def nested(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: branch(*pytree.tree_unflatten(operands, spec))
-
-    return pred, nested(true_fn), nested(false_fn), tuple(flat)
-
-
-def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
-    """What a higher-order op returns for fake tensors, by its own shape function, which calls the callables.
-
-    Raises what that raises, for branches whose results do not fit together and the like.
-    """
-    kernel = utils.registered_hop_fake_fns.get(hop)
-    with mode, torch.no_grad():
-        if hop is torch.ops.higher_order.tag_activation_checkpoint:
-            return args[0](*args[1:])
-        if kernel is not None:
-            return kernel(*args)
-        return hop.python_key_table[FakeTensorMode](mode, *args)
-
-
-def eager_kernel(hop: HigherOrderOperator) -> Callable[..., Any] | None:
-    """What eager runs of a higher-order op where autograd has no part in it."""
-    kernel: Callable[..., Any] | None = hop.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
-    return kernel
-
-
-def eager_ops(
-    mode: FakeTensorMode, hop: HigherOrderOperator, args: Sequence[Any]
-) -> tuple[torch.fx.GraphModule, list[Any]]:
-    """What eager runs of a higher-order op, as ops, and what that assumes of sizes beside what is known of them.
-
-    The graph takes the fakes and symbolic numbers among `args`.
-    """
-    leaves, spec = pytree.tree_flatten(args)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, (torch.Tensor, torch.SymInt))]
-    kernel = eager_kernel(hop)
-    assert kernel is not None
-
-    def run(*given: Any) -> Any:
-        now = dict(zip(places, given, strict=True))
-        return kernel(*pytree.tree_unflatten([now.get(i, x) for i, x in enumerate(leaves)], spec))
-
-    known = [] if mode.shape_env is None else mode.shape_env.guards
-    before = len(known)
-    with mode, torch.no_grad():
-        found = make_fx(run)(*(leaves[i] for i in places))
-    return found, [guard.expr for guard in known[before:]]
-
-
-def indexing_as_op() -> contextlib.AbstractContextManager[Any]:
-    """Inside, `table[i]` with a tensor `i` of no dimension is an op, where torch would ask for the number."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()
-
-
-def auto_functionalized() -> Any:
-    """The higher-order op that runs a mutable op on copies of what it writes, and returns these copies."""
-    from torch._higher_order_ops.auto_functionalize import auto_functionalized as op
-
-    return op
-
-
-# Decompositions ------------------------------------------------------------------------------------------------------
-
-
-Rule = Callable[..., Any]
-
-
-@functools.cache
-def core_aten() -> dict[Any, Rule]:
-    """`torch.export.default_decompositions()`, read once, as it takes half a second; and a fused op that it lacks."""
-    return {**dict(torch.export.default_decompositions().items()), FUSED: encoder_layer}
-
-
-@contextlib.contextmanager
-def without_mkldnn() -> Iterator[None]:
-    """With MKL-DNN on, torch decomposes an lstm on a CPU into its kernel, which is no core ATen op."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
-class Decompositions:
-    """What stands for each op in a table, as `ExportedProgram.run_decompositions` reads it."""
-
-    def __init__(self, table: Mapping[Any, Rule] | None) -> None:
-        """`table` is by op; None for `core_aten`."""
-        self._table: Mapping[Any, Rule] = core_aten() if table is None else table
-        self.rule = functools.cache(self._rule)
-
-    def _rule(self, op: OpOverload) -> Rule | None:
-        """What to run in the place of an op; None for an op that stays.
-
-        Composite ops that return their argument or a view of it on some inputs, such as `reshape`, `dropout` and
-        `to`, are always taken apart, since other compilers cannot know which.
-        """
-        if op in self._table:
-            return self._table[op]
-        has_kernel = torch._C._dispatch_has_kernel(op.name())
-        return op.decompose if has_kernel and _is_cia_op(op) and not _is_preservable_cia_op(op) else None

@@ -16,7 +16,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.autograd.graph
@@ -33,11 +34,11 @@ from torch.overrides import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.function_mode import FunctionMode, On, after, without_mode
-from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
+from scopetrace._compat.function_mode import FunctionMode, after, without_mode
+from scopetrace._compat.gradients import checkpointed, report_hooks
+from scopetrace._compat.higher_order import hop_entry_points
 from scopetrace._compat.ops import (
     device_at_once,
-    hop_entry_points,
     in_transform,
     is_recording,
     short_way,
@@ -50,52 +51,6 @@ from scopetrace._compat.steps import report_steps
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
 
-
-class Observer(Protocol):
-    """Who is told of what happens. `run` does what would have happened without the replacement."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is to be reported now."""
-
-    def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module is called (`method` is "call"), or its forward is ("forward"), by its module or directly."""
-
-    def on_dispatch_mode(self, name: str) -> None:
-        """The forward enters a `TorchDispatchMode` that torch does not have, a class of this name."""
-
-    def on_nested_region(self, run: Callable[[], Any]) -> Any:
-        """A function under `nested_compile_region` is called. Returns what `run` does, which calls it."""
-
-    def on_seed(self) -> None:
-        """The forward seeds torch's generator, or sets or reads its state."""
-
-    def on_object_collective(self, op: str) -> None:
-        """The forward exchanges Python objects with other processes."""
-
-    def watch_questions(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
-        """Hear what Python asks of tensors and of torch; `here()` says whether this thread traces, paused or not."""
-
-
-class AutogradObserver(HookListener, Protocol):
-    """Who is told what the forward does with autograd."""
-
-    def on_forward_ad(self) -> None:
-        """The forward differentiates in forward mode, outside of a transform such as torch.func.jvp."""
-
-    def on_custom_function(self, cls: type, args: Any) -> Any:
-        """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
-
-    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
-        """Torch applies a `torch.autograd.Function` to a tensor. Returns what it gets in its place."""
-
-    def on_unseen_function(self) -> None:
-        """A `torch.autograd.Function` is applied, to tensors that are not known."""
-
-    def on_reentrant(self, tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """A context in which a reentrant checkpoint runs: its results require grad only if one of these does."""
-
-
 _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
 
@@ -105,12 +60,12 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 
 @contextlib.contextmanager
-def observing(observer: Observer, autograd: AutogradObserver, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
+def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
     """Tell observers what this thread does inside, and tell models that they are being exported. Gives `mine`.
 
     Args:
-        observer: is told, unless it is paused.
-        autograd: is told what is done with autograd, unless `observer` is paused.
+        observer: a `CallRecorder` of room `record`, which is told unless it is paused.
+        autograd: an `AutogradRecorder` of room `autograd`, which is told unless `observer` is paused.
         modules: those whose direct calls of `forward` are reported.
     """
     thread = threading.get_ident()
@@ -172,7 +127,7 @@ def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) ->
 
 
 def _report_module_calls(
-    stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine, modules: Iterable[torch.nn.Module]
+    stack: contextlib.ExitStack, replace: Replace, observer: Any, mine: Mine, modules: Iterable[torch.nn.Module]
 ) -> None:
     """Replace `nn.Module._call_impl`, and give each of `modules` a `forward` that reports until the stack ends.
 
@@ -202,24 +157,25 @@ def _put_forward_back(attributes: dict[str, Any], ours: Any, outer: Any) -> None
         attributes["forward"] = outer
 
 
-def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
+def _call_impl(observer: Any, mine: Mine) -> Callable[..., Any]:
     outer = torch.nn.Module._call_impl
     original = _original(outer)
 
     def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not mine():
             return outer(self, *args, **kwargs)
+        run: Callable[..., Any] = original
         if _is_compiled(self):
-            return observer.on_call(self, "call", lambda _, *a, **k: self._orig_mod(*a, **k), args, kwargs)  # type: ignore[operator]
-        if isinstance(self, torch.jit.ScriptModule):
-            return observer.on_call(self, "call", _scripted(original), args, kwargs)
-        return observer.on_call(self, "call", original, args, kwargs)
+            run = _run_compiled
+        elif isinstance(self, torch.jit.ScriptModule):
+            run = functools.partial(_run_scripted, original)
+        return observer.on_call(self, "call", run, args, kwargs)
 
     call_impl._scopetrace_original = original  # type: ignore[attr-defined]
     return call_impl
 
 
-def _forward(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Callable[..., Any]:
+def _forward(outer: Callable[..., Any], observer: Any, mine: Mine) -> Callable[..., Any]:
     """The `forward` of a module, reported when it is called without the module being called."""
     run = _batch_norm if outer is _BatchNorm.forward else outer
 
@@ -242,33 +198,31 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module.__dict__.get("_modules", ())
 
 
+def _run_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module._orig_mod(*args, **kwargs)
+
+
 def _owner(cls: type) -> type | None:
     """The class that defines the `forward` of `cls`, if it can be replaced."""
-    for base in cls.__mro__:
-        if "forward" in base.__dict__:
-            forward = base.__dict__["forward"]  # a functools.partial is not bound to the module
-            plain = callable(forward) and hasattr(forward, "__get__") and not issubclass(cls, torch.jit.ScriptModule)
-            return base if plain and base is not torch.nn.Module else None
-    return None
+    base = next((base for base in cls.__mro__ if "forward" in vars(base)), torch.nn.Module)
+    forward = vars(base).get("forward")  # a functools.partial is not bound to the module
+    is_method = callable(forward) and hasattr(forward, "__get__") and not issubclass(cls, torch.jit.ScriptModule)
+    return base if is_method and base is not torch.nn.Module else None
 
 
-def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of a script module, as outside an export.
+def _run_scripted(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a script module as outside an export.
 
     While the exporting flags are set, a script method calls the Python function that it was compiled from, and passes
     `self` twice. What TorchScript has compiled of it after some calls computes gradients as one op, which is forgotten
     before and after.
     """
-
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+    _forget_compiled(module)
+    try:
+        with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            return original(module, *args, **kwargs)
+    finally:
         _forget_compiled(module)
-        try:
-            with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-                return original(module, *args, **kwargs)
-        finally:
-            _forget_compiled(module)
-
-    return run
 
 
 def _forget_compiled(module: Any) -> None:
@@ -279,24 +233,24 @@ def _forget_compiled(module: Any) -> None:
 # Autograd, seeds, storages -------------------------------------------------------------------------------------------
 
 
-def _report_backward(replace: Replace, mode: FunctionMode, observer: AutogradObserver, mine: Mine) -> None:
+def _report_backward(replace: Replace, mode: FunctionMode, observer: Any, mine: Mine) -> None:
     """`mode` is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
 
     def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
         def run(
-            outputs: Any, given: Any, keep: bool, create_graph: bool, inputs: Any = (), *args: Any, **kw: Any
+            outputs: Any, grads: Any, keep: bool, create_graph: bool, inputs: Any = (), *args: Any, **kw: Any
         ) -> Any:
             if not mine():
-                return outer(outputs, given, keep, create_graph, inputs, *args, **kw)
+                return outer(outputs, grads, keep, create_graph, inputs, *args, **kw)
             accumulates = kw.pop("accumulate_grad", False)
 
             def differentiate(by: Sequence[torch.Tensor]) -> Any:
-                return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw) if by else ()
+                return outer(outputs, grads, keep, create_graph, tuple(by), *args, **kw) if by else ()
 
-            outputs, given = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, given))
+            outputs, grads = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, grads))
             how = {"accumulates": accumulates, "create_graph": create_graph, "keeps_graph": keep}
             with mode.active():
-                return observer.gradients.on_backward(differentiate, outputs, given, inputs, **how)
+                return observer.gradients.on_backward(differentiate, outputs, grads, inputs, **how)
 
         return run
 
@@ -310,7 +264,7 @@ def _report_backward(replace: Replace, mode: FunctionMode, observer: AutogradObs
     mode.on(torch._C._VariableFunctions._make_dual, after(make_dual, mine))
 
 
-def _report_transforms(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
+def _report_transforms(replace: Replace, observer: Any, mine: Mine) -> None:
     """Transforms such as torch.vmap wrap what stands for a parameter in autograd's graph of the forward."""
 
     def reported(wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,7 +280,7 @@ def _report_transforms(replace: Replace, observer: AutogradObserver, mine: Mine)
     replace(eager_transforms, "_wrap_tensor_for_grad", reported(eager_transforms._wrap_tensor_for_grad))
 
 
-def _report_modes(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_modes(replace: Replace, observer: Any, mine: Mine) -> None:
     """Modes that see ops below autograd, where a trace has only their metadata.
 
     Those of selective checkpointing stay off: what they keep is asked of their policy where a region runs again.
@@ -356,7 +310,7 @@ _QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "sco
 """Modules whose modes change no results, and tell Python nothing as `FlopCounterMode` does."""
 
 
-def _report_custom_functions(replace: Replace, observer: AutogradObserver, mine: Mine) -> None:
+def _report_custom_functions(replace: Replace, observer: Any, mine: Mine) -> None:
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
     Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.15
@@ -376,11 +330,12 @@ def _report_custom_functions(replace: Replace, observer: AutogradObserver, mine:
         if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
             return _reentrant(observer, *args)
         if cls.__module__ != "torch._library.autograd" and not in_transform():  # a custom op is recorded itself
-            found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
-            if found is not NotImplemented:
-                return found
-            args = tuple(_applied(observer, x) for x in args)
-            kwargs = {name: _applied(observer, x) for name, x in kwargs.items()}
+            out = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
+            if out is not NotImplemented:
+                return out
+            # autograd takes tensors, and not those in lists
+            args = tuple([observer.on_applied(x) if isinstance(x, torch.Tensor) else x for x in args])
+            kwargs = {k: observer.on_applied(x) if isinstance(x, torch.Tensor) else x for k, x in kwargs.items()}
         applying += 1
         try:
             return outer.__get__(None, cls)(*args, **kwargs)
@@ -393,11 +348,6 @@ def _report_custom_functions(replace: Replace, observer: AutogradObserver, mine:
             replace(owner, "apply", classmethod(apply))
 
 
-def _applied(observer: AutogradObserver, x: Any) -> Any:
-    """An argument of `Function.apply` as the function gets it: autograd takes tensors, and not those in lists."""
-    return observer.on_applied(x) if isinstance(x, torch.Tensor) else x
-
-
 def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments as a forward beside `setup_context` takes them."""
     if cls.setup_context is torch.autograd.Function.setup_context:
@@ -407,7 +357,7 @@ def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return bound.args
 
 
-def _reentrant(observer: AutogradObserver, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
+def _reentrant(observer: Any, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
     """A reentrant checkpoint: what it wraps runs. Its results require grad only if one of its arguments does."""
     mark = observer.mark()
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
@@ -423,28 +373,29 @@ def _reentrant(observer: AutogradObserver, function: Callable[..., Any], keeps_r
     return out
 
 
-def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_seeding(replace: Replace, observer: Any, mine: Mine) -> None:
     """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward sets it.
 
     `torch.manual_seed`, `torch.seed` and the functions of `torch.cuda` tell all GPUs, which `_lazy_call` does.
     """
-    report = functools.partial(_on_seed, observer)
 
-    def asked() -> bool:
-        return mine() and asked_by_model(_SEEDING)
+    def reported(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if mine() and asked_by_model(_SEEDING):
+                observer.on_seed()
+            return fn(*args, **kwargs)
+
+        return call
 
     for module, name in ((torch.cuda.random, "_lazy_call"), (torch, "set_rng_state"), (torch.random, "set_rng_state")):
-        replace(module, name, _reported(getattr(module, name), report, asked))
+        replace(module, name, reported(getattr(module, name)))
 
 
 _SEEDING = prefixes(TORCH_DIRECTORY, "random.py", "cuda/random.py", "_compile.py", "_dynamo/", "utils/_contextlib.py")
 
 
-def _on_seed(observer: Observer, *_: Any, **__: Any) -> None:
-    observer.on_seed()
-
-
-def _report_object_collectives(replace: Replace, observer: Observer, mine: Mine) -> None:
+def _report_object_collectives(replace: Replace, observer: Any, mine: Mine) -> None:
     """`dist.broadcast_object_list` and its kind send pickled objects as tensors. All ask for the device of these."""
     if not torch.distributed.is_available():
         return
@@ -458,18 +409,6 @@ def _report_object_collectives(replace: Replace, observer: Observer, mine: Mine)
         return ask(group)
 
     replace(c10d, "_get_object_coll_device", device)
-
-
-def _reported(fn: Callable[..., Any], report: Callable[..., None], mine: Mine) -> Callable[..., Any]:
-    """`fn`, which calls `report` with its arguments first."""
-
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if mine():
-            report(*args, **kwargs)
-        return fn(*args, **kwargs)
-
-    return call
 
 
 # Batch norm ----------------------------------------------------------------------------------------------------------
@@ -505,23 +444,17 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 class _InThisThread(int):
     """A flag of the process that is True in the thread that makes it alone, until `ended`."""
 
+    def __init__(self, _: int) -> None:
+        self._thread, self.ended = threading.get_ident(), False
+
+    def __bool__(self) -> bool:
+        return not self.ended and threading.get_ident() == self._thread
+
     def __eq__(self, other: object) -> bool:
         return bool(self) == bool(other)
 
     def __hash__(self) -> int:
         return hash(bool(self))
-
-    def __new__(cls) -> _InThisThread:
-        """One that begins now."""
-        found = super().__new__(cls, True)
-        found.thread, found.ended = threading.get_ident(), False
-        return found
-
-    thread: int
-    ended: bool
-
-    def __bool__(self) -> bool:
-        return not self.ended and threading.get_ident() == self.thread
 
     def __repr__(self) -> str:
         return repr(bool(self))
@@ -533,18 +466,13 @@ def exporting(flag: bool = True) -> Iterator[None]:
 
     As under torch.export: models ask them to choose a path that can be traced. In other threads they are False.
     """
-    answer: Any = _InThisThread() if flag else False
-    names = "_is_compiling_flag", "_is_exporting_flag"
-    old = [getattr(torch.compiler, name) for name in names]
-    for name in names:
-        setattr(torch.compiler, name, answer)
-    try:
-        yield
-    finally:
-        if flag:
-            answer.ended = True  # another thread, which compiles, may have it, to put it back
-        for name, before in zip(names, old, strict=True):
-            setattr(torch.compiler, name, before)
+    answer: Any = _InThisThread(True) if flag else False
+    with mock.patch.multiple(torch.compiler, _is_compiling_flag=answer, _is_exporting_flag=answer):
+        try:
+            yield
+        finally:
+            if flag:
+                answer.ended = True  # another thread, which compiles, may have it, to put it back
 
 
 class _ForcedEager:

@@ -14,9 +14,7 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 
 from scopetrace._compat.function_mode import depth as function_modes
-from scopetrace._compat.sources import (
-    asked_by_model,
-)
+from scopetrace._compat.sources import asked_by_model
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -35,30 +33,33 @@ Mine = Callable[[], bool]
 Replace = Callable[[Any, str, Any], None]
 """Sets an attribute of a class or module for the time of the trace."""
 
-FLAGS = (
-    *("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype", "get_default_device"),
-    *("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cpu_enabled", "get_autocast_gpu_dtype"),
-)
+flags: dict[str, Callable[..., Any]] = {
+    f"torch.{name}": getattr(torch, name)
+    for name in (
+        *("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype", "get_default_device"),
+        *("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cpu_enabled", "get_autocast_gpu_dtype"),
+    )
+}
 """Functions of torch that answer questions about the state of the process, and that models ask."""
-
-METHODS = (
-    *("stride", "is_contiguous", "contiguous", "storage_offset", "is_inference", "is_conj", "is_neg", "is_coalesced"),
-    "dim_order",
-)
+methods: dict[str, Callable[..., Any]] = {
+    name: getattr(torch.Tensor, name)
+    for name in (
+        *("stride", "is_contiguous", "contiguous", "storage_offset", "is_inference", "is_conj", "is_neg"),
+        *("is_coalesced", "dim_order"),
+    )
+}
 _BY_KEYWORD = {"is_contiguous": "memory_format", "dim_order": "ambiguity_check"}
 """The methods that take no positional argument, with that which they take."""
-PROPERTIES = ("requires_grad", "is_leaf", "grad_fn", "_version")
-"""What a tensor is asked beside its shape, dtype and device, which every call is compared with anyway."""
 _tensor: Any = torch.Tensor
+properties: dict[str, Callable[..., Any]] = {
+    name: getattr(_tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "_version")
+}
+"""What a tensor is asked beside its shape, dtype and device, which every call is compared with anyway."""
 VIEW_QUESTIONS: dict[str, Any] = {"_is_view": _tensor._is_view, "_base": _tensor._base.__get__}
 """What tells whether a tensor is a view, or of what."""
-
-flags: dict[str, Callable[..., Any]] = {f"torch.{name}": getattr(torch, name) for name in FLAGS}
-methods = {name: getattr(torch.Tensor, name) for name in METHODS}
 _CPU = torch.device("cpu")
-properties = {name: getattr(torch.Tensor, name).__get__ for name in PROPERTIES}
 _default_device, _is_autocast_enabled = torch.get_default_device, torch.is_autocast_enabled
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any type of device."""
 AUTOCAST = "torch.autocast"
 """The name of the flag that `autocast_state` tells."""
@@ -73,13 +74,13 @@ fast_path_enabled: Callable[[], bool] = torch.backends.mha.get_fastpath_enabled
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """The types of device for which autocast is on, each with its dtype."""
-    if not any_autocast():
+    if not autocast_enabled():
         return ()
     return tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if _is_autocast_enabled(d))
 
 
 def flag(name: str, args: tuple[Any, ...]) -> Any:
-    """What a function of FLAGS answers, such as `torch.is_grad_enabled`, or a setting of `torch.backends` is.
+    """What one of `flags` answers, such as `torch.is_grad_enabled`, or a setting of `torch.backends` is.
 
     `torch.autocast` is `autocast_state`.
     """
@@ -99,7 +100,7 @@ def quick_flag(name: str, args: tuple[Any, ...], answer: Any) -> tuple[Callable[
     It takes less time than `flag`, and may give something else where the flag is the same.
     """
     if name == AUTOCAST:
-        return None if answer else (any_autocast, (), False)
+        return None if answer else (autocast_enabled, (), False)
     if name == "torch.get_default_device":
         return (function_modes, (), 0) if answer == _CPU else None
     return (flags[name], args, answer) if name in flags else None
@@ -171,10 +172,7 @@ _attention_flags: list[Callable[[], Any]] = [
     *(torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled),
     *(torch._C._get_cudnn_sdp_enabled, torch._C._get_overrideable_sdp_enabled),
 ]
-_backend_flags: list[Callable[[], Any]] = [
-    *(torch._C._get_cudnn_enabled, torch._C._get_mkldnn_enabled, torch._C._get_deterministic_algorithms),
-    *_attention_flags,
-]
+_backend_flags = torch._C._get_cudnn_enabled, torch._C._get_mkldnn_enabled, torch._C._get_deterministic_algorithms
 
 
 def attention_kernels() -> tuple[Any, ...]:
@@ -184,36 +182,37 @@ def attention_kernels() -> tuple[Any, ...]:
 
 def backend_flags() -> tuple[Any, ...]:
     """What decides which backend of torch computes attention, convolutions and the like, and gives strides."""
-    return (*[ask() for ask in _backend_flags], *torch._C._get_sdp_priority_order())
+    return (*[ask() for ask in _backend_flags], *attention_kernels())
+
+
+def _layout(t: torch.Tensor) -> tuple[Any, ...]:
+    sizes = zip(t.size(), methods["stride"](t), strict=True)
+    return tuple([0 if type(n) is int and n == 1 else stride for n, stride in sizes])
+
+
+_FACTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    **properties,
+    "grad_fn": lambda t: properties["grad_fn"](t) is not None,
+    "metadata": lambda t: (t.dtype, tuple(t.size()), t.device),
+    "layout": _layout,
+    "data": lambda t: t.tolist() if t.numel() == 1 else t._version,
+    "has_grad": lambda t: t.grad is not None,
+    "is_parameter": lambda t: isinstance(t, torch.nn.Parameter),
+    "storage_nbytes": lambda t: t.untyped_storage().nbytes(),
+}
 
 
 def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
-    """What a tensor answers to a question of METHODS or PROPERTIES; of `grad_fn`, whether there is one.
+    """What a tensor answers to one of `methods` or `properties`; of `grad_fn`, whether there is one.
 
     The fact `data` is the number of a tensor of one element, else how often it was written; `layout` is its strides,
     with 0 for dimensions of one element, whose stride does not matter.
     """
-    if name == "layout":
-        sizes = zip(t.size(), methods["stride"](t), strict=True)
-        return tuple([0 if type(n) is int and n == 1 else stride for n, stride in sizes])
-    if name == "metadata":
-        return t.dtype, tuple(t.size()), t.device
-    if name == "has_grad":
-        return t.grad is not None
-    if name == "data":
-        return t.tolist() if t.numel() == 1 else t._version
-    if name == "is_parameter":
-        return isinstance(t, torch.nn.Parameter)
     if name[0] == ".":  # an attribute that users set on it
         return vars(t).get(name[1:], MISSING)
-    if name == "storage_nbytes":
-        return t.untyped_storage().nbytes()
     if name in _BY_KEYWORD and args:
         return methods[name](t, **{_BY_KEYWORD[name]: args[0]})
-    if name in methods:
-        return methods[name](t, *args)
-    found = properties[name](t)
-    return found is not None if name == "grad_fn" else found
+    return methods[name](t, *args) if name in methods else _FACTS[name](t)
 
 
 class NoData(RuntimeError):
@@ -243,11 +242,11 @@ def report_members(
             on_question(f"{kind}()", _names_of_members, (self, f"named_{kind}", recurse), names)
 
     def state_dict(self: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        found = of_state(self, *args, **options)
+        state = of_state(self, *args, **options)
         if mine() and asked_by_model():
-            plain = of_state(self) if args or options else found
+            plain = of_state(self) if args or options else state
             on_question("state_dict()", _names_in_state, (self,), list(plain))
-        return found
+        return state
 
     of_state = torch.nn.Module.state_dict
     replace(torch.nn.Module, "state_dict", state_dict)

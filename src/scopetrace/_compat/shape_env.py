@@ -13,10 +13,10 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from torch._guards import Source
@@ -33,7 +33,6 @@ from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined
     StrictMinMaxConstraint,
     ValueRangesSLoc,
 )
-from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Max, Min, ToFloat
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
@@ -57,30 +56,10 @@ _ATTRIBUTES = manifest.SHAPE_ENV.split()
 Place = dict[str, str | None]
 
 
-class Recorder(Protocol):
-    """Knows what part of the model is running."""
-
-    def where(self) -> Place:
-        """The module and source line."""
-
-
-class Decider(Protocol):
-    """Knows the values that the example inputs give."""
-
-    def decide(self, expr: Any) -> tuple[bool | int | float, str]:
-        """The value of an expression that depends on data, and the error message of a call with another value."""
-
-
-_SAVED = (
-    *("var_to_range", "backed_var_to_val", "replacements", "_replacements_version_counter", "axioms"),
-    *("unbacked_renamings", "fixed", "assumed", "smallest", "names"),
-)
-
-
 _NOWHERE = SLoc("", "")
 
 
-def _nobody() -> None:
+def _nobody() -> Any:
     return None
 
 
@@ -100,14 +79,6 @@ class Assumed:
     symbol: sympy.Symbol
     value: int
     place: Place
-
-
-def bound_values(bindings: Any, out: Any) -> dict[Any, Any]:
-    """The values of an op's unbacked symbols, from what it returned for real tensors.
-
-    `bindings` has for each symbol the key path into the result, as `compute_unbacked_bindings` gives them.
-    """
-    return {symbol: pytree.key_get(out, path) for symbol, path in (bindings or {}).items()}
 
 
 def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
@@ -143,14 +114,16 @@ class WatchedShapeEnv(ShapeEnv):
         """The range of a symbol that is at most 2, which is wider to torch: see `new_symbol`."""
         self.names: dict[sympy.Symbol, str] = {}
         """The names of symbols for users: those of their Dims."""
-        self._recorder: Callable[[], Recorder | None] = _nobody
-        self._decider: Callable[[], Decider | None] = _nobody
-        self._given: dict[sympy.Expr, Any] = {}
+        self._recorder: Callable[[], Any] = _nobody
+        self._decider: Callable[[], Any] = _nobody
+        self._answers: dict[sympy.Expr, Any] = {}
         self._other_for_small: dict[sympy.Expr, list[tuple[sympy.Symbol, int]]] = {}
+        """By condition, the symbols with values below 2, which are allowed, for which the answer is another one."""
 
-    def watch(self, recorder: Recorder, decider: Decider | None = None) -> None:
-        """Ask `recorder` what is running, and `decider` for values that depend on data; without one, torch raises.
+    def watch(self, recorder: Any, decider: Any = None) -> None:
+        """Ask `recorder.where()` what is running, and `decider.decide(expr)` for values that depend on data.
 
+        The decider gives the value and the error message of a call with another one; without a decider, torch raises.
         Both are held weakly. A fake tensor leads to its environment, and autograd's C++ graph holds fake tensors: a
         strong reference to what holds the tape would be a cycle that Python's garbage collector cannot see.
         """
@@ -168,21 +141,17 @@ class WatchedShapeEnv(ShapeEnv):
             raised.append((error, None))
 
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
-        if a in self.smallest or not getattr(tgt, "is_number", False):
-            before = self.replacements.get(a)
-            super()._set_replacement(a, tgt, msg)
-            if self.replacements.get(a) != before:
-                self.fixed.append(Fixed(a, tgt, self.place()))
-            return
-        self.fixed.append(Fixed(a, tgt, self.place()))
+        before = self.replacements.get(a)
         super()._set_replacement(a, tgt, msg)
+        if self.replacements.get(a) != before:
+            self.fixed.append(Fixed(a, tgt, self.place()))
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the base's, except that the decider says, with a runtime assert, what depends on data."""
+        """Torch's, except that the decider says, with a runtime assert, what depends on data."""
         if self.narrow and not self.narrow.keys().isdisjoint(orig_expr.free_symbols):
-            known = bound_sympy(orig_expr, self.narrow)
-            if known.is_singleton():
-                return known.lower
+            limits = bound_sympy(orig_expr, self.narrow)
+            if limits.is_singleton():
+                return limits.lower
         orig_expr = _without_bounds(orig_expr)
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -214,23 +183,26 @@ class WatchedShapeEnv(ShapeEnv):
         return frame
 
     def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
-        """As the base's, with a cache: the first answer made a guard, so that it holds for the rest of the trace.
+        """Torch's, with a cache: the first answer made a guard, so that it holds for the rest of the trace.
 
         Records the answers that another size below 2 would change, where the model's Python asks.
         """
         expr = sym_node.expr
-        answer = self._given.get(expr)
+        answer = self._answers.get(expr)
         if answer is None:
             answer = super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
             if sym_node.hint is None or size_oblivious or self._suppress_guards_tls():
                 return answer
-            self._given[expr] = answer
+            self._answers[expr] = answer
             if self.smallest and answer in (True, False, sympy.true, sympy.false):
-                other = [*self._others(expr, bool(answer))]
-                if other:
-                    self._other_for_small[expr] = other
-        small = self._other_for_small.get(expr)
-        if small is not None and any(key not in self.assumed for key in small) and _asked_by_the_model():
+                self._other_for_small[expr] = [
+                    (symbol, value)
+                    for symbol in expr.free_symbols
+                    for value in range(self.smallest.get(symbol, 2), 2)
+                    if self._differs(expr, symbol, value, bool(answer))
+                ]
+        small = self._other_for_small.get(expr, ())
+        if any(key not in self.assumed for key in small) and _asked_by_the_model():
             for symbol, value in small:
                 self._assume_not(symbol, value)
         return answer
@@ -241,15 +213,9 @@ class WatchedShapeEnv(ShapeEnv):
             self.add_guard(sympy.Ne(symbol, value, evaluate=False))
 
     def add_guard(self, condition: Any) -> None:
-        """Add a condition on symbols to the guards."""
-        self.guards.append(ShapeGuard(condition, _NOWHERE, False))
-
-    def _others(self, expr: Any, answer: bool) -> Iterator[tuple[sympy.Symbol, int]]:
-        """The (symbol, value) pairs, with values below 2 that are allowed, for which the answer changes."""
-        for symbol in expr.free_symbols:
-            for value in range(self.smallest.get(symbol, 2), 2):
-                if self._differs(expr, symbol, value, answer):
-                    yield symbol, value
+        """Add a condition on symbols to the guards, unless it is there."""
+        if all(guard.expr != condition for guard in self.guards):
+            self.guards.append(ShapeGuard(condition, _NOWHERE, False))
 
     def _differs(self, expr: Any, symbol: sympy.Symbol, value: int, answer: bool) -> bool:
         """Whether the answer changes when `symbol` has this value and other symbols their example values."""
@@ -261,25 +227,18 @@ class WatchedShapeEnv(ShapeEnv):
         except ZeroDivisionError:
             return True
 
-    def saved(self) -> dict[str, Any]:
-        """The state that a loaded trace needs, picklable."""
-        state = {name: getattr(self, name) for name in _SAVED}
-        asserts = {s: [(a.expr, a.msg) for a in found] for s, found in self.deferred_runtime_asserts.items()}
-        return {**state, "guards": [g.expr for g in self.guards], "asserts": asserts}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Set the state that `saved` returned."""
-        for name in _SAVED:
-            setattr(self, name, state[name])
+    def restore(self, guards: list[Any], asserts: dict[Any, list[tuple[Any, str]]], **state: Any) -> None:
+        """Set the state of another environment: conditions, messages of runtime asserts, and attributes by name."""
+        vars(self).update(state)
         # each with places of its own: where an op refines a bound, torch notes its place in this
         self.var_to_range_sloc = {symbol: ValueRangesSLoc(_NOWHERE, _NOWHERE) for symbol in self.var_to_range}
         self._update_version_counter()
         self.guards = []
-        for condition in state["guards"]:
+        for condition in guards:
             self.add_guard(condition)
         self.deferred_runtime_asserts = {
-            s: [RuntimeAssert(expr, msg, None) for expr, msg in found]  # type: ignore[arg-type]
-            for s, found in state["asserts"].items()
+            symbol: [RuntimeAssert(expr, message, None) for expr, message in of_symbol]  # type: ignore[arg-type]
+            for symbol, of_symbol in asserts.items()
         }
 
     def take_for_more_than_one(self, size: Any, place: Place | None = None) -> None:
@@ -295,18 +254,14 @@ class WatchedShapeEnv(ShapeEnv):
                 self._assume_not(symbol, 1, place)
         is_backed = expr.free_symbols <= self.backed_var_to_val.keys()
         if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1:
-            self._add_once(sympy.Ne(expr, 1, evaluate=False))
+            self.add_guard(sympy.Ne(expr, 1, evaluate=False))
 
     def take_for_defined(self, number: Any) -> None:
         """Record that the program holds where no divisor in this number is 0: Python would raise, where C++ divides."""
         for quotient in number.node.expr.atoms(FloatTrueDiv, IntTrueDiv):
             divisor = sympy.nsimplify(quotient.args[1].replace(ToFloat, lambda n: n), rational=True)
             if divisor.free_symbols and divisor.free_symbols <= self.backed_var_to_val.keys():
-                self._add_once(sympy.Ne(divisor, 0, evaluate=False))
-
-    def _add_once(self, condition: Any) -> None:
-        if all(guard.expr != condition for guard in self.guards):
-            self.add_guard(condition)
+                self.add_guard(sympy.Ne(divisor, 0, evaluate=False))
 
 
 def _without_bounds(expr: Any) -> Any:
@@ -443,8 +398,8 @@ _interpreter_log = logging.getLogger("torch.utils._sympy.interp")
 
 def solved(expr: Any, symbol: sympy.Symbol, value: int) -> int | None:
     """The integer value of `symbol` for which `expr == value`, or None."""
-    found = try_solve(sympy.Eq(expr, value), symbol)
-    return None if found is None or not found[1].is_integer else int(found[1])
+    solution = try_solve(sympy.Eq(expr, value), symbol)
+    return None if solution is None or not solution[1].is_integer else int(solution[1])
 
 
 def inverse(expr: Any, symbol: sympy.Symbol, value: sympy.Symbol) -> Any:

@@ -1,4 +1,5 @@
-"""Training steps in a trace: optimizers, scalers of gradients and schedulers tell a HookListener's `gradients`.
+"""Training steps in a trace: optimizers, scalers of gradients and schedulers tell the `gradients` of a listener (see
+`_compat.gradients`).
 
 torch has hooks around the steps of all optimizers; what else they do is seen by replacing the methods that do it.
 """
@@ -7,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, _enable_get_lr_call
+from torch.optim.lr_scheduler import ReduceLROnPlateau, _enable_get_lr_call
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from scopetrace._compat.gradients import HookListener, hooks_of_all_optimizers
+from scopetrace._compat.gradients import hooks_of_all_optimizers
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import Mine, Replace
 
 
-def report_steps(stack: contextlib.ExitStack, replace: Replace, listener: HookListener, mine: Mine) -> None:
+def report_steps(stack: contextlib.ExitStack, replace: Replace, listener: Any, mine: Mine) -> None:
     """Tell of optimizers, scalers and schedulers until the stack ends."""
     _report_optimizers(stack, replace, listener, mine)
     _report_scalers(replace, listener, mine)
@@ -27,11 +29,11 @@ def report_steps(stack: contextlib.ExitStack, replace: Replace, listener: HookLi
     _put_scalers_back(stack, replace, listener, mine)
 
 
-def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: HookListener, mine: Mine) -> None:
+def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: Any, mine: Mine) -> None:
     """Optimizers that are made, and the steps of all."""
     make, hooks = torch.optim.Optimizer.__init__, hooks_of_all_optimizers()
 
-    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if mine():
             listener.gradients.on_optimizer(self)
@@ -50,12 +52,12 @@ def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: 
         if mine():
             listener.gradients.after_step(optimizer)
 
-    replace(torch.optim.Optimizer, "__init__", made)
+    replace(torch.optim.Optimizer, "__init__", init)
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)
 
 
-def _report_scalers(replace: Replace, listener: HookListener, mine: Mine) -> None:
+def _report_scalers(replace: Replace, listener: Any, mine: Mine) -> None:
     """Scalers of gradients."""
     scaler = torch.amp.GradScaler
     begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
@@ -76,37 +78,32 @@ def _report_scalers(replace: Replace, listener: HookListener, mine: Mine) -> Non
     ) -> Any:
         if not mine():
             return decide(self, optimizer, state, *args, **kwargs)
-        found = state["found_inf_per_device"].values()
-        return listener.gradients.on_scaled_step(optimizer, found, functools.partial(optimizer.step, *args, **kwargs))
+        overflows = state["found_inf_per_device"].values()
+        step = functools.partial(optimizer.step, *args, **kwargs)
+        return listener.gradients.on_scaled_step(optimizer, overflows, step)
 
     replace(scaler, "_lazy_init_scale_growth_tracker", begins)
     replace(scaler, "scale", scales)
     replace(scaler, "_maybe_opt_step", decides)
 
 
-def _report_schedulers(replace: Replace, listener: HookListener, mine: Mine) -> None:
+def _report_schedulers(replace: Replace, listener: Any, mine: Mine) -> None:
     """Schedulers of learning rates, by what their `step` calls, since that may be bound before the trace."""
 
-    def reported(run: Callable[..., Any], scheduler_of: Callable[..., LRScheduler]) -> Callable[..., Any]:
+    def reported(run: Callable[..., Any], scheduler_of: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
             if mine():
-                scheduler = scheduler_of(*args)
+                scheduler = scheduler_of(args)
                 listener.gradients.on_python_step(scheduler, scheduler.optimizer)
             return run(*args, **kwargs)
 
         return method
 
-    def first(scheduler: LRScheduler, *_: Any) -> LRScheduler:
-        return scheduler
-
-    def second(_: Any, scheduler: LRScheduler) -> LRScheduler:
-        return scheduler
-
-    replace(ReduceLROnPlateau, "_is_better", reported(ReduceLROnPlateau._is_better, first))
-    replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, second))
+    replace(ReduceLROnPlateau, "_is_better", reported(ReduceLROnPlateau._is_better, operator.itemgetter(0)))
+    replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, operator.itemgetter(1)))
 
 
-def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, listener: HookListener, mine: Mine) -> None:
+def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, listener: Any, mine: Mine) -> None:
     """What a scaler has noted of optimizers since its last `update()` is put back when the stack ends."""
     check = torch.amp.GradScaler._check_scale_growth_tracker
     used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}

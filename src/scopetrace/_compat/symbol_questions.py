@@ -81,19 +81,13 @@ def index_with_symbols(on: On, mine: Mine) -> None:
             data, symbolic = 1, False  # only its dtype matters there: that of a whole number
         return (torch._refs.tensor if symbolic else ask)(data, *args, **kwargs)
 
-    def ctc_loss(
-        ask: Callable[..., Any],
-        log_probs: Any,
-        targets: Any,
-        input_lengths: Any,
-        target_lengths: Any,
-        *more: Any,
-        **options: Any,
-    ) -> Any:
-        lengths = [input_lengths, target_lengths]
-        if mine() and any(isinstance(n, Symbolic) for n in tree_leaves(lengths)):
-            lengths = [n if isinstance(n, torch.Tensor) else torch._refs.tensor(n, device="cpu") for n in lengths]
-        return ask(log_probs, targets, *lengths, *more, **options)
+    def ctc_loss(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def as_tensor(lengths: Any) -> Any:
+            return torch._refs.tensor(lengths, device="cpu") if isinstance(lengths, (list, tuple)) else lengths
+
+        if mine() and any(isinstance(n, Symbolic) for n in tree_leaves((args, kwargs))):
+            args, kwargs = tuple(map(as_tensor, args)), {name: as_tensor(x) for name, x in kwargs.items()}
+        return ask(*args, **kwargs)
 
     on(torch.ctc_loss, ctc_loss)
     on(torch.tensor, tensor)

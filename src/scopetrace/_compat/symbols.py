@@ -31,41 +31,25 @@ BINDING_KEYS = (SequenceKey, MappingKey, GetAttrKey, CallMethodKey, ConvertIntKe
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+def _called(fn: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """`fn(x, *args)`, as a node of the graph where `x` is a proxy."""
+    is_proxy = isinstance(x, torch.fx.Proxy)
+    return x.tracer.create_proxy("call_function", fn, (x, *args), {}) if is_proxy else fn(x, *args)
+
+
 class _NodeArithmetic(OptimizedPythonReferenceAnalysis):
-    """Evaluates sympy on graph nodes. torch's class has no conversion from float to int, which Inductor adds itself."""
+    """Evaluates sympy on graph nodes. torch's class has no conversion from float to int, which Inductor adds itself.
+
+    It adds by `torch.sym_sum`, which `torch.export.save` does not know.
+    """
 
     int_truediv = staticmethod(operator.truediv)
-
-    @staticmethod
-    def round_decimal(x: Any, ndigits: int) -> Any:
-        """Torch's rounds a proxy by Python, which no proxy can do."""
-        return (
-            x.tracer.create_proxy("call_function", round, (x, ndigits), {})
-            if isinstance(x, torch.fx.Proxy)
-            else (round(x, ndigits))
-        )
-
-    @staticmethod
-    def sym_sum(args: Sequence[Any]) -> Any:
-        """With `add`: torch's takes `torch.sym_sum`, which `torch.export.save` does not know."""
-        return functools.reduce(operator.add, args)
-
-
-def _to_int(fn: Callable[[Any], Any]) -> Any:
-    def convert(x: Any, dtype: torch.dtype) -> Any:
-        return x.tracer.create_proxy("call_function", fn, (x,), {}) if isinstance(x, torch.fx.Proxy) else fn(x)
-
-    return staticmethod(convert)
-
-
-_ROUNDINGS: dict[str, Callable[[Any], Any]] = {
-    "trunc_to_int": math.trunc,
-    "floor_to_int": math.floor,
-    "ceil_to_int": math.ceil,
-    "round_to_int": round,
-}
-for _name, _fn in _ROUNDINGS.items():
-    setattr(_NodeArithmetic, _name, _to_int(_fn))
+    round_decimal = staticmethod(functools.partial(_called, round))
+    trunc_to_int = staticmethod(lambda x, dtype: _called(math.trunc, x))
+    floor_to_int = staticmethod(lambda x, dtype: _called(math.floor, x))
+    ceil_to_int = staticmethod(lambda x, dtype: _called(math.ceil, x))
+    round_to_int = staticmethod(lambda x, dtype: _called(round, x))
+    sym_sum = staticmethod(functools.partial(functools.reduce, operator.add))
 
 
 class SymbolNodes:
@@ -78,7 +62,7 @@ class SymbolNodes:
         self._sizes: dict[sympy.Symbol, tuple[torch.fx.Node, int]] = {}
         self._replaced: dict[sympy.Symbol, tuple[torch.fx.Node, int]] = {}
         """Sizes by the symbols that they had before tracing found what these equal."""
-        self._made: dict[sympy.Symbol, tuple[torch.fx.Node, Any]] = {}
+        self._unbacked: dict[sympy.Symbol, tuple[torch.fx.Node, Any]] = {}
         self._asserted: set[Any] = set()
 
     def learn_number(self, number: Any, node: torch.fx.Node) -> None:
@@ -100,27 +84,27 @@ class SymbolNodes:
         expr = number.node.expr
         if _is_known(expr):
             return number.node.pytype(expr)
-        found = self._node(expr)
-        found.meta.setdefault("val", number)
-        return found
+        node = self._node(expr)
+        node.meta.setdefault("val", number)
+        return node
 
     def has(self, number: Any) -> bool:
         """Whether there is a node for `number` already, or it is constant."""
         return number.node.expr in self._nodes or _is_known(number.node.expr)
 
-    def learn_made(self, node: torch.fx.Node, bindings: Any) -> None:
+    def learn_unbacked(self, node: torch.fx.Node, bindings: Any) -> None:
         """Tell that `node` makes unbacked symbols. `bindings` has the key path of each in its result."""
         for symbol, path in bindings.items():
-            self._made[symbol] = node, path
+            self._unbacked[symbol] = node, path
             if path == (ConvertIntKey(),):  # a bool: its symbol is 0 or 1
                 self._nodes.setdefault(sympy.Eq(symbol, 1), node)
 
-    def assert_facts(self, shape_env: Any, made: Any, messages: Container[str]) -> None:
-        """Assert in the graph what tracing assumed of the symbols `made`, as torch.export does.
+    def assert_facts(self, shape_env: Any, symbols: Any, messages: Container[str]) -> None:
+        """Assert in the graph what tracing assumed of unbacked symbols, as torch.export does.
 
         The messages are torch.export's, except for assertions whose own message is among `messages`.
         """
-        for symbol in made:
+        for symbol in symbols:
             facts = shape_env.deferred_runtime_asserts.get(symbol, ())
             for fact in facts:
                 if not all(map(self._gives, fact.expr.free_symbols)):
@@ -132,7 +116,7 @@ class SymbolNodes:
         """Assert in the graph that a condition holds, with torch.export's message if there is none."""
         self._asserted.add(expr)
         condition = self._node(expr)
-        shown = expr.reversed if _is_bound(expr) and expr.lhs.is_number else expr
+        shown = expr.reversed if _limit(expr) and expr.lhs.is_number else expr
         said = message or f"Runtime assertion failed for expression {shown} on node '{condition}'"
         self._graph.call_function(torch.ops.aten._assert_scalar.default, (condition, said))
 
@@ -143,18 +127,18 @@ class SymbolNodes:
         return expr == sympy.true or not self._asserted.isdisjoint((expr, turned))
 
     def _node(self, expr: Any) -> torch.fx.Node:
-        found = self._nodes.get(expr)
-        if found is None and isinstance(expr, sympy.Ne) and sympy.Eq(*expr.args) in self._nodes:
-            found = self._nodes[expr] = self._graph.call_function(torch.sym_not, (self._nodes[sympy.Eq(*expr.args)],))
-        if found is None:
+        node = self._nodes.get(expr)
+        if node is None and isinstance(expr, sympy.Ne) and sympy.Eq(*expr.args) in self._nodes:
+            node = self._nodes[expr] = self._graph.call_function(torch.sym_not, (self._nodes[sympy.Eq(*expr.args)],))
+        if node is None:
             is_known = all(self._gives(s) or s in self._replaced for s in expr.free_symbols)
             parts = {} if is_known else dummy_symbols((*self._sizes, *self._nodes))
             rest = expr.xreplace(parts)
             nodes = {d: self._part(part) for part, d in parts.items() if d in rest.free_symbols}
             nodes |= {s: self._part(s) for s in sorted(rest.free_symbols - nodes.keys(), key=str)}
             proxies = {symbol: torch.fx.Proxy(node, self._tracer) for symbol, node in nodes.items()}
-            found = self._nodes[expr] = self._computed(rest, proxies).node
-        return found
+            node = self._nodes[expr] = self._computed(rest, proxies).node
+        return node
 
     def _computed(self, expr: Any, proxies: dict[Any, Any]) -> Any:
         """The proxy, or the constant, of an expression; a part that was computed before is not computed again."""
@@ -163,33 +147,31 @@ class SymbolNodes:
         if expr not in self._nodes:
             taken = [-part for part in expr.args if part.is_Mul and part.args[0].is_negative] if expr.is_Add else []
             if taken and not (rest := expr + sympy.Add(*taken)).is_number:  # `a - 3 * b`, not `a + -3 * b`
-                made = self._computed(rest, proxies) - self._computed(sympy.Add(*taken), proxies)
-                self._nodes[expr] = made.node
-                return made
-            args = [self._computed(arg, proxies) for arg in expr.args]
-            made = _run_sympy_handler(_NodeArithmetic, args, expr)
-            if not isinstance(made, torch.fx.Proxy):  # a constant, or a pair of value and condition in a Piecewise
-                return made
-            self._nodes[expr] = made.node
+                proxy = self._computed(rest, proxies) - self._computed(sympy.Add(*taken), proxies)
+            else:
+                args = [self._computed(arg, proxies) for arg in expr.args]
+                proxy = _run_sympy_handler(_NodeArithmetic, args, expr)
+            if not isinstance(proxy, torch.fx.Proxy):  # a constant, or a pair of value and condition in a Piecewise
+                return proxy
+            self._nodes[expr] = proxy.node
         return torch.fx.Proxy(self._nodes[expr], self._tracer)
 
     def _gives(self, symbol: sympy.Symbol) -> bool:
-        return symbol in self._nodes or symbol in self._sizes or symbol in self._made
+        return symbol in self._nodes or symbol in self._sizes or symbol in self._unbacked
 
     def _part(self, expr: Any) -> torch.fx.Node:
         """The node of a symbol, or of an expression that is itself the size of a tensor or a known number."""
-        found = self._nodes.get(expr)
-        if found is None:
-            if expr in self._sizes:
-                found = self._size(*self._sizes[expr])
-            elif expr in self._replaced:
-                found = self._size(*self._replaced[expr])
-            elif expr in self._made:
-                found = self._graph._resolve_unbacked_binding(*self._made[expr], self.node_of)
+        node = self._nodes.get(expr)
+        if node is None:
+            size = self._sizes.get(expr) or self._replaced.get(expr)
+            if size is not None:
+                node = self._size(*size)
+            elif expr in self._unbacked:
+                node = self._graph._resolve_unbacked_binding(*self._unbacked[expr], self.node_of)
             else:
-                found = self._root(expr)
-            self._nodes[expr] = found
-        return found
+                node = self._root(expr)
+            self._nodes[expr] = node
+        return node
 
     def _root(self, symbol: sympy.Symbol) -> torch.fx.Node:
         """The node of a symbol that is no size itself, from a size `a * symbol + b`, as derived Dims make them."""
@@ -222,28 +204,22 @@ def number_text(number: Any) -> str:
     return expression_text(number.node.expr, getattr(env, "names", {}))
 
 
-def _is_bound(expr: Any) -> bool:
-    """Whether an expression is a limit of one symbol: `u0 >= 4`, `4 <= u0`."""
-    return (
-        isinstance(expr, (sympy.Ge, sympy.Le))
-        and {expr.lhs.is_symbol, expr.rhs.is_symbol} == {True, False}
-        and (expr.lhs.is_number or expr.rhs.is_number)
-    )
-
-
-def _limit(expr: Any) -> tuple[Any, bool, Any]:
-    """The symbol of a bound, whether it is a lower bound, and the number."""
+def _limit(expr: Any) -> tuple[Any, bool, Any] | None:
+    """Of a limit of one symbol, `u0 >= 4` or `4 <= u0`: the symbol, whether it is a lower limit, and the number."""
+    if not isinstance(expr, (sympy.Ge, sympy.Le)):
+        return None
     expr = expr.reversed if expr.lhs.is_number else expr
-    return expr.lhs, isinstance(expr, sympy.Ge), expr.rhs
+    is_limit = expr.lhs.is_symbol and expr.rhs.is_number
+    return (expr.lhs, isinstance(expr, sympy.Ge), expr.rhs) if is_limit else None
 
 
 def _is_looser(expr: Any, others: list[Any]) -> bool:
-    """Whether one of the other bounds of the same symbol says more."""
-    if not _is_bound(expr):
+    """Whether one of the other limits of the same symbol says more."""
+    limit = _limit(expr)
+    if limit is None:
         return False
-    symbol, is_lower, number = _limit(expr)
-    limits = [_limit(other) for other in others if _is_bound(other)]
-    same = [n for s, lower, n in limits if s == symbol and lower == is_lower]
+    symbol, is_lower, number = limit
+    same = [n for s, lower, n in filter(None, map(_limit, others)) if s == symbol and lower == is_lower]
     return any(n > number if is_lower else n < number for n in same)
 
 
@@ -255,33 +231,26 @@ def all_hold(symbols: Sequence[sympy.Symbol], conditions: Iterable[Any]) -> Call
     graph = torch.fx.Graph()
     tracer = GraphAppendingTracer(graph)
     values = {symbol: torch.fx.Proxy(graph.placeholder(f"n{i}"), tracer) for i, symbol in enumerate(symbols)}
-    graph.output([_node_or_bool(sympy_interp(_Conditions, values, condition)) for condition in conditions])
+    results = [sympy_interp(_Conditions, values, condition) for condition in conditions]
+    graph.output([x.node if isinstance(x, torch.fx.Proxy) else bool(x) for x in results])
     run = torch.fx.GraphModule({}, graph).forward
     return lambda *sizes: all(run(*sizes))
 
 
 class _Conditions(_NodeArithmetic):
-    @staticmethod
-    def not_(a: Any) -> Any:
-        """With `not`: Dynamo cannot trace torch's `sym_not` of a bool."""
-        if not isinstance(a, torch.fx.Proxy):
-            return not a
-        return a.tracer.create_proxy("call_function", operator.not_, (a,), {})
+    """With `not`: Dynamo cannot trace torch's `sym_not` of a bool."""
 
-
-def _node_or_bool(x: Any) -> Any:
-    return x.node if isinstance(x, torch.fx.Proxy) else bool(x)
+    not_ = staticmethod(functools.partial(_called, operator.not_))
 
 
 def expression_text(expr: Any, names: dict[Any, str]) -> str:
     """An expression as text, with these names for its symbols."""
-    known = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}
-    return str(expr.xreplace(known)) if known else str(expr)
+    named = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}
+    return str(expr.xreplace(named)) if named else str(expr)
 
 
-def python_text(condition: Any) -> str:
-    """A condition as Python code, as the guards of an ExportedProgram are written: `x == 1 + y`."""
-    return str(PythonPrinter().doprint(condition))
+python_text: Callable[[Any], str] = PythonPrinter().doprint
+"""A condition as Python code, as the guards of an ExportedProgram are written: `x == 1 + y`."""
 
 
 def to_expr(numbers: Any) -> Any:
@@ -311,8 +280,8 @@ def difference(a: Any, b: Any) -> int | None:
 
 @functools.lru_cache(4096)  # of immutable expressions
 def _difference(a: Any, b: Any) -> int | None:
-    found = sympy.expand(a - b)
-    return int(found) if isinstance(found, int) or found.is_Integer else None
+    terms = sympy.expand(a - b)
+    return int(terms) if isinstance(terms, int) or terms.is_Integer else None
 
 
 def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
@@ -345,9 +314,10 @@ def is_static(numbers: Any) -> bool:
     return all(isinstance(n, int) for n in numbers)
 
 
+@functools.lru_cache(4096)  # of immutable expressions
 def expanded(expr: Any) -> Any:
     """The expanded form, in which equal polynomials are equal expressions."""
-    return sympy.expand(expr)
+    return expr if isinstance(expr, int) else sympy.expand(expr)
 
 
 def whole_quotient(a: Any, b: Any) -> Any:
@@ -357,11 +327,11 @@ def whole_quotient(a: Any, b: Any) -> Any:
     over, under = _ratio(to_expr(a), to_expr(b))
     if not under.is_Integer or under == 0:
         return None
-    found = FloorDiv(over, under)
-    if found.is_Integer:
-        return int(found)
+    result = FloorDiv(over, under)
+    if result.is_Integer:
+        return int(result)
     env = next(n for n in (a, b) if isinstance(n, torch.SymInt)).node.shape_env
-    return env.create_symintnode(found, hint=example(a) // example(b))
+    return env.create_symintnode(result, hint=example(a) // example(b))
 
 
 def quotient(a: Any, b: Any) -> Any:
@@ -388,8 +358,8 @@ def example(number: Any) -> int:
         return int(number)
     if number.node.has_hint():
         return int(number.node.hint)
-    expr, known = number.node.expr, number.node.shape_env.backed_var_to_val
-    return int(expr.xreplace({s: known.get(s, _made_up(s)) for s in expr.free_symbols}))
+    expr, hints = number.node.expr, number.node.shape_env.backed_var_to_val
+    return int(expr.xreplace({s: hints.get(s, _made_up(s)) for s in expr.free_symbols}))
 
 
 def _made_up(symbol: sympy.Symbol) -> int:
@@ -406,17 +376,14 @@ def symbols_of(number: Any) -> list[Any]:
     """The symbols in a symbolic number, each as a SymInt."""
     node = number.node
     env = node.shape_env
-    found = []
-    for symbol in sorted(node.expr.free_symbols, key=str):
-        hint = env.backed_var_to_val.get(symbol)
-        found.append(env.create_symintnode(symbol, hint=None if hint is None else int(hint)))
-    return found
+    hints = [(s, env.backed_var_to_val.get(s)) for s in sorted(node.expr.free_symbols, key=str)]
+    return [env.create_symintnode(s, hint=None if hint is None else int(hint)) for s, hint in hints]
 
 
 def _is_linear(expr: Any, symbol: sympy.Symbol) -> bool:
     """Whether an expression is `a * symbol + b` with integers a and b."""
-    found = expr.as_poly(symbol) if expr.free_symbols == {symbol} else None  # None for a floor division
-    return found is not None and found.degree() == 1 and all(c.is_Integer for c in found.all_coeffs())
+    poly = expr.as_poly(symbol) if expr.free_symbols == {symbol} else None  # None for a floor division
+    return poly is not None and poly.degree() == 1 and all(c.is_Integer for c in poly.all_coeffs())
 
 
 def number_parts(number: Any) -> tuple[Any, type, bool | int | float | None]:

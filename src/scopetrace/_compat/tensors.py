@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import suggest_memory_format
@@ -27,20 +26,18 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
     GuardOnDataDependentSymNode,
     PendingUnbackedSymbolNotFound,
-    ShapeEnv,
     compute_unbacked_bindings,
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.empty import has_empty, or_real
-from scopetrace._compat.layout_questions import asked_without_guards
-from scopetrace._compat.shape_env import SizeSource, WatchedShapeEnv
+from scopetrace._compat.fake_mode import fake_mode_of
+from scopetrace._compat.questions import inference_mode_enabled
+from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 
-__all__ = ["FakeFactory", "FakeMaker", "FakeTensor", "FakeTensorMode", "FreshFakes"]
+__all__ = ["FakeFactory", "FakeMaker", "FakeTensor", "FakeTensorMode"]
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 """Raised where Python or an op needs a value that depends on data."""
@@ -80,7 +77,6 @@ def uncounted(t: torch.Tensor) -> Iterator[None]:
 
 stride_of: Callable[[torch.Tensor], Any] = _base.stride
 offset_of: Callable[[torch.Tensor], Any] = _base.storage_offset
-_clone: Callable[[torch.Tensor], torch.Tensor] = _base.clone
 requires_grad_of: Callable[[torch.Tensor], bool] = _base.requires_grad.__get__
 set_requires_grad: Callable[[torch.Tensor, bool], None] = _base.requires_grad.__set__
 is_leaf_of: Callable[[torch.Tensor], bool] = _base.is_leaf.__get__
@@ -88,7 +84,6 @@ is_inference_of: Callable[[torch.Tensor], bool] = _base.is_inference
 is_conj_of: Callable[[torch.Tensor], bool] = _base.is_conj
 is_neg_of: Callable[[torch.Tensor], bool] = _base.is_neg
 nbytes_of: Callable[[torch.UntypedStorage], Any] = torch.UntypedStorage.nbytes
-_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 """What `x.stride()`, `x.requires_grad` and so on call: in a trace these report who asks."""
 
 
@@ -128,11 +123,11 @@ def passes_its_class(t: torch.Tensor) -> bool:
 
 def tags_of(t: torch.Tensor) -> dict[str, Any]:
     """The attributes that users set on a tensor; those of torch are private, or such as all fake tensors have."""
-    own = vars(t)
-    if not own or own.keys() <= _USUAL:
+    attributes = vars(t)
+    if not attributes or attributes.keys() <= _USUAL:
         return {}
-    of_torch = _OF_BUFFERS if "_is_buffer" in own else _OF_FAKES  # nn.Buffer sets these
-    return {k: x for k, x in own.items() if k[0] != "_" and k not in of_torch}
+    of_torch = _OF_BUFFERS if "_is_buffer" in attributes else _OF_FAKES  # nn.Buffer sets these
+    return {k: x for k, x in attributes.items() if k[0] != "_" and k not in of_torch}
 
 
 _OF_FAKES = frozenset(FakeTensor.__annotations__)
@@ -155,24 +150,16 @@ def storage_id(t: torch.Tensor) -> int:
         return -id(t)
 
 
-def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The parameters of the module itself by name, as the dict that the module reads."""
-    return module._parameters
-
-
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The buffers of the module itself by name, as the dict that the module reads."""
-    return module._buffers
-
-
-def unsaved_buffers_of(module: torch.nn.Module) -> set[str]:
-    """The names of the module's own buffers that are not in its state dict, as the set that the module reads."""
-    return module._non_persistent_buffers_set
+parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = operator.attrgetter("_parameters")
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
+unsaved_buffers_of: Callable[[torch.nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
+"""What a module itself holds, as the dicts and the set that it reads; the last has names that are in no state dict."""
 
 
 def persistent_buffers_of(module: torch.nn.Module) -> list[str]:
     """The names of the module's own buffers that are in its state dict."""
-    return [name for name in module._buffers.keys() if name not in unsaved_buffers_of(module)]  # noqa: SIM118
+    # a ScriptModule has no dict there, but what has keys
+    return [name for name in buffers_of(module).keys() if name not in unsaved_buffers_of(module)]  # noqa: SIM118
 
 
 # Making fake tensors -------------------------------------------------------------------------------------------------
@@ -191,18 +178,10 @@ _ABOVE = functools.reduce(
 )
 
 
-class without_dispatch:
-    """Turns Python dispatch and autograd off: no mode, subclass or Python dispatcher sees the ops inside."""
-
-    __slots__ = ("_guard",)
-
-    def __enter__(self) -> without_dispatch:
-        self._guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE)  # a guard for each takes three times as long
-        self._guard.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._guard.__exit__(None, None, None)
+without_dispatch: Callable[[], contextlib.AbstractContextManager[Any]] = functools.partial(
+    torch._C._ExcludeDispatchKeyGuard, _ABOVE
+)
+"""A context without Python dispatch and autograd: no mode, subclass or Python dispatcher sees the ops inside."""
 
 
 class FakeMaker:
@@ -211,7 +190,6 @@ class FakeMaker:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._templates: dict[torch.device, dict[str, Any]] = {}
-        self._dense: dict[Any, torch.Tensor | None] = {}
 
     def fresh(
         self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
@@ -230,29 +208,12 @@ class FakeMaker:
         """
         nbytes, size, stride, offset = place
         if isinstance(nbytes, int) and type(offset) is int and offset == 0:
-            like = self._dense_like(nbytes, size, stride, dtype)
-            if like is not None:  # to clone one takes half as long
-                return self._wrap(_clone(like), device, requires_grad)
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             if nbytes_of(meta.untyped_storage()) == nbytes:
                 return self._wrap(meta, device, requires_grad)
         memory = torch.empty(0, dtype=dtype, device="meta")
         _resize_storage(memory, nbytes)  # empty_strided would compute the bytes of symbolic sizes again, in sympy
         return self._wrap(torch.as_strided(memory, size, stride, offset), device, requires_grad)
-
-    def _dense_like(self, nbytes: int, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """A meta tensor of this place in memory, of which each clone is one too; None where there is none."""
-        key = nbytes, size, stride, dtype
-        try:
-            if key in self._dense:
-                return self._dense[key]
-        except TypeError:  # symbolic sizes have no hash
-            return None
-        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        copy = _clone(meta)
-        is_like = stride_of(copy) == stride_of(meta) and nbytes_of(copy.untyped_storage()) == nbytes
-        found = self._dense[key] = meta if is_like else None
-        return found
 
     def in_storage(
         self, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int, like: torch.Tensor
@@ -322,7 +283,7 @@ class FakeFactory(FakeMaker):
 
     def __init__(self) -> None:
         self.shape_env = WatchedShapeEnv()
-        super().__init__(_fake_mode_of(self.shape_env))
+        super().__init__(fake_mode_of(self.shape_env))
         self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._real_of: dict[int, torch.Tensor] = {}
@@ -331,19 +292,18 @@ class FakeFactory(FakeMaker):
 
     def from_real(self, real: torch.Tensor) -> torch.Tensor:
         """The fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
-        found = self._fakes.get(id(real))
-        if found is None:
+        fake = self._fakes.get(id(real))
+        if fake is None:
             with normal_tensors():  # a tensor of the model is none of the block in which it is first used
-                found = self._fakes[id(real)] = self._make(real)
+                fake = self._fakes[id(real)] = self._make(real)
             self._keep.append(real)
-            self._real_of.setdefault(storage_id(found), real)
-        return found
+            self._real_of.setdefault(storage_id(fake), real)
+        return fake
 
     def forget(self) -> None:
         """Let go of all real tensors: ops that meet one of them later see a new tensor."""
-        for known in (self._storages, self._real_of, self._fakes):
-            known.clear()
-        self._keep.clear()
+        for table in (self._storages, self._real_of, self._fakes, self._keep):
+            table.clear()
 
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
         """A fake of `real`, an input with a storage of its own, with symbolic sizes and strides."""
@@ -395,21 +355,16 @@ class FakeFactory(FakeMaker):
     def _meta_of(self, real: torch.Tensor) -> torch.Tensor:
         """A meta tensor at the same place in its storage as `real`."""
         storage = real.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if known is None:
+        shared = self._storages.get(storage._cdata)
+        if shared is None:
             self._keep.append(storage)
-            like = self._dense_like(nbytes_of(storage), real.size(), stride_of(real), real.dtype)
-            if like is not None and offset_of(real) == 0:
-                meta = _clone(like)
-            else:
-                meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
-            known = meta.untyped_storage()
-            if offset_of(real) == 0 and nbytes_of(known) == nbytes_of(storage):
-                self._storages[storage._cdata] = known
+            meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
+            if offset_of(real) == 0 and nbytes_of(meta.untyped_storage()) == nbytes_of(storage):
+                self._storages[storage._cdata] = meta.untyped_storage()
                 return meta
-            known = self._storages[storage._cdata] = torch.UntypedStorage(nbytes_of(storage), device="meta")
+            shared = self._storages[storage._cdata] = torch.UntypedStorage(nbytes_of(storage), device="meta")
         meta = torch.empty(0, dtype=real.dtype, device="meta")
-        return meta.set_(known, real.storage_offset(), real.size(), real.stride())
+        return meta.set_(shared, real.storage_offset(), real.size(), real.stride())
 
 
 _NOTHING = contextlib.nullcontext()
@@ -422,7 +377,7 @@ def normal_tensors() -> contextlib.AbstractContextManager[Any]:
 
 def in_inference_mode(enabled: bool) -> contextlib.AbstractContextManager[Any]:
     """Inside, inference mode is on or off, and autograd is off where it changes."""
-    if enabled is _inference_mode():
+    if enabled is inference_mode_enabled():
         return _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch._C._InferenceMode(enabled))  # a block under torch.inference_mode is one of the forward
@@ -479,7 +434,7 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     dispatcher decomposes composite ops. Ops without symbolic arguments need neither, and the parts of a composite op
     may alias otherwise than the op: those of `dropout` in eval mode return a copy.
     """
-    if torch.is_inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
+    if inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
         out = _run_composite_in_inference_mode(mode, func, args, kwargs)
     else:
         out = _run_op(mode, func, args, kwargs)
@@ -516,28 +471,20 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
     """
     parts = functools.partial(run_parts, func)
     out = _run_op(mode, parts, args, kwargs)
-    given, made = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
-    in_place = any(t is x for t in made for x in given)
-    if any(map(requires_grad_of, given)) and not (in_place or all(map(is_inference_of, made))):
+    inputs, results = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
+    in_place = any(t is x for t in results for x in inputs)
+    if any(map(requires_grad_of, inputs)) and not (in_place or all(map(is_inference_of, results))):
         with normal_tensors():
             return _run_op(mode, parts, args, kwargs)
     return out
 
 
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    operands = tree_leaves((args, kwargs))
-    if any(map(_is_symbolic, operands)):
+    if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
         with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
             return func(*args, **kwargs)
     if runs_in_python(func, args):
         return func.decompose(*args, **kwargs)
-    if not has_empty(operands):
-        return _run_static(mode, func, args, kwargs)
-    run = functools.partial(_run_static, mode, func, args, kwargs)
-    return or_real(run, mode, func, args, kwargs, (*DATA_DEPENDENT, *NO_SHAPE_RULE))
-
-
-def _run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     before = mode.cache_enabled
     conjugates = bool(args) and isinstance(args[0], complex)  # in a backward: the cache takes no view of a number
     mode.cache_enabled = torch._dynamo.config.fake_tensor_cache_enabled and not conjugates
@@ -603,140 +550,6 @@ def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         return mode.shape_env.create_unbacked_symint()
-
-
-# The fake mode of a trace ---------------------------------------------------------------------------------------------
-
-_GIVING_ONE_TWICE = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
-"""Ops of which two results are one tensor. Torch's cache of fake tensors gives two where it knows the op."""
-_LOSS, _BACKWARD = torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss_backward.Tensor
-CTC_LIBRARIES = frozenset(
-    getattr(torch.ops.aten, name).Tensor
-    for name in ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
-    if hasattr(torch.ops.aten, name)
-)
-"""Ops that tell whether a library computes the loss of tensors on a GPU. Its parts in a trace are those without."""
-
-
-def _fake_mode_of(shape_env: ShapeEnv) -> FakeTensorMode:
-    """A FakeTensorMode of torch's own class, by which higher-order ops know it, that runs the parts of `ctc_loss`."""
-    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=True)
-    mode.dispatch = functools.partial(_dispatch, weakref.ref(mode))  # type: ignore[method-assign]
-    return mode
-
-
-def _dispatch(
-    mode_ref: Callable[[], FakeTensorMode | None], func: Any, types: Any, args: Any = (), kwargs: Any = None
-) -> Any:
-    """As `FakeTensorMode.dispatch`: what an op gives for fake tensors."""
-    mode = mode_ref()
-    assert mode is not None
-    if func in CTC_LIBRARIES:
-        return False
-    if func is _LOSS:
-        return _ctc_loss(mode, *args[:4])
-    if func is _BACKWARD:
-        return _empty_fake(mode, args[1].size(), args[1])
-    assert mode.shape_env is not None
-    before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and func not in _GIVING_ONE_TWICE
-    try:
-        with asked_without_guards(func) if mode.shape_env.var_to_range else contextlib.nullcontext():
-            return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
-    finally:
-        mode.cache_enabled = before
-
-
-def _ctc_loss(
-    mode: FakeTensorMode,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each sequence, (N,), and what its backward reads, (N, T, 2 * the longest target + 1).
-
-    Raises RuntimeError for shapes and dtypes that the kernel refuses.
-    """
-    if log_probs.dim() != 3 or log_probs.dtype not in (torch.float32, torch.float64):
-        raise RuntimeError(
-            f"ctc_loss takes log_probs of (T, N, C) or (T, C) in float32 or float64, not {_shown(log_probs)}"
-        )
-    times, count, _ = log_probs.size()
-    if targets.dim() not in (1, 2) or (targets.dim() == 2 and targets.size(0) != count):
-        raise RuntimeError(f"ctc_loss takes targets of (N, S), N = {count}, or all in a row, not {_shown(targets)}")
-    for name, lengths in (("input_lengths", input_lengths), ("target_lengths", target_lengths)):
-        if lengths.numel() != count or lengths.is_floating_point():
-            raise RuntimeError(f"ctc_loss takes N = {count} integers as {name}, not {_shown(lengths)}")
-    env = mode.shape_env
-    assert env is not None
-    states = env.create_unbacked_symint()
-    env.ignorable_fresh_unbacked_symbols.append(states.node.expr)  # `ctc_loss` keeps it to itself
-    return _empty_fake(mode, (count,), log_probs), _empty_fake(mode, (count, times, states), log_probs)
-
-
-def _shown(t: torch.Tensor) -> str:
-    return f"{t.dtype} of shape {list(t.size())}"
-
-
-def _empty_fake(mode: FakeTensorMode, size: Any, like: torch.Tensor) -> torch.Tensor:
-    with mode:
-        return torch.empty(size, dtype=like.dtype, device=like.device)
-
-
-# Fakes of another mode -----------------------------------------------------------------------------------------------
-
-
-class FreshFakes:
-    """Makes fake tensors like given ones, in a mode and shape environment of its own.
-
-    torch knows a symbol by the first tensor that has it as a size. Graphs side by side that must not read each other's
-    tensors need symbols of their own, so each symbol has a `realm`: any hashable value, one for each such graph.
-    """
-
-    def __init__(self) -> None:
-        self._env = ShapeEnv()
-        self._mode = FakeTensorMode(shape_env=self._env)
-        self._symbols: dict[tuple[Any, sympy.Symbol], sympy.Symbol] = {}
-
-    @property
-    def origins(self) -> dict[str, sympy.Symbol]:
-        """By name of a new symbol, the one that it replaces."""
-        return {str(new): old for (_, old), new in self._symbols.items()}
-
-    def like(self, realm: Any, value: Any) -> Any:
-        """A contiguous tensor or a number like this one, with the symbols of the realm; other values as they are."""
-        if isinstance(value, Symbolic):
-            return self._number(realm, value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        sizes = [self._number(realm, n) for n in value.shape]
-        with self._mode, torch.no_grad():
-            return torch.empty(sizes, dtype=value.dtype, device=value.device)
-
-    def _number(self, realm: Any, number: Any) -> Any:
-        if not isinstance(number, torch.SymInt):
-            return number
-        env, expr = number.node.shape_env, number.node.expr
-        new = {symbol: self._symbol(realm, symbol, env) for symbol in expr.free_symbols}
-        hint = int(number.node.hint) if number.node.has_hint() else None
-        return self._env.create_symintnode(expr.xreplace(new), hint=hint)
-
-    def _symbol(self, realm: Any, old: sympy.Symbol, env: Any) -> sympy.Symbol:
-        found = self._symbols.get((realm, old))
-        if found is None:
-            hint = env.backed_var_to_val.get(old)
-            if hint is None:
-                found = self._env.create_unbacked_symint().node.expr
-                self._env.pending_fresh_unbacked_symbols.clear()
-            else:
-                source = SizeSource(f"size_{len(self._symbols)}")
-                found = self._env.create_symbol(
-                    int(hint), source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
-                )
-            if old in env.var_to_range:
-                self._env.var_to_range[found] = env.var_to_range[old]
-            self._symbols[realm, old] = found
-        return found
 
 
 def dense_order(t: torch.Tensor) -> list[int]:

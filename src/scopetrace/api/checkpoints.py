@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from scopetrace._compat.checkpoints import checkpoint_modules
+from scopetrace._compat.checkpoints import apply_activation_checkpointing
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentError
 from scopetrace.formatting import amount
@@ -51,7 +51,8 @@ class CheckpointPlan:
         missing = [fqn for fqn, module in zip(self.fqns, self.modules, strict=True) if id(module) not in known]
         if missing:
             raise ArgumentError(f"{missing[0]} is no module of this model: give the one that the traced step calls")
-        checkpoint_modules(model, self.modules)
+        chosen = set(map(id, self.modules))
+        apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
 
     def __str__(self) -> str:
         peaks = f"peak {amount(self.peak_bytes_before, 'B')} -> {amount(self.peak_bytes, 'B')}"

@@ -97,7 +97,7 @@ class _Step:
 
 
 class GradientRecorder:
-    """Records what one forward does with gradients; the `GradientListener` of `_compat.gradients`."""
+    """Records what one forward does with gradients; `_compat.gradients` and `_compat.steps` tell it of that."""
 
     def __init__(
         self,
@@ -450,7 +450,7 @@ class GradientRecorder:
         self._note_held(optimizer)
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """As `GradientListener.on_zero_grad`."""
+        """An optimizer sets the gradients of its parameters to None."""
         if not self._is_made_inside(optimizer):
             self._note_held(optimizer)
 
@@ -523,7 +523,7 @@ class GradientRecorder:
                 self._model.state_names[id(t)] = f"GradScaler{name}"
 
     def on_begun_scaler(self, problem: str) -> NoReturn:
-        """As `GradientListener.on_begun_scaler`."""
+        """A scaler is between `unscale_` or `step` and `update` where the forward begins to use it, or ends."""
         self._refuse(problem, "trace scale, unscale_, step and update in one step", "GradScaler.step")
 
     def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> NoReturn:

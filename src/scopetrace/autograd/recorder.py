@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.gradients import SavedTensorsHooks, is_module_hook, next_sequence_number, node_number
+from scopetrace._compat.gradients import BackwardHookFunction, SavedTensorsHooks, next_sequence_number, node_number
 from scopetrace._compat.ops import paused, unwrapped
 from scopetrace._compat.tensors import FakeTensor, is_known_leaf, requires_grad_of
 from scopetrace.autograd.checkpoints import CheckpointedRegion
@@ -35,7 +35,7 @@ from scopetrace.record.regions import CHECKPOINT
 
 
 class AutogradRecorder:
-    """Records what one forward does with autograd; the `AutogradObserver` of `_compat.patches`."""
+    """Records what one forward does with autograd; `_compat.patches` tells it of that."""
 
     def __init__(
         self, builder: TapeBuilder, values: ValueTable, ops: OpRecorder, reads: ReadRecorder, model: Model
@@ -76,7 +76,7 @@ class AutogradRecorder:
 
     @property
     def differentiates(self) -> bool:
-        """As `HookListener.differentiates`."""
+        """Whether the forward may differentiate, so that the backward of checkpointed regions may be part of it."""
         return self._builder.tape.exact_autograd
 
     def on_forward_ad(self) -> None:
@@ -89,8 +89,8 @@ class AutogradRecorder:
         )
 
     def on_custom_function(self, cls: type, args: Any) -> Any:
-        """A function with a backward of its own is applied."""
-        if is_module_hook(cls) and torch.is_grad_enabled() and any(requires_grad_of(t) for t in args):
+        """A function with a backward of its own is applied. Returns what it gives; NotImplemented: torch applies it."""
+        if cls is BackwardHookFunction and torch.is_grad_enabled() and any(requires_grad_of(t) for t in args):
             number = next_sequence_number()
             self._on_hook("a backward hook of a module", "nn.Module.register_full_backward_hook", number)
         tensors, call = [t for t in args if isinstance(t, torch.Tensor)], self._builder.call
@@ -123,7 +123,7 @@ class AutogradRecorder:
 
     @contextlib.contextmanager
     def on_reentrant(self, tensors: list[torch.Tensor]) -> Iterator[None]:
-        """As `Observer.on_reentrant`."""
+        """A context in which a reentrant checkpoint runs: its results require grad only if one of `tensors` does."""
         for t in tensors:
             self._reads.on_requires_grad(t)
         runs_again = torch.is_grad_enabled() and any(map(requires_grad_of, tensors))
@@ -230,7 +230,10 @@ class AutogradRecorder:
         return self._builder.mark()
 
     def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None, *, keeps_rng: bool = True) -> None:
-        """A checkpointed region ends."""
+        """A checkpointed region that began at `mark` ends; `context_fn` chooses what it keeps, None for nothing.
+
+        `keeps_rng` says whether backward runs it again from the same state of the random number generators.
+        """
         known = ((name, self._values.by_id.get(id(t))) for name, t in self._model.bound_tensors())
         attributes = {name: value for name, value in known if value is not None}
         of_region = {"context_fn": context_fn, "keeps_rng": keeps_rng, "attributes": attributes}
@@ -239,7 +242,10 @@ class AutogradRecorder:
     def begin_checkpointed(
         self, arguments: list[torch.Tensor], *, early_stop: bool, context_fn: Any = None
     ) -> SavedTensorsHooks:
-        """As `HookListener.begin_checkpointed`."""
+        """A checkpointed region begins, in a forward that may differentiate. Returns what autograd saves by in it.
+
+        `early_stop` says whether backward runs the region only until it has what it needs.
+        """
         outer = self._open_regions[-1] if self._open_regions else None
         parts = self._builder, self._values, self._ops.record
         region = CheckpointedRegion(*parts, outer, arguments, early_stop=early_stop, context_fn=context_fn)
@@ -248,7 +254,7 @@ class AutogradRecorder:
         return region.hooks()
 
     def end_checkpointed(self) -> None:
-        """As `HookListener.end_checkpointed`."""
+        """The region that began last ends."""
         self._open_regions.pop().end()
 
     def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.expressions import encode_expression
-from scopetrace._compat.ops import OPS, is_higher_order, name_of, schema_of
+from scopetrace._compat.ops import OPS, is_higher_order, schema_of
 from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, look_up
@@ -284,7 +284,7 @@ def _float(encoder: Encoder, x: float) -> Any:
 
 
 def _target(encoder: Encoder, x: Any) -> dict[str, Any]:
-    return {"higher_order": name_of(x)} if is_higher_order(x) else {"op": [schema_of(x).name, schema_of(x).overload]}
+    return {"higher_order": x.name()} if is_higher_order(x) else {"op": [schema_of(x).name, schema_of(x).overload]}
 
 
 _FORMS: dict[type, Callable[[Encoder, Any], Any]] = {

@@ -50,15 +50,11 @@ class Emitter:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, (args, kwargs))
         inputs = operands(args, kwargs)
-        found = self.inference.inferred(func, args, kwargs, inputs)
-        out = None
-        if found is None:
-            out = self.inference.ran(func, args, kwargs, inputs)
-            found = self.inference.inferred(func, args, kwargs, inputs)  # as for the next op of equal metadata
-        if found is None:
+        inferred, out = self.inference.run(func, args, kwargs, inputs)
+        if inferred is None:
             outputs = self._outputs(origin, func, inputs, out)
         else:
-            outputs = self._inferred(origin, func, inputs, *found)
+            outputs = self._inferred(origin, func, inputs, *inferred)
         return self._append(origin, "call_function", func, args, kwargs, outputs)
 
     def _inferred(
@@ -77,8 +73,7 @@ class Emitter:
             required = _requires_grad(origin, func, slot, storage, carrying)
             new = self._value(fake, slot, storage, required, is_new)
             if isinstance(meta, OutputMeta) and self._knows_keys:
-                key = meta.key
-                new.key = self.inference.requiring_grad(key, fake) if new.requires_grad else key
+                new.key = self.inference.key_of(fake) if new.requires_grad else meta.key
             made.append(new)
         return metas.contained(made)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import auto_functionalized, building, in_large_stack, is_op, schema_of
+from scopetrace._compat.ops import building, in_large_stack, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
@@ -444,7 +444,7 @@ class Functionalizer(TapeCopier):
         kwargs = {**given, **self.present(op.kwargs, op)}
         kwargs = {a.name: kwargs.get(a.name, a.default) for a in schema.arguments}
         names = [a.name for a in schema.arguments if a.is_written]
-        out = self.emitter.run(op, auto_functionalized(), (op.target,), kwargs)
+        out = self.emitter.run(op, torch.ops.higher_order.auto_functionalized, (op.target,), kwargs)
         count = max(1, len(schema.returns))
         written = written_values(op)
         for name, new in zip(names, out[count:], strict=True):

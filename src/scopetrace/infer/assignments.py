@@ -27,17 +27,17 @@ def assignments(maker: FakeMaker, tensors: list[torch.Tensor], args: Any) -> Ite
     env = maker.mode.shape_env
     if not symbols or not isinstance(env, WatchedShapeEnv):
         return
-    known = {s: int(n) for s, n in env.backed_var_to_val.items()}
-    if not symbols <= known.keys():
+    hints = {s: int(n) for s, n in env.backed_var_to_val.items()}
+    if not symbols <= hints.keys():
         return  # a size depends on data
     order = sorted(symbols, key=str)
     for values in (
-        {s: 2 * known[s] for s in order},
-        {s: 3 * known[s] for s in order},
-        {s: known[s] + 1 + i for i, s in enumerate(order)},
+        {s: 2 * hints[s] for s in order},
+        {s: 3 * hints[s] for s in order},
+        {s: hints[s] + 1 + i for i, s in enumerate(order)},
     ):
-        if _allowed(env, known | values):
-            yield _at(known | values)
+        if _allowed(env, hints | values):
+            yield _at(hints | values)
 
 
 def without_ones(maker: FakeMaker, tensors: list[torch.Tensor], size: tuple[Any, ...], args: Any) -> Number | None:
@@ -46,26 +46,20 @@ def without_ones(maker: FakeMaker, tensors: list[torch.Tensor], size: tuple[Any,
     The stride of a dimension of size 1 says nothing of where the dimension lies in memory at other sizes.
     """
     symbolic = [n for n in itertools.chain(size, *(t.size() for t in tensors)) if isinstance(n, torch.SymInt)]
-    found = assignments(maker, tensors, args)
-    return next((number for number in found if all(number(n) != 1 for n in symbolic)), None)
+    numbers = assignments(maker, tensors, args)
+    return next((number for number in numbers if all(number(n) != 1 for n in symbolic)), None)
 
 
 def _at(values: dict[Any, int]) -> Number:
-    return lambda n: _evaluated(n, values)
+    return lambda n: int(evaluated(n.node.expr, values)) if isinstance(n, torch.SymInt) else int(n)
 
 
-def _evaluated(n: Any, values: dict[Any, int]) -> int:
-    return int(evaluated(n.node.expr, values)) if isinstance(n, torch.SymInt) else int(n)
-
-
-def _numbers_of(t: torch.Tensor) -> Iterator[Any]:
-    yield from (*t.size(), *t.stride(), t.storage_offset(), t.untyped_storage().nbytes())
+def _numbers_of(t: torch.Tensor) -> tuple[Any, ...]:
+    return *t.size(), *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()
 
 
 def _allowed(env: WatchedShapeEnv, values: dict[Any, int]) -> bool:
     """Whether the ranges and guards so far hold for these values."""
     in_range = all(env.var_to_range[s].lower <= n <= env.var_to_range[s].upper for s, n in values.items())
-    known = values.keys()
-    return in_range and all(
-        bool(evaluated(guard.expr, values)) for guard in env.guards if guard.expr.free_symbols <= known
-    )
+    guards = [guard.expr for guard in env.guards if guard.expr.free_symbols <= values.keys()]
+    return in_range and all(evaluated(expr, values) for expr in guards)

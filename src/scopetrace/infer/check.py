@@ -17,7 +17,7 @@ from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import FakeMaker, run_fake, storage_id
 from scopetrace.errors import InferenceError
 from scopetrace.infer.assignments import Number, assignments
-from scopetrace.infer.rules import replaced
+from scopetrace.infer.rules import instances, replaced
 from scopetrace.ir.tape import Value, flat
 
 
@@ -33,26 +33,26 @@ def compare(
     """Raises InferenceError where torch's results for the same arguments are not those inferred: `tensors`."""
     fakes = [v.fake for v in inputs]
     for number in assignments(maker, [*fakes, *(t for t in tensors if t is not None)], (args, kwargs)):
-        examples = _instances(maker, inputs, number)
+        examples = instances(maker, inputs, number)
         try:
-            given = replaced((args, kwargs), examples, number)
-            out = run_fake(maker.mode, func, *given, grad=torch.is_grad_enabled())
+            operands = replaced((args, kwargs), examples, number)
+            out = run_fake(maker.mode, func, *operands, grad=torch.is_grad_enabled())
         except Exception as error:
             if number is example:
                 raise _difference(func, args, kwargs, f"{tensors}", f"{type(error).__name__}: {error}") from error
             continue  # no call has these sizes
         theirs = [out] if isinstance(out, torch.Tensor) else list(out)
         wanted = [None if t is None else _describe(t, [examples[id(v)] for v in inputs], int) for t in theirs]
-        found = [None if t is None else _describe(t, fakes, number) for t in tensors]
-        if found != wanted or (None if isinstance(out, torch.Tensor) else type(out)) is not container:
-            raise _difference(func, args, kwargs, _text(container, found), _text(type(out), wanted))
+        inferred = [None if t is None else _describe(t, fakes, number) for t in tensors]
+        if inferred != wanted or (None if isinstance(out, torch.Tensor) else type(out)) is not container:
+            raise _difference(func, args, kwargs, _text(container, inferred), _text(type(out), wanted))
 
 
-def _difference(func: Any, args: Any, kwargs: Any, found: str, wanted: str) -> InferenceError:
-    given = [str(a.fake) if isinstance(a, Value) else repr(a) for a in flat((args, kwargs))]
+def _difference(func: Any, args: Any, kwargs: Any, inferred: str, wanted: str) -> InferenceError:
+    arguments = ", ".join([str(a.fake) if isinstance(a, Value) else repr(a) for a in flat((args, kwargs))])
     return InferenceError(
-        f"the results that scopetrace inferred are not those of torch\n  op: {func}\n  arguments: {', '.join(given)}\n"
-        f"  inferred: {found}\n  torch: {wanted}"
+        f"the results that scopetrace inferred are not those of torch\n  op: {func}\n  arguments: {arguments}\n"
+        f"  inferred: {inferred}\n  torch: {wanted}"
     )
 
 
@@ -75,18 +75,3 @@ def _describe(t: torch.Tensor, inputs: list[torch.Tensor], number: Number) -> di
         "is_input": [i for i, base in enumerate(inputs) if base is t],
         "shares_memory": [i for i, base in enumerate(inputs) if storage_id(base) == storage_id(t)],
     }
-
-
-def _instances(maker: FakeMaker, inputs: list[Value], number: Number) -> dict[int, torch.Tensor]:
-    """By the id of the value: a tensor of plain sizes. Values that share memory have instances that do."""
-    found: dict[int, torch.Tensor] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
-    for v in inputs:
-        t = v.fake
-        storage = storages.get(storage_id(t))
-        if storage is None:
-            storage = torch.UntypedStorage(number(t.untyped_storage().nbytes()), device="meta")
-            storages[storage_id(t)] = storage
-        size, stride = ([number(n) for n in numbers] for numbers in (t.size(), t.stride()))
-        found[id(v)] = maker.in_storage(storage, size, stride, number(t.storage_offset()), t)
-    return found

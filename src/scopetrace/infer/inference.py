@@ -1,7 +1,7 @@
 """The results of ops on fake tensors: by cache, by rule, else by torch.
 
     op + tape values -> key: the metadata of the tensors, all other arguments, grad mode, default dtype
-    key -> Outputs of the cache | by rule (`rules`) | learned from what torch gave on fake tensors
+    key -> Outputs of the cache | by rule (`rules`) | of what torch gave on fake tensors
     Outputs + tape values -> fake tensors
 
 Equal keys give results of equal metadata, so the second of two equal layers is answered from the cache. torch's own
@@ -20,7 +20,7 @@ import torch
 
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.questions import backend_flags, default_dtype, grad_enabled, inference_mode_enabled
-from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
+from scopetrace._compat.symbols import expanded, has_unbacked, is_static, surely_equal, to_expr
 from scopetrace._compat.tensors import (
     FakeMaker,
     FakeTensor,
@@ -37,7 +37,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.infer import check, rules
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
-from scopetrace.ir.tape import Value, checks_enabled, map_argument, values_in
+from scopetrace.ir.tape import Value, checks_enabled, flat, map_argument
 from scopetrace.ops import views
 from scopetrace.ops.views import VIEW_OPS, Int, view_arguments
 
@@ -67,11 +67,8 @@ def _asks_backends(func: Any) -> bool:
     return any(part in name for part in parts)
 
 
-class _Known:
-    """What has been learned.
-
-    `numbers` are those of metadata; `outputs` and `below_autograd` have, by the key of a call, what its results are.
-    """
+class _Cache:
+    """Numbers that stand for metadata, and by the key of a call what its results are, in all or below autograd."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
@@ -79,46 +76,26 @@ class _Known:
         self.below_autograd: dict[Any, Outputs] = {}
 
 
-_of_torch = _Known()
+_of_torch = _Cache()
 """What is the same in every trace: of torch's own ops, and fixed sizes."""
 _MANY = 100_000
 """So many results are kept of them."""
-
-
-def forget() -> None:
-    """Begin anew with what is the same in every trace."""
-    for table in (_of_torch.numbers, _of_torch.outputs, _of_torch.below_autograd):
-        table.clear()
-
-
 _new_number = itertools.count().__next__
 """No number is used twice, by whatever trace."""
-
-
-def is_same_in_every_trace(key: Any, values: Iterable[Value]) -> bool:
-    """Whether what a call with this key gives, or becomes of it, is a fact of torch: of its own ops, and fixed sizes.
-
-    `values` are those that it takes.
-    """
-    func = key[0]
-    if func.namespace not in ("aten", "prims") or any(part is torch.SymInt for part in key):
-        return False
-    return all(not is_symbolic(v.fake) and type(nbytes_of(v.fake.untyped_storage())) is int for v in values)
 
 
 class Inference:
     """Gives the results of ops on the fake tensors of one trace. Lives as long as the trace.
 
-    Recording and the passes after it share one object, so that what one has learned the other need not run.
+    Recording and the passes after it share one object, so that what one has cached the other need not run.
     """
 
     def __init__(self, maker: FakeMaker) -> None:
         self._maker = maker
-        self._expansions: dict[Any, Any] = {}
-        self._requiring_grad: dict[int, int] = {}
-        self._own = _Known()
+        self._of_trace = _Cache()
         if len(_of_torch.outputs) + len(_of_torch.below_autograd) > _MANY:
-            forget()
+            for table in vars(_of_torch).values():
+                table.clear()
         self._check = checks_enabled()
 
     def key_of(self, fake: torch.Tensor) -> int | None:
@@ -130,63 +107,43 @@ class Inference:
         if fake.layout is not torch.strided or is_conj_of(fake) or is_neg_of(fake) or type(fake) is not FakeTensor:
             return None
         size, stride, offset, nbytes = fake.size(), stride_of(fake), offset_of(fake), nbytes_of(fake.untyped_storage())
-        known = _of_torch
+        cache = _of_torch
         if is_symbolic(fake) or type(nbytes) is not int:  # the bytes may be symbolic where the tensor itself is not
             size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
-            nbytes, known = self._expanded(to_expr(nbytes)), self._own
+            nbytes, cache = expanded(to_expr(nbytes)), self._of_trace  # torch counts bytes in several ways
         facts = (size, stride, offset, fake.dtype, fake.device, requires_grad_of(fake), nbytes)
-        found = known.numbers.get(facts)
-        if found is None and not any(has_unbacked(n) for n in (*size, *stride, offset)):
-            found = known.numbers.setdefault(facts, _new_number())
-        return found
+        number = cache.numbers.get(facts)
+        if number is None and not any(has_unbacked(n) for n in (*size, *stride, offset)):
+            number = cache.numbers.setdefault(facts, _new_number())
+        return number
 
     def key_now(self, value: Value) -> int | None:
         """As `key_of` of its tensor.
 
-        Its own key is out of date after `requires_grad_()`, or where a function that makes a tensor got
+        `value.key` is out of date after `requires_grad_()`, or where a function that makes a tensor got
         `requires_grad=True`: neither is an op.
         """
-        is_known = value.key is not None and value.requires_grad_now is value.requires_grad
-        return value.key if is_known else self.key_of(value.fake)
+        is_current = value.key is not None and value.requires_grad_now is value.requires_grad
+        return value.key if is_current else self.key_of(value.fake)
 
-    def _expanded(self, number: Any) -> Any:
-        """One form for equal polynomials: torch counts bytes in several ways."""
-        if isinstance(number, int):
-            return number
-        found = self._expansions.get(number)
-        if found is None:
-            found = self._expansions[number] = expanded(number)
-        return found
+    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> tuple[Inferred | None, Any]:
+        """The results without autograd history, made from metadata; or None, and what torch returns, its tensors fake.
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func` returns for values and other arguments, its tensors fake and without autograd history.
-
-        Raises what the op raises.
+        `inputs` are the values among the arguments. Raises what the op raises.
         """
-        inputs = values_in((args, kwargs))
-        found = self.inferred(func, args, kwargs, inputs)
-        return self.ran(func, args, kwargs, inputs) if found is None else found[0].contained(found[1])
-
-    def inferred(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Inferred | None:
-        """As `run`, where the cache or a rule has the results. `inputs` are the values among the arguments."""
         if grad_enabled():
             with torch.no_grad():
-                return self.inferred(func, args, kwargs, inputs)
-        key = self._key(func, args, kwargs)
-        return None if key is None else self.infer(key, func, args, kwargs, inputs)
-
-    def ran(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
-        """As `run`, by torch, of which the cache learns the results."""
-        given = map_argument(lambda x: x.fake if isinstance(x, Value) else x, (args, kwargs))
-        out = run_fake(self._maker.mode, func, *given)
-        with torch.no_grad():
-            key = self._key(func, args, kwargs)
+                return self.run(func, args, kwargs, inputs)
+        key = self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
+        inferred = None if key is None else self.infer(key, func, args, kwargs, inputs)
+        if inferred is not None:
+            return inferred, None
+        operands = map_argument(lambda x: x.fake if isinstance(x, Value) else x, (args, kwargs))
+        out = run_fake(self._maker.mode, func, *operands)
         if key is not None:
-            self.learn(key, inputs, out)
-        return out
-
-    def _key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
+            self.cache_result(key, inputs, out)
+            inferred = self.cached(key, func, args, kwargs, inputs)  # as the next op of equal metadata
+        return inferred, out
 
     def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What stands for all that decides the metadata of the op's results: equal for two calls, these are equal.
@@ -232,30 +189,31 @@ class Inference:
         `key` stands for all that decides the metadata of the results, `inputs` are the values among the arguments.
         With `SCOPETRACE_CHECK=1`, raises InferenceError where torch's own results are others.
         """
-        outputs = self._outputs_for(key)
-        known = outputs is not None
+        cached = self.cached(key, func, args, kwargs, inputs)
+        outputs = self._by_rule(func, args, kwargs, inputs) if cached is None else None
         if outputs is None:
-            outputs = self._by_rule(func, args, kwargs, inputs)
-            if outputs is None:
-                return None
-        return self._made(outputs, known, key, func, args, kwargs, inputs)
+            return cached
+        tensors = self._make(outputs, func, args, kwargs, inputs)
+        metas = [
+            meta._replace(key=self.key_of(t)) if isinstance(meta, OutputMeta) and t is not None else meta
+            for meta, t in zip(outputs.tensors, tensors, strict=True)
+        ]
+        outputs = self._cache_for(key, inputs).outputs[key] = Outputs(outputs.container, tuple(metas))
+        return outputs, tensors
 
-    def learned(self, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Inferred | None:
-        """As `infer`, by what `learn` has kept alone."""
-        outputs = self._outputs_for(key)
-        return None if outputs is None else self._made(outputs, True, key, func, args, kwargs, inputs)
+    def cached(self, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Inferred | None:
+        """As `infer`, by the cache alone."""
+        outputs = _of_torch.outputs.get(key) or self._of_trace.outputs.get(key)
+        return None if outputs is None else (outputs, self._make(outputs, func, args, kwargs, inputs))
 
-    def _made(
-        self, outputs: Outputs, known: bool, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]
-    ) -> Inferred:
+    def _make(
+        self, outputs: Outputs, func: Any, args: Any, kwargs: Any, inputs: list[Value]
+    ) -> list[torch.Tensor | None]:
         with without_dispatch():
             tensors = outputs.make(self._maker, inputs)
-        if not known:
-            metas = [self._with_key(meta, t) for meta, t in zip(outputs.tensors, tensors, strict=True)]
-            outputs = self._known(key, inputs).outputs[key] = Outputs(outputs.container, tuple(metas))
         if self._check:
             check.compare(self._maker, func, args, kwargs, inputs, outputs.container, tensors)
-        return outputs, tensors
+        return tensors
 
     def _by_rule(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Outputs | None:
         fakes = [v.fake for v in inputs]
@@ -266,7 +224,7 @@ class Inference:
         view = view_arguments(func, base.size(), args[1:]) if is_view else None
         if view is None:
             return rules.outputs_by_rule(self._maker, func, args, kwargs, inputs)
-        if not rules.is_static_view(base, view):
+        if is_symbolic(base) or not is_static(flat(tuple(vars(view).values()))):  # torch's kernel would add guards
             return rules.view_of(func, base, view)
         try:
             out = self._maker.run_view(func, base, args[1:])
@@ -274,23 +232,17 @@ class Inference:
             return None
         return _outputs_of(self, inputs, out)
 
-    def _with_key(self, meta: OutputMeta | Identity | None, made: torch.Tensor | None) -> OutputMeta | Identity | None:
-        if made is None or not isinstance(meta, OutputMeta):
-            return meta
-        return meta._replace(key=self.key_of(made))
-
-    def _outputs_for(self, key: Any) -> Outputs | None:
-        return _of_torch.outputs.get(key) or self._own.outputs.get(key)
-
-    def _known(self, key: Any, inputs: list[Value]) -> _Known:
+    def _cache_for(self, key: Any, inputs: list[Value]) -> _Cache:
         """Where the results of a call are to be kept."""
-        return _of_torch if is_same_in_every_trace(key, inputs) else self._own
+        is_fact_of_torch = key[0].namespace in ("aten", "prims") and all(part is not torch.SymInt for part in key)
+        is_fixed = all(not is_symbolic(v.fake) and type(nbytes_of(v.fake.untyped_storage())) is int for v in inputs)
+        return _of_torch if is_fact_of_torch and is_fixed else self._of_trace
 
-    def learn(self, key: Any, inputs: list[Value], out: Any) -> None:
+    def cache_result(self, key: Any, inputs: list[Value], out: Any) -> None:
         """Keep what torch gave, where its metadata follows from that of the inputs alone."""
         outputs = _outputs_of(self, inputs, out)
         if outputs is not None:
-            self._known(key, inputs).outputs[key] = outputs
+            self._cache_for(key, inputs).outputs[key] = outputs
 
     def below_autograd(self, func: Any, args: Any, kwargs: Any, inputs: list[Value], run: Callable[[], Any]) -> Any:
         """What `func` gives below autograd, which then makes the history of it: what `run` gave for an equal key.
@@ -298,29 +250,18 @@ class Inference:
         Call under no_grad. No result requires grad, also where the op gives a view of what does.
         """
         key = self.key_of_call(func, args, kwargs)
-        known = _of_torch.below_autograd.get(key) or self._own.below_autograd.get(key)
-        if known is None:
+        cached = _of_torch.below_autograd.get(key) or self._of_trace.below_autograd.get(key)
+        if cached is None:
             out = run()
-            learned = None if key is None else _outputs_of(self, inputs, out)
-            if learned is not None:
-                self._known(key, inputs).below_autograd[key] = learned
+            outputs = None if key is None else _outputs_of(self, inputs, out)
+            if outputs is not None:
+                self._cache_for(key, inputs).below_autograd[key] = outputs
             return out
         if self._check:
-            found = _outputs_of(self, inputs, run())  # None where arguments are in one memory: it says less then
-            assert found is None or _without_keys(found) == _without_keys(known), func
+            outputs = _outputs_of(self, inputs, run())  # None where arguments are in one memory: it says less then
+            assert outputs is None or _without_keys(outputs) == _without_keys(cached), func
         with without_dispatch():
-            return known.contained(known.make(self._maker, inputs))
-
-    def requiring_grad(self, key: int | None, fake: torch.Tensor) -> int | None:
-        """As `key_of` of `fake`, which requires grad; `key` is that of the same metadata without."""
-        if key is None:
-            return None
-        found = self._requiring_grad.get(key)
-        if found is None:
-            found = self.key_of(fake)
-            if found is not None:
-                self._requiring_grad[key] = found
-        return found
+            return cached.contained(cached.make(self._maker, inputs))
 
     def like(self, fake: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same size, strides, dtype and device in memory of its own, without gradient."""
@@ -343,11 +284,14 @@ def _outputs_of(inference: Inference, inputs: list[Value], out: Any) -> Outputs 
     if not tensors or any(type(t) is not FakeTensor for t in tensors):
         return None
     metas = [None if t is None else _meta_of(inference, inputs, t) for t in results]
-    known = [meta for meta in metas if meta is not None]
-    if len(known) < len(tensors) or _share_new_memory(tensors, inputs):
+    storages = {storage_id(v.fake) for v in inputs}
+    new = [storage_id(t) for t in tensors if storage_id(t) not in storages]
+    if any(meta is None and t is not None for meta, t in zip(metas, results, strict=True)):
         return None
-    if len(inputs) > 1 and any(isinstance(m, Identity) or m.base is not None for m in known) and _share_storage(inputs):
-        return None  # their metadata does not say which of them the result is a view of
+    if len(set(new)) < len(new):
+        return None  # two results share memory that is no input's
+    if len(storages) < len(inputs) and len(new) < len(tensors):
+        return None  # the metadata of the inputs does not say which of them a result is a view of
     return Outputs(container, tuple(metas))
 
 
@@ -382,14 +326,3 @@ def _bytes_spanned(t: torch.Tensor) -> int:
     if t.numel() == 0:
         return 0
     return (1 + sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))) * t.element_size()
-
-
-def _share_new_memory(results: list[torch.Tensor], inputs: list[Value]) -> bool:
-    """Whether two results share memory that is no input's."""
-    known = {storage_id(v.fake) for v in inputs}
-    new = [storage_id(t) for t in results if storage_id(t) not in known]
-    return len(set(new)) < len(new)
-
-
-def _share_storage(inputs: list[Value]) -> bool:
-    return len({storage_id(v.fake) for v in inputs}) < len(inputs)

@@ -1,6 +1,6 @@
 """The metadata of an op's results without running the op: one table of rules.
 
-    view op -> torch's kernel, for plain sizes                           (`is_static_view`)
+    view op -> torch's kernel, for plain sizes
             -> else where the view lies                                  (`views.place_view`)
     other   -> size of the result, as expressions of the sizes of the inputs, by the op's rule; and from that
                  dtype and strides, where it is known how they follow     (`_from_inputs`)
@@ -66,11 +66,12 @@ class OutputMeta(NamedTuple):
     key: int | None = None
     """The number of this metadata; see `Inference.key_of`."""
 
-    def make(self, maker: FakeMaker, base: torch.Tensor | None) -> torch.Tensor:
-        """The result as a fake tensor; `base` is the input of that number. Call inside `without_dispatch`."""
-        if base is None:
+    def make(self, maker: FakeMaker, inputs: Sequence[Value]) -> torch.Tensor:
+        """The result as a fake tensor. Call inside `without_dispatch`."""
+        if self.base is None:
             place = self.nbytes, self.size, self.stride, self.offset
             return maker.placed(place, self.dtype, self.device, self.requires_grad)
+        base = inputs[self.base].fake
         offset = offset_of(base) + self.offset
         return maker.view(base, self.size, self.stride, offset, self.device, self.requires_grad)
 
@@ -91,18 +92,10 @@ class Outputs(NamedTuple):
 
     def make(self, maker: FakeMaker, inputs: Sequence[Value]) -> list[torch.Tensor | None]:
         """The results as fake tensors. Call inside `without_dispatch`."""
-        made: list[torch.Tensor | None] = []
-        for meta in self.tensors:
-            if isinstance(meta, OutputMeta):
-                made.append(meta.make(maker, None if meta.base is None else inputs[meta.base].fake))
-            else:
-                made.append(meta and inputs[meta.input].fake)
-        return made
-
-    def is_static(self) -> bool:
-        """Whether no size of a result is symbolic."""
-        metas = [m for m in self.tensors if isinstance(m, OutputMeta)]
-        return all(type(n) is int for m in metas for n in (*m.size, *m.stride, m.offset, m.nbytes))
+        return [
+            meta.make(maker, inputs) if isinstance(meta, OutputMeta) else meta and inputs[meta.input].fake
+            for meta in self.tensors
+        ]
 
     def contained(self, results: list[T]) -> Any:
         """The results as the op gives them."""
@@ -118,9 +111,8 @@ def outputs_by_rule(
     size = None if rule is None else rule.size(*args, **kwargs)
     if rule is None or size is None:
         return None
-    given = rule, func, args, kwargs
-    meta: OutputMeta | Identity | None = _from_inputs(*given, fakes, tuple(size))
-    if meta is None and (any(map(is_symbolic, fakes)) or _has_symbols(args)):
+    meta = _from_inputs(rule, func, args, kwargs, fakes, tuple(size))
+    if meta is None and (any(map(is_symbolic, fakes)) or any(isinstance(a, torch.SymInt) for a in flat(args))):
         meta = _from_example(maker, func, args, kwargs, inputs, tuple(size))
     return None if meta is None else Outputs(None, (meta,))
 
@@ -130,37 +122,23 @@ def is_plain(t: torch.Tensor) -> bool:
     return type(t) is FakeTensor and t.device.type in DEVICE_TYPES and 0 not in to_expr(t.size())
 
 
-def _has_symbols(args: Any) -> bool:
-    return any(isinstance(a, torch.SymInt) for a in flat(args))
-
-
-def _carries_grad(dtype: torch.dtype, fakes: Sequence[torch.Tensor]) -> bool:
-    differentiable = dtype.is_floating_point or dtype.is_complex
-    return differentiable and grad_enabled() and any(map(requires_grad_of, fakes))
-
-
 def _new_tensor(
     size: tuple[Int, ...], stride: tuple[Int, ...], dtype: torch.dtype, fakes: Sequence[torch.Tensor]
 ) -> OutputMeta:
     """A result of these inputs that starts at the beginning of its memory and fills it."""
-    grad = _carries_grad(dtype, fakes)
+    grad = grad_enabled() and (dtype.is_floating_point or dtype.is_complex) and any(map(requires_grad_of, fakes))
     return OutputMeta(size, stride, 0, dtype, fakes[0].device, grad, math.prod(size) * dtype.itemsize)
 
 
 # ---------------------------------------------------------------- views
 
 
-def is_static_view(base: torch.Tensor, view: ViewArguments) -> bool:
-    """Whether torch's kernel can make this view: with symbolic sizes it would add guards."""
-    return not is_symbolic(base) and is_static(flat(tuple(vars(view).values())))
-
-
 def view_of(func: Any, base: torch.Tensor, view: ViewArguments) -> Outputs | None:
     """The result of a view op with symbolic sizes, without key; None where it is not known."""
-    found = views.place_view(base, view)
-    if found is None:
+    place = views.place_view(base, view)
+    if place is None:
         return _copy(base, view) if func in (_aten.reshape.default, _aten.flatten.using_ints) else None
-    container, places = (list, found) if isinstance(found, list) else (None, [found])
+    container, places = (list, place) if isinstance(place, list) else (None, [place])
     # requires_grad holds also under no_grad
     metas = [OutputMeta(*place, base.dtype, base.device, base.requires_grad, 0, 0) for place in places]
     return Outputs(container, tuple(metas))
@@ -234,7 +212,7 @@ def _from_example(
     number = without_ones(maker, fakes, size, (args, kwargs))
     if number is None:
         return None
-    examples = {id(v): _plain_fake(maker, v.fake, number) for v in inputs}
+    examples = instances(maker, inputs, number)
     try:
         out = run_fake(maker.mode, func, *replaced((args, kwargs), examples, number))
     except Exception:  # the run with the tensors themselves raises it for the user
@@ -252,11 +230,19 @@ def _from_example(
     return _new_tensor(size, stride, out.dtype, fakes)
 
 
-def _plain_fake(maker: FakeMaker, t: torch.Tensor, number: Number) -> torch.Tensor:
-    """A tensor with plain sizes and strides, in memory of its own."""
-    size, stride = ([number(n) for n in numbers] for numbers in (t.size(), t.stride()))
-    with without_dispatch(), torch.no_grad():
-        return maker.fresh(size, stride, t.dtype, t.device, t.requires_grad)
+def instances(maker: FakeMaker, inputs: list[Value], number: Number) -> dict[int, torch.Tensor]:
+    """By the id of the value: a tensor of plain sizes. Values that share memory have instances that do."""
+    tensors: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    for v in inputs:
+        t = v.fake
+        storage = storages.get(storage_id(t))
+        if storage is None:
+            storage = torch.UntypedStorage(number(t.untyped_storage().nbytes()), device="meta")
+            storages[storage_id(t)] = storage
+        size, stride = ([number(n) for n in numbers] for numbers in (t.size(), t.stride()))
+        tensors[id(v)] = maker.in_storage(storage, size, stride, number(t.storage_offset()), t)
+    return tensors
 
 
 def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int]) -> Any:
@@ -282,11 +268,6 @@ def _float(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
     return dtype if dtype in _FLOATS and all(t.dtype == dtype for t in fakes) else None
 
 
-def _of_weight(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
-    weight, *indices = fakes
-    return weight.dtype if weight.dtype in _FLOATS and all(t.dtype in _INDICES for t in indices) else None
-
-
 def _dtype_of_elementwise(
     func: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor]
 ) -> torch.dtype | None:
@@ -295,22 +276,21 @@ def _dtype_of_elementwise(
     values = (*args, *kwargs.values())
     if any(t.dtype != dtype for t in fakes) or any(type(a) not in _PLAIN for a in values):
         return None
-    given = tuple([(Value, min(a.fake.dim(), 1)) if isinstance(a, Value) else (type(a), a) for a in values])
-    return _asked_dtype(func, dtype, given, tuple(kwargs))
+    kinds = tuple([(Value, min(a.fake.dim(), 1)) if isinstance(a, Value) else (type(a), a) for a in values])
+    return _asked_dtype(func, dtype, kinds, tuple(kwargs))
 
 
 @functools.cache  # a fact of torch, not of what is traced
-def _asked_dtype(func: Any, dtype: torch.dtype, given: Any, names: tuple[str, ...]) -> torch.dtype | None:
+def _asked_dtype(func: Any, dtype: torch.dtype, kinds: Any, names: tuple[str, ...]) -> torch.dtype | None:
     """That of a run on tensors of one element: of real ones, since torch's kernels for fake ones accept more."""
-    count = len(given) - len(names)
+    count = len(kinds) - len(names)
     try:
         with without_dispatch(), torch.no_grad():
-            values = [torch.zeros((1,) * a, dtype=dtype) if kind is Value else a for kind, a in given]
+            values = [torch.zeros((1,) * a, dtype=dtype) if kind is Value else a for kind, a in kinds]
             out = func(*values[:count], **dict(zip(names, values[count:], strict=True)))
     except Exception:  # the run with the tensors themselves raises it for the user
         return None
-    known = isinstance(out, torch.Tensor) and (dtype in _FLOATS or out.dtype is torch.bool)
-    return out.dtype if known else None
+    return out.dtype if isinstance(out, torch.Tensor) and (dtype in _FLOATS or out.dtype is torch.bool) else None
 
 
 # ---------------------------------------------------------------- sizes of results
@@ -318,14 +298,14 @@ def _asked_dtype(func: Any, dtype: torch.dtype, given: Any, names: tuple[str, ..
 
 def broadcast(shapes: Sequence[Sizes]) -> tuple[Int, ...] | None:
     """The common size of these. None where two sizes are not surely equal, and neither is the number 1."""
-    found: list[Any] = []
+    size: list[Any] = []
     for d in range(1, 1 + max(map(len, shapes), default=0)):
-        there = [shape[-d] for shape in shapes if len(shape) >= d]
-        others = [n for n in there if not (type(n) is int and n == 1)] or [1]
+        sizes = [shape[-d] for shape in shapes if len(shape) >= d]
+        others = [n for n in sizes if not (type(n) is int and n == 1)] or [1]
         if any(not surely_equal(n, others[0]) for n in others[1:]):
             return None
-        found.append(others[0])
-    return tuple(reversed(found))
+        size.append(others[0])
+    return tuple(reversed(size))
 
 
 def _elementwise(*args: Any, **kwargs: Any) -> Sizes | None:
@@ -339,9 +319,9 @@ def _same(x: Value, *args: Any, **options: Any) -> Sizes:
     return x.fake.size()
 
 
-def _are_vectors(n: Any, *given: Value | None) -> bool:
+def _are_vectors(n: Any, *values: Value | None) -> bool:
     """Whether the tensors among these are vectors of `n` elements."""
-    return type(n) is int and all(to_expr(v.fake.size()) == (n,) for v in given if v is not None)
+    return type(n) is int and all(to_expr(v.fake.size()) == (n,) for v in values if v is not None)
 
 
 def _linear(x: Value, weight: Value, bias: Value | None = None) -> Sizes | None:
@@ -362,8 +342,8 @@ def _matmul(a: Value, b: Value) -> Sizes | None:
 
 
 def _addmm(bias: Value, a: Value, b: Value, **options: Any) -> Sizes | None:
-    found = _matmul(a, b) if a.fake.dim() == 2 else None
-    return found if found is not None and _are_vectors(found[-1], bias) else None
+    size = _matmul(a, b) if a.fake.dim() == 2 else None
+    return size if size is not None and _are_vectors(size[-1], bias) else None
 
 
 def _attention(
@@ -398,51 +378,42 @@ def _convolution(
         return None
     if groups < 1 or size[1] != kernel[1] * groups or kernel[0] % groups or not _are_vectors(kernel[0], bias):
         return None
-    found = _windows(size[2:], kernel[2:], stride, padding, dilation)
-    return None if found is None else (size[0], kernel[0], *found)
+    counts = _windows(size[2:], kernel[2:], stride, padding, dilation)
+    return None if counts is None else (size[0], kernel[0], *counts)
 
 
 def _windows(sizes: Sizes, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sizes | None:
     """How often a window fits into each of these dimensions, if it does in each."""
-    given = [flat(numbers) for numbers in (kernel, stride, padding, dilation)]
-    if not all(is_static(numbers) and len(numbers) in (1, len(sizes)) for numbers in given):
+    arguments = [flat(numbers) for numbers in (kernel, stride, padding, dilation)]
+    if not all(is_static(numbers) and len(numbers) in (1, len(sizes)) for numbers in arguments):
         return None
-    if any(n < 1 for i in (0, 1, 3) for n in given[i]) or any(n < 0 for n in given[2]):
+    if any(n < 1 for i in (0, 1, 3) for n in arguments[i]) or any(n < 0 for n in arguments[2]):
         return None
-    each = zip(sizes, *(n * len(sizes) if len(n) == 1 else n for n in given), strict=True)
-    found = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in each]
-    return found if all(example(n) >= 1 for n in found) else None
+    each = zip(sizes, *(n * len(sizes) if len(n) == 1 else n for n in arguments), strict=True)
+    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in each]
+    return counts if all(example(n) >= 1 for n in counts) else None
 
 
-def _pool(x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Sizes | None:
+def _pool(x: Value, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Sizes | None:
+    """Over the last `dims` dimensions of a batch, or of one example."""
     size = x.fake.size()
-    if len(size) != 4 or ceil or any(2 * p > k for p in flat(padding) for k in flat(kernel)):
+    if len(size) - dims not in (1, 2) or ceil or any(2 * p > k for p in flat(padding) for k in flat(kernel)):
         return None
-    found = _windows(size[2:], kernel, stride or kernel, padding, dilation)
-    return None if found is None else (*size[:2], *found)
-
-
-def _max_pool2d(
-    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
-) -> Sizes | None:
-    return _pool(x, kernel, stride, padding, dilation, ceil)
+    counts = _windows(size[-dims:], kernel, stride or kernel, padding, dilation)
+    return None if counts is None else (*size[:-dims], *counts)
 
 
 def _max_pool1d(
     x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
 ) -> Sizes | None:
     """Needed at any speed: torch's own way fixes a symbolic length."""
-    size = x.fake.size()
-    if len(size) not in (2, 3) or ceil or any(2 * p > k for p in flat(padding) for k in flat(kernel)):
-        return None
-    found = _windows(size[-1:], kernel, stride or kernel, padding, dilation)
-    return None if found is None else (*size[:-1], *found)
+    return _pool(x, 1, kernel, stride, padding, dilation, ceil)
 
 
-def _avg_pool2d(
-    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False, include: bool = True, *divisor: Any
+def _max_pool2d(
+    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
 ) -> Sizes | None:
-    return None if divisor else _pool(x, kernel, stride, padding, 1, ceil)
+    return _pool(x, 2, kernel, stride, padding, dilation, ceil)
 
 
 def _adaptive_pool2d(x: Value, output: Any) -> Sizes | None:
@@ -477,32 +448,30 @@ def _layer_norm(
     x: Value, shape: Sequence[Any], weight: Value | None = None, bias: Value | None = None, *rest: Any
 ) -> Sizes | None:
     size, last = x.fake.size(), tuple(shape)
-    given = [v.fake.size() for v in (weight, bias) if v is not None]
-    same = is_static(last) and all(to_expr(n) == last for n in (size[len(size) - len(last) :], *given))
-    return size if same and last else None
+    sizes = [size[len(size) - len(last) :], *(v.fake.size() for v in (weight, bias) if v is not None)]
+    return size if last and is_static(last) and all(to_expr(n) == last for n in sizes) else None
 
 
 def _mean(x: Value, dims: Any = None, keepdim: bool = False, **options: Any) -> Sizes | None:
-    """All dimensions where none are given."""
+    """Over all dimensions by default."""
     size = x.fake.size()
-    there = [d + len(size) if d < 0 else d for d in dims or ()]
-    if len(set(there)) < len(there) or not all(0 <= d < len(size) for d in there):
+    reduced = [d + len(size) if d < 0 else d for d in dims or range(len(size))]
+    if len(set(reduced)) < len(reduced) or not all(0 <= d < len(size) for d in reduced):
         return None
-    gone = set(there) if dims else set(range(len(size)))
-    return [1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone]
+    return [1 if d in reduced else n for d, n in enumerate(size) if keepdim or d not in reduced]
 
 
 def _cat(tensors: Sequence[Value], dim: int = 0) -> Sizes | None:
     first, *others = [t.fake.size() for t in tensors]
     if type(dim) is not int or not -len(first) <= dim < len(first) or any(len(s) != len(first) for s in others):
         return None
-    found: list[Any] = list(first)
-    dim %= len(found)
+    size: list[Any] = list(first)
+    dim %= len(size)
     for shape in others:
-        if any(not surely_equal(n, m) for d, (n, m) in enumerate(zip(found, shape, strict=True)) if d != dim):
+        if any(not surely_equal(n, m) for d, (n, m) in enumerate(zip(size, shape, strict=True)) if d != dim):
             return None
-        found[dim] = found[dim] + shape[dim]
-    return found
+        size[dim] = size[dim] + shape[dim]
+    return size
 
 
 def _stack(tensors: Sequence[Value], dim: int = 0) -> Sizes | None:
@@ -515,15 +484,15 @@ def _stack(tensors: Sequence[Value], dim: int = 0) -> Sizes | None:
 
 def _index(x: Value, indices: Sequence[Value | None]) -> Sizes | None:
     size = list(x.fake.size())
-    there = [i for i, index in enumerate(indices) if index is not None]
+    dims = [i for i, index in enumerate(indices) if index is not None]
     tensors = [index.fake for index in indices if index is not None]
     shape = broadcast([t.size() for t in tensors])
-    if not there or shape is None or any(t.dtype not in _INDICES for t in tensors):
+    if not dims or shape is None or any(t.dtype not in _INDICES for t in tensors):
         return None
-    first, last = there[0], there[-1]
-    if last - first + 1 == len(there):
+    first, last = dims[0], dims[-1]
+    if last - first + 1 == len(dims):
         return [*size[:first], *shape, *size[last + 1 :]]
-    return [*shape, *[n for d, n in enumerate(size) if d not in there]]
+    return [*shape, *[n for d, n in enumerate(size) if d not in dims]]
 
 
 # ---------------------------------------------------------------- the table
@@ -557,11 +526,10 @@ RULES: dict[Any, Rule] = {
     _aten.addmm.default: Rule(_addmm, _float, row_major=True),
     _aten.matmul.default: Rule(_matmul, _float, row_major=True),
     _aten.scaled_dot_product_attention.default: Rule(_attention),
-    _aten.embedding.default: Rule(_embedding, _of_weight),
+    _aten.embedding.default: Rule(_embedding),
     **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default), Rule(_convolution, _float)),
     _aten.max_pool1d.default: Rule(_max_pool1d),
     _aten.max_pool2d.default: Rule(_max_pool2d, _float),
-    _aten.avg_pool2d.default: Rule(_avg_pool2d, _float),
     _aten.adaptive_avg_pool2d.default: Rule(_adaptive_pool2d, _float),
     _aten.upsample_nearest2d.vec: Rule(_resize_2d),
     _aten.batch_norm.default: Rule(_batch_norm, _float),

@@ -482,17 +482,14 @@ class AttributeWrite:
 class OpInference(Protocol):
     """Gives the results of ops on the fake tensors of a tape; see `infer.Inference`."""
 
-    def inferred(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
-        """The results of `func` without running it: their metadata and fake tensors, None where they are not known.
+    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> tuple[Any, Any]:
+        """The results of `func`, as metadata and fake tensors; or None, and what torch returns, its tensors fake.
 
-        `inputs` are the values among the arguments.
+        `inputs` are the values among the arguments. Raises what the op raises.
         """
 
-    def ran(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
-        """What `func` returns for values and other arguments, its tensors fake. Raises what the op raises."""
-
-    def requiring_grad(self, key: int | None, fake: torch.Tensor) -> int | None:
-        """The key of `fake`, which requires grad; `key` is that of the same metadata without."""
+    def key_of(self, fake: torch.Tensor) -> int | None:
+        """What stands for the metadata of a tensor; None where it says not all."""
 
     def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What stands for all that decides the metadata of the op's results; None where the arguments do not say it."""

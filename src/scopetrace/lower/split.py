@@ -21,7 +21,6 @@ import torch
 import torch.fx
 from torch.export import Dim
 
-from scopetrace._compat.compilers import default_partition
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
 from scopetrace._compat.ops import is_op
 from scopetrace._compat.shape_env import DimSpec
@@ -185,7 +184,9 @@ def split_backward(
 ) -> SplitProgram:
     """The two graphs of a program; see `Trace.split_backward`. `decompositions` are as for `Trace.decompose`."""
     if partition_fn is None:
-        partition_fn = default_partition()
+        from functorch.compile import default_partition  # type: ignore[import-untyped]  # which imports a compiler
+
+        partition_fn = default_partition
     if not callable(partition_fn):
         raise ArgumentTypeError(
             f"partition_fn= is {partition_fn!r}, and no function: give functorch.compile.default_partition or "

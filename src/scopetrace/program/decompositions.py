@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from scopetrace._compat.ops import Decompositions, building, is_op, is_random, schema_of, without_mkldnn
+from scopetrace._compat.decompositions import RuleOf, decomposition_rules, without_mkldnn
+from scopetrace._compat.ops import building, is_op, is_random, schema_of
 from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
@@ -74,7 +75,7 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
     """
     with building(), without_mkldnn():
         old = dataclasses.replace(tape, decomposed=True)
-        found: FunctionalTape = _TapeDecomposer(old, None, Decompositions(table)).run()
+        found: FunctionalTape = _TapeDecomposer(old, None, decomposition_rules(table)).run()
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     if checks_enabled():
@@ -83,9 +84,9 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
 
 
 class _TapeDecomposer(TapeRewriter):
-    def __init__(self, old: FunctionalTape | BodyTape, around: _TapeDecomposer | None, table: Decompositions) -> None:
+    def __init__(self, old: FunctionalTape | BodyTape, around: _TapeDecomposer | None, rule_of: RuleOf) -> None:
         super().__init__(old, around)
-        self.table = table
+        self.rule_of = rule_of
         self.known: dict[Any, BodyTape | None] = {} if around is None else around.known
         """The decompositions so far, by op and metadata of the operands."""
         has_grad = any(op.grad for op in old.ops if op.kind != "get_attr")
@@ -93,7 +94,7 @@ class _TapeDecomposer(TapeRewriter):
 
     def inner(self, body: BodyTape) -> TapeRewriter:
         """What decomposes a body."""
-        return _TapeDecomposer(body, self, self.table)
+        return _TapeDecomposer(body, self, self.rule_of)
 
     def end(self) -> None:
         """What the program gives is laid out as it was."""
@@ -105,7 +106,7 @@ class _TapeDecomposer(TapeRewriter):
         """An op of the table becomes other ops."""
         has_gradient = op.target in (*_ZERO_GRADIENT, *_BY_STATISTICS) and any(v.requires_grad for v in op.values())
         stays = bool(op.unbacked) or has_gradient or (op.grad and op.target is _aten.detach.default)
-        rule = self.table.rule(op.target) if is_op(op.target) and not stays else None
+        rule = self.rule_of(op.target) if is_op(op.target) and not stays else None
         if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
             self._lay_out(op.inputs(), [placed])
         is_torchs = getattr(rule, "__module__", "").startswith("torch._decomp")
@@ -213,7 +214,7 @@ class _Body:
     """The decomposition of one op as a tape, whose inputs are the operands of the op, each once."""
 
     def __init__(self, around: _TapeDecomposer, op: Op, operands: list[Value]) -> None:
-        self.op, self.table = op, around.table
+        self.op, self.rule_of = op, around.rule_of
         self.mode, self.env = around.old.fake_mode, around.old.shape_env
         self.tape = BodyTape(op.scope, fake_mode=self.mode, inference=around.emitter.inference, name="decomposition")
         self.emitter = Emitter(self.tape, around.storages, has_grad=op.grad)
@@ -246,7 +247,7 @@ class _Body:
         return Functionalizer(self.tape).run_body({}, []) if self.tape.has_writes() else self.tape
 
     def _on_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        rule = self.table.rule(func)
+        rule = self.rule_of(func)
         if rule is not None and not (func is _aten.detach.default and torch.is_grad_enabled()):
             out = self.fakes.call(rule, args, kwargs)
             if out is not NotImplemented:

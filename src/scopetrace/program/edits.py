@@ -21,7 +21,8 @@ import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace._compat.ops import building, fake_results, is_higher_order, is_op, schema_of
+from scopetrace._compat.higher_order import fake_results
+from scopetrace._compat.ops import building, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import Removed, leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError

@@ -291,7 +291,7 @@ class FxLowering:
         self._bind(node, op)
         if op.unbacked:
             set_unbacked_bindings(node, op.unbacked)
-            self._symbols.learn_made(node, op.unbacked)
+            self._symbols.learn_unbacked(node, op.unbacked)
             self._assert_facts(op.unbacked)
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> torch.fx.Node:

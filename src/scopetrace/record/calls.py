@@ -51,7 +51,7 @@ Progress = Callable[[str, int], None]
 
 
 class CallRecorder:
-    """Records the module calls of one forward; the `Observer` of `_compat.patches`.
+    """Records the module calls of one forward; `_compat.patches` tells it of them.
 
     `object_types` are the classes whose instances hold tensors (see `containers.structure`).
     """
@@ -242,7 +242,7 @@ class CallRecorder:
         return out
 
     def on_seed(self) -> None:
-        """As `Observer.on_seed`."""
+        """The forward seeds torch's generator, or sets or reads its state."""
         raise RandomStateError(
             "the forward seeds torch's random generator, or sets its state, or reads it, which no graph can repeat",
             **self._builder.where(),
@@ -259,7 +259,7 @@ class CallRecorder:
         )
 
     def watch_questions(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
-        """As `Observer.watch_questions`."""
+        """Hear what Python asks of tensors and of torch; `here()` says whether this thread traces, paused or not."""
         PythonValues(self._builder, self._ops, here, mine).watch(replace, on)
         report_questions(replace, on, self._reads, mine)
 

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import eager, is_collective, is_op, is_random, schema_of
 from scopetrace._compat.questions import fact_of
-from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
+from scopetrace._compat.shape_env import WatchedShapeEnv, evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, known_data, storage_id
 from scopetrace.errors import DataDependentError
@@ -343,7 +344,7 @@ class ExampleRun:
         for value, tensor in zip(flat(op.outputs), flat(out), strict=True):
             if isinstance(value, Value):
                 self._tensors[value] = tensor
-        self._numbers.update(bound_values(op.unbacked, out))
+        self._numbers.update({symbol: pytree.key_get(out, path) for symbol, path in (op.unbacked or {}).items()})
 
     def _source(self, value: Value) -> torch.Tensor:
         real = value.real if value.real is not None else self._inputs.get(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import fake_results, indexing_as_op
+from scopetrace._compat.higher_order import fake_results, indexing_as_op
 from scopetrace.ir.segment import body_tape, captured
 from scopetrace.ir.tape import BodyTape, values_in
 from scopetrace.ops.higher_order import written_inputs

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.ops import fake_results, in_transform
+from scopetrace._compat.higher_order import fake_results
+from scopetrace._compat.ops import in_transform
 from scopetrace._compat.tensors import FakeFactory, run_fake, unbacked_symint, without_dispatch
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of

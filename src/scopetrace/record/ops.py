@@ -24,29 +24,27 @@ import torch
 import torch.fx
 
 from scopetrace._compat.gradients import next_sequence_number
+from scopetrace._compat.higher_order import eager_kernel
 from scopetrace._compat.ops import (
     CASTS_INSIDE,
     BelowAutograd,
     PreDispatchMode,
     autocast_dtype,
-    autocast_enabled,
     autocast_may_change,
     autocast_rule,
     can_decompose,
     custom_function_call,
-    eager_kernel,
     function_in_transform,
     has_kernel_of_its_own,
     in_transform,
     interrupts,
     is_op,
     schema_of,
-    through_transform,
     unwrapped,
     with_mode,
     without_transforms,
 )
-from scopetrace._compat.questions import attention_kernels
+from scopetrace._compat.questions import attention_kernels, autocast_enabled
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
@@ -243,7 +241,8 @@ class OpRecorder:
         if func in _OF_NUMBERS and isinstance(args[1], _NUMBERS):
             func = _OF_NUMBERS[func]
         start, first = len(self._builder.tape.ops), next_sequence_number()
-        out = through_transform(self.record, func, args, kwargs)
+        with BelowAutograd(self.record):
+            out = func(*args, **kwargs)
         if next_sequence_number() > first and len(self._builder.tape.ops) > start:
             made = first, self._builder.tape.ops[start]
             bisect.insort(self._builder.made_nodes, made, key=operator.itemgetter(0))
@@ -554,10 +553,10 @@ class OpRecorder:
         follows = (facts.updates or before.is_undeclared_alone()) if written else facts.inferable
         if key is not None and unbacked is None and follows:
             # Python may hold an input as another object than its value does
-            self.inference.learn(key, call.inputs, given[0].fake if given else out)
-            learned = self._append_learned(call, key, undeclared, before.tracked if written else None)
-            if learned is not None:
-                return learned
+            self.inference.cache_result(key, call.inputs, given[0].fake if given else out)
+            cached = self._append_cached(call, key, undeclared, before.tracked if written else None)
+            if cached is not None:
+                return cached
         if not (written or unbacked is not None or out is None or _tensors(out)):
             return out  # a question about metadata, answered
         results = self.values.new_same(out, 0, given[0]) if given and not written else self.values.new_results(out)
@@ -568,14 +567,14 @@ class OpRecorder:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
         return _given(out, call) if given else out
 
-    def _append_learned(
+    def _append_cached(
         self, call: OpCall, key: Any, undeclared: Sequence[str], tracked: tuple[Value, ...] | None
     ) -> Any:
         """Put an op that torch has just run on the tape as the next one of equal metadata; None where that runs too.
 
         `tracked` is None for an op that has written nothing.
         """
-        found = self.inference.learned(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        found = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
         if found is None:
             return None
         if tracked is None:
@@ -599,7 +598,7 @@ class OpRecorder:
             return self._append_in_place(call, target) if is_known else None
         if not self._is_known_update(call, undeclared):
             return None
-        found = self.inference.learned(key, facts.func, call.args, call.kwargs, call.inputs)
+        found = self.inference.cached(key, facts.func, call.args, call.kwargs, call.inputs)
         if found is None:
             return None
         for v in dict.fromkeys(call.written(facts.written)):
@@ -650,7 +649,7 @@ class OpRecorder:
         ):
             out = run_op(self.factory.mode, facts.func, args, kwargs)
         if facts.keeps_layout and key is not None:
-            self.inference.learn(key, call.inputs, out)
+            self.inference.cache_result(key, call.inputs, out)
         return out
 
     def _below_autograd(self, call: OpCall) -> contextlib.AbstractContextManager[Any]:

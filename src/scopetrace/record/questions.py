@@ -86,7 +86,7 @@ def _fact(name: str, reads: ReadRecorder, asked: Mine) -> Handler:
             reads.on_failed(error)
             raise
         if asked():
-            args = () if name in questions.PROPERTIES else (*args, *kwargs.values())
+            args = () if name in questions.properties else (*args, *kwargs.values())
             reads.on_fact(t, name, args, answer is not None if name == "grad_fn" else answer)
         return answer
 

@@ -248,7 +248,7 @@ class ReadRecorder:
     # ---------------------------------------------------------------- facts of tensors
 
     def on_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
-        """A question of `_compat.questions.METHODS` or `PROPERTIES` to a tensor."""
+        """A question of `_compat.questions.methods` or `properties` to a tensor."""
         if name in ("requires_grad", "is_leaf", "grad_fn") and answer != (name == "is_leaf"):
             self.refuse_in_reentrant(t, f"Tensor.{name}")
         if name == "is_coalesced" and self._values.by_id.get(id(t)) not in self._builder.tape.inputs:
@@ -347,7 +347,7 @@ class ReadRecorder:
     def _fact(self, index: int, name: str, args: tuple[Any, ...], answer: Any) -> None:
         path = self._builder.tape.input_paths[index]
         text = f"{path}.{name.removeprefix('.')}" + (
-            f"({', '.join(map(repr, args))})" if name in questions.METHODS else ""
+            f"({', '.join(map(repr, args))})" if name in questions.methods else ""
         )
         self.note_once(text, answer, OfInput(index, name, args))
 

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
+from scopetrace._compat.fake_mode import CTC_LIBRARIES
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import attention_kernels, default_dtype
-from scopetrace._compat.tensors import CTC_LIBRARIES, is_symbolic, run_parts
+from scopetrace._compat.tensors import is_symbolic, run_parts
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.record.builder import ValueTable
 from scopetrace.record.reads import ReadRecorder

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.ops import autocast_enabled, in_transform
+from scopetrace._compat.ops import in_transform
+from scopetrace._compat.questions import autocast_enabled
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, RecordedTape, Value

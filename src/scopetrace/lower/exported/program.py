@@ -117,7 +117,7 @@ def _build(
         module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape), renamed)],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
-        verifiers=[compat.verifier_of(decomposed=tape.decomposed)],
+        verifiers=[compat.Verifier if tape.decomposed else compat.TrainingIRVerifier],  # the dialects ATEN and TRAINING
     )
     said = [*map(_plain, [*lifted.guards, *_one_tensor_guards(tape), *(size_guards(tape.sizes) if tape.sizes else [])])]
     compat.set_guards(exported, said if deferred else [*compat.guards_of(exported), *said])
