@@ -61,8 +61,8 @@ class _Scatter:
 
     def __init__(self, gm: torch.fx.GraphModule, node: torch.fx.Node, fake_mode: Any) -> None:
         self._gm, self._node, self._fake_mode = gm, node, fake_mode
-        given = by_name(node.target, node.args, node.kwargs)
-        self.base, self.src = given["self"], given["src"]
+        operands = by_name(node.target, node.args, node.kwargs)
+        self.base, self.src = operands["self"], operands["src"]
         fake = self.base.meta["val"]
         self.block: range | None = None
         """The indices of a slice or select."""
@@ -71,14 +71,14 @@ class _Scatter:
             self.dim, self.length, self.indices = 0, fake.numel(), _positions(node, fake)
             self.base, self.src = (self.emit(_aten.reshape.default, x, [-1]) for x in (self.base, self.src))
             return
-        self.dim = given["dim"] % fake.dim()
+        self.dim = operands["dim"] % fake.dim()
         self.length = fake.shape[self.dim]
         if node.target is _aten.select_scatter.default:
-            index = given["index"] % self.length
+            index = operands["index"] % self.length
             self.block = range(index, index + 1)
             self.src = self.emit(_aten.unsqueeze.default, self.src, self.dim)
         else:
-            start, stop, step = slice(given["start"], given["end"], given["step"]).indices(self.length)
+            start, stop, step = slice(operands["start"], operands["end"], operands["step"]).indices(self.length)
             self.block = range(start, max(start, stop), step)
         self.indices = torch.tensor(list(self.block), dtype=torch.int64)
 

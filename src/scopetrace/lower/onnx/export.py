@@ -8,17 +8,17 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 import torch.fx
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from scopetrace._compat.ops import building
 from scopetrace.errors import ArgumentTypeError, FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
@@ -68,24 +68,24 @@ def read_targets(targets: Targets, where: str) -> tuple[list[OutlineTarget], dic
     return [] if targets is False else [single], {}
 
 
-def read_names(given: Names | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:
-    """Names of inputs or outputs: those `given`, and their own for the rest.
+def read_names(asked: Names | None, defaults: Sequence[str], where: str, taken: Container[str]) -> list[str]:
+    """Names of inputs or outputs: those that the caller asked for, and default names for the rest.
 
     Raises OnnxOptionError for names that are `taken` by tensors of the model, as well.
     """
-    if given is None:
-        return list(own)
-    if isinstance(given, Mapping):
-        unknown = [name for name in given if name not in own]
+    if asked is None:
+        return list(defaults)
+    if isinstance(asked, Mapping):
+        unknown = [name for name in asked if name not in defaults]
         if unknown:
-            raise OnnxOptionError(f"{where} names {unknown[0]!r}; the model has {', '.join(own)}")
-        names = [given.get(name, name) for name in own]
-    elif callable(given):
-        names = [given(name) for name in own]
-    elif isinstance(given, str) or len(given) > len(own):
-        raise OnnxOptionError(f"{where} has {len(given)} names for {len(own)}: {', '.join(own)}")
+            raise OnnxOptionError(f"{where} names {unknown[0]!r}; the model has {', '.join(defaults)}")
+        names = [asked.get(name, name) for name in defaults]
+    elif callable(asked):
+        names = list(map(asked, defaults))
+    elif isinstance(asked, str) or len(asked) > len(defaults):
+        raise OnnxOptionError(f"{where} has {len(asked)} names for {len(defaults)}: {', '.join(defaults)}")
     else:
-        names = [*given, *own[len(given) :]]
+        names = [*asked, *defaults[len(asked) :]]
     if len(set(names)) != len(names):
         raise OnnxOptionError(f"{where} has a name twice; names of {where.split('_')[0]}s have to differ")
     for name in names:
@@ -107,14 +107,15 @@ def paired(names: Sequence[str], new: str | None = None) -> list[str]:
 
     `new` is the name of the caches among the outputs.
     """
-    found = []
-    for name in names:
+
+    def pair(name: str) -> str:
         match = _IN_CACHE.fullmatch(_REGISTERED.sub(r"\1_layers_\3_\2", name))
-        if match is not None:
-            cache, side, layer, part, _ = match.groups()
-            name = f"{new or cache}.{layer}{_SHORT[side]}.{_SHORT.get(part, part)}"
-        found.append(name)
-    return found
+        if match is None:
+            return name
+        cache, side, layer, part, _ = match.groups()
+        return f"{new or cache}.{layer}{_SHORT[side]}.{_SHORT.get(part, part)}"
+
+    return list(map(pair, names))
 
 
 def read_attributes(attributes: CallAttributes) -> Callable[[ModuleCall], dict[str, Any]]:
@@ -126,29 +127,27 @@ def read_attributes(attributes: CallAttributes) -> Callable[[ModuleCall], dict[s
     wanted = None if attributes is True else set(attributes or ())
 
     def of(call: ModuleCall) -> dict[str, Any]:
-        found = call.attributes.items()
-        return {n: v for n, v in found if (wanted is None or n in wanted) and is_onnx_attribute(v)}
+        plain = {n: v for n, v in call.attributes.items() if is_onnx_attribute(v)}
+        return {n: v for n, v in plain.items() if wanted is None or n in wanted}
 
     return of
 
 
 def _said_by(attributes: Callable[[ModuleCall], Mapping[str, Any]], call: ModuleCall) -> dict[str, Any]:
-    found = dict(attributes(call))
-    for name, value in found.items():
+    said = dict(attributes(call))
+    for name, value in said.items():
         if not isinstance(value, torch.Tensor) and not is_onnx_attribute(value):
             raise OnnxOptionError(
                 f"attributes gives {name}={value!r} for {call.fqn}: an ONNX attribute is an int, float, str, bool, a "
                 "list of one of these, or a tensor"
             )
-    return found
+    return said
 
 
 def is_onnx_attribute(value: Any) -> bool:
     """Whether ONNX attributes can hold the value: int, float, str, bool, or a list of one of them."""
-    if isinstance(value, (list, tuple)):
-        kinds = {type(item) for item in value}
-        return len(kinds) == 1 and kinds <= {int, float, str, bool}
-    return type(value) in (int, float, str, bool)
+    kinds = {type(item) for item in value} if isinstance(value, (list, tuple)) else {type(value)}
+    return len(kinds) == 1 and kinds <= {int, float, str, bool}
 
 
 Say = Callable[[str], None]
@@ -185,10 +184,10 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     say("outlining")
     outlined = outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
     main = program if outlined is None else outlined
-    results = Results(main.tape)
-    lowering, wanted = results.lowering(), chosen(main.tape.attributes, options.weight_inputs)
-
     bodies = {} if outlined is None else {function.identifier: function for function in outlined.functions}
+    tensors = main.tape.attributes
+    results, wanted = Results(main.tape), chosen(tensors, options.weight_inputs)
+    lowering = results.lowering()
 
     def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, torch.onnx.ONNXProgram]:
         combined = CombinedGraph(lowering, bodies, is_left_out)
@@ -196,9 +195,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         exported = exported_program(combined.root, combined.graph)
         return combined, translate(exported, options.opset_version, options.optimize, ops)
 
-    def is_plugin(function: Function) -> bool:
-        return _is_plugin(function, plugins)
-
+    is_plugin = functools.partial(_is_plugin, plugins)
     try:
         combined, translated = convert(lambda function: False)
     except OnnxOpError:
@@ -219,22 +216,20 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         flat,
     )
     held = _Held(combined, wanted, results.state(), options)
-    input_names, output_names = _names(lowering, results, options, held.retained, main.tape.attributes)
+    input_names, output_names = _names(lowering, results, options, held.retained, tensors)
     count = len(output_names) - len(held.retained)
     model = assembler.model(input_names, output_names[:count])
     if main.tape.argument_numbers:
-        model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(
-            {n.name: n.value for n in main.tape.argument_numbers}
-        )
+        numbers = {n.name: n.value for n in main.tape.argument_numbers}
+        model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(numbers)
     values = dict(zip(held.names, model.graph.inputs[len(model.graph.inputs) - len(held.names) :], strict=True))
-    constants = {values[name]: held.tensor(name) for name in held.constants}
+    constants = {values[name]: tensors[name] for name in held.constants}
     if flat:
         flatten(model, assembler, constants if options.export_params else {}, options.optimize, output_names[:count])
         assembler.functions.clear()
-        outlined = None
     if not flat or not options.export_params:
         attach(model.graph, constants, stay_inputs=False)
-    attach(model.graph, {values[name]: held.tensor(name) for name in held.defaults}, stay_inputs=True)
+    attach(model.graph, {values[name]: tensors[name] for name in held.defaults}, stay_inputs=True)
     model.functions.update({f.identifier(): f for f in ops.functions})
     add_outputs(model.graph, [values[name] for name in held.retained], output_names[count:])
     return Exported(
@@ -243,11 +238,9 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         [*ops.functions, *ops.plugins],
         [*assembler.plugins, *ops.plugins],
         sorted({*ops.without_form, *(f.name for subgraph, f in assembler.functions.items() if subgraph.unknown)}),
-        {(f.domain, f.name): s.function.module_type for s, f in assembler.functions.items() if s.function is not None},
         results,
-        Counter() if outlined is None else Counter(call.module_type for call in outlined.chosen),
-        [held.tensor(name) for name in held.inputs],
-        [held.tensor(name) for name in held.retained],
+        [tensors[name] for name in held.inputs],
+        [tensors[name] for name in held.retained],
         set() if options.export_params else _without_data(program, [*held.constants, *held.defaults]),
     )
 
@@ -263,13 +256,14 @@ class _Held:
     """
 
     def __init__(self, combined: CombinedGraph, wanted: set[str], changed: Container[str], options: Options) -> None:
-        self.names, self.tensor = list(combined.main.held), combined.main.tensor
-        given = {combined.held_name(name) for name in wanted}
+        self.names = list(combined.main.held)
+        as_inputs = {combined.held_name(name) for name in wanted}
         if options.export_params:
-            given |= {name for name in self.names if self.tensor(name).device.type == "meta"}
-        self.inputs = [name for name in self.names if name in given]
-        self.defaults = [name for name in self.names if name not in given and name in changed]
-        self.constants = [name for name in self.names if name not in given and name not in changed]
+            as_inputs |= {name for name in self.names if combined.main.tensor(name).device.type == "meta"}
+        self.inputs = [name for name in self.names if name in as_inputs]
+        others = [name for name in self.names if name not in as_inputs]
+        self.defaults = [name for name in others if name in changed]
+        self.constants = [name for name in others if name not in changed]
         self.retained = [name for name in self.inputs if options.retain_weights and name not in changed]
 
 
@@ -283,29 +277,22 @@ def _without_data(program: TracedProgram, names: Sequence[str]) -> set[str]:
 def _names(
     lowering: FxLowering, results: Results, options: Options, retained: Sequence[str], taken: Container[str]
 ) -> tuple[list[str], list[str]]:
-    given = [str(n.target) for n in lowering.graph.find_nodes(op="placeholder")]
+    arguments = [str(n.target) for n in lowering.graph.find_nodes(op="placeholder")]
     returned = [*results.names(), *(f"{name}_updated" for name in retained)]
     if options.pair_caches:
-        given, returned = paired(given), paired(returned, "present")
-    inputs = read_names(options.input_names, given, "input_names", taken)
+        arguments, returned = paired(arguments), paired(returned, "present")
+    inputs = read_names(options.input_names, arguments, "input_names", taken)
     outputs = read_names(options.output_names, returned, "output_names", taken)
-    for name, own in zip(outputs, returned, strict=True):
-        if name != own and name in inputs:
+    for name, default in zip(outputs, returned, strict=True):
+        if name != default and name in inputs:
             raise OnnxOptionError(f"output_names has {name!r}, which is an input")
     return inputs, outputs
 
 
-def _without_metadata(model: ir.Model) -> None:
-    parts: list[Any] = [model.graph, *model.functions.values()]
-    for part in parts:
-        for node in ir.traversal.RecursiveGraphIterator(part):
-            node.metadata_props.clear()
-
-
-def _is_plugin(function: Function, plugins: Sequence[OutlineTarget]) -> bool:
+def _is_plugin(plugins: Sequence[OutlineTarget], function: Function) -> bool:
     """Whether `plugins=` names all calls of a function. Raises OnnxOptionError where it names only some."""
     named = [any(is_named(call, target) for target in plugins) for call in function.calls]
-    if any(named) and not all(named):
+    if len(set(named)) > 1:
         one, other = (function.calls[named.index(which)].fqn for which in (True, False))
         raise OnnxOptionError(
             f"{one} and {other} are equal layers with one function, and plugins= names the first alone: name both"
@@ -318,25 +305,24 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttrib
 
     A call in a function's body has those that are equal in all calls of modules of the class.
     """
-    attributes_of, calls = read_attributes(attributes), {call.position: call for call in main.calls}
+    attributes_of = read_attributes(attributes)
+    calls: dict[int | None, ModuleCall] = {call.position: call for call in main.calls}
 
     def of(subgraph: Subgraph, site: CallSite, needed: Container[str]) -> dict[str, Any]:
-        position = call_position(site.node)
-        assert position is not None
-        call = calls[position]
-        found = attributes_of(call)
-        if subgraph.function is not None and found:
+        call = calls[call_position(site.node)]
+        values = attributes_of(call)
+        if subgraph.function is not None and values:
             others = [attributes_of(c) for c in flat.calls if c.module_type is call.module_type]
-            found = {n: v for n, v in found.items() if n in needed or all(_is_equal(o.get(n), v) for o in others)}
-        return {n: onnx_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in found.items()}
+            values = {n: v for n, v in values.items() if n in needed or all(_is_equal(o.get(n), v) for o in others)}
+        return {n: onnx_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
 
     return of
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return bool(a == b)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b)
 
 
 def refuse_changing_numbers(program: TracedProgram) -> None:
@@ -383,7 +369,7 @@ def write(
     with building():
         exported = export(program, options, say)
         if not options.metadata:
-            _without_metadata(exported.model)
+            ClearMetadataAndDocStringPass()(exported.model)
     exported.error = verify(exported, program, say) if verified else None
     if path is not None:
         say(f"writing {os.fspath(path)}")

@@ -26,10 +26,10 @@ from scopetrace.program.traced import TracedProgram
 def outlined_layers(program: TracedProgram) -> OutlinedTrace | None:
     """The program with its repeated layers as functions; None where it has none."""
     try:
-        found = outline_calls(program, [OUTERMOST])
+        outlined = outline_calls(program, [OUTERMOST])
     except OutlineError:
         return None
-    return found if found.functions else None
+    return outlined if outlined.functions else None
 
 
 def flatten(

@@ -78,20 +78,19 @@ def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
     """`aten.cumprod`, for which ONNX has an op from opset 26 on: a Scan that multiplies."""
     rank = len(self.shape)
     wanted = ir.DataType(dtype) if dtype != -1 else ir.DataType.INT64 if self.dtype.is_integer() else self.dtype
-    given: Any = op.Cast(self, to=wanted)
+    factors: Any = op.Cast(self, to=wanted)
     if not rank or 0 in self.shape:  # ONNX Runtime (1.31) aborts at a Scan of an empty tensor
-        return given
+        return factors
     dim %= rank
     others = op.Concat(op.Shape(self, start=0, end=dim), op.Shape(self, start=dim + 1), axis=0)
-    one: Any = op.Constant(value_int=1)
-    ones = op.Expand(op.CastLike(one, given), others)
+    ones = op.Expand(op.CastLike(_int(1), factors), others)
     product, factor = (ir.Value(name=name, type=ir.TensorType(wanted)) for name in ("product", "factor"))
     nodes = [node := ir.node("Mul", [product, factor]), ir.node("Identity", node.outputs)]
     outputs = [node.outputs[0] for node in nodes]
     for name, value in zip(("new_product", "result"), outputs, strict=True):
         value.name, value.type = name, product.type
     body = ir.Graph([product, factor], outputs, nodes=nodes, name="multiply")
-    return scan(ones, given, body, dim)
+    return scan(ones, factors, body, dim)
 
 
 def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
@@ -123,9 +122,9 @@ def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> An
 
 def _cast(x: Any, to: ir.DataType) -> Any:
     """`Cast`, with the type and shape of the result."""
-    found: Any = op.Cast(x, to=to)
-    found.type, found.shape = ir.TensorType(to), x.shape
-    return found
+    result: Any = op.Cast(x, to=to)
+    result.type, result.shape = ir.TensorType(to), x.shape
+    return result
 
 
 def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: int = -1) -> Any:
@@ -139,9 +138,7 @@ def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dt
     ends: Any = op.Cast(offs, to=ir.DataType.INT64)
     wanted = ir.DataType(out_dtype) if out_dtype != -1 else x.dtype
     rows, columns = op.Shape(x, start=0, end=1), op.Shape(weights, start=2, end=3)
-    zero: Any = op.Constant(value_ints=[0])
-    nothing: Any = op.Constant(value_float=0.0)
-    nothing = op.CastLike(nothing, x)
+    zero, nothing = _ints(0), op.CastLike(_int(0), x)
     none = op.Expand(nothing, op.Concat(zero, columns, axis=0))
 
     number = ir.TensorType(ir.DataType.INT64)
@@ -158,15 +155,16 @@ def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dt
         axis := ir.node("Constant", [], attributes={"value_ints": [0]}),
         one := ir.node("Unsqueeze", [step, axis.outputs[0]]),
         end := ir.node("Gather", [ends, one.outputs[0]], attributes={"axis": 0}),
-        own := ir.node("Slice", [x, start, end.outputs[0], axis.outputs[0]]),
+        part := ir.node("Slice", [x, start, end.outputs[0], axis.outputs[0]]),
         weight := ir.node("Gather", [weights, step], attributes={"axis": 0}),
-        product := ir.node("MatMul", [own.outputs[0], weight.outputs[0]]),
+        product := ir.node("MatMul", [part.outputs[0], weight.outputs[0]]),
         more := ir.node("Concat", [done, product.outputs[0]], attributes={"axis": 0}),
         goes := ir.node("Identity", [going]),
     ]
-    for node, kind in ((goes, going.type), (end, number), (more, done.type)):
-        node.outputs[0].type = kind
-    body = ir.Graph([step, going, start, done], [n.outputs[0] for n in (goes, end, more)], nodes=nodes, name="expert")
+    outputs = [node.outputs[0] for node in (goes, end, more)]
+    for output, like in zip(outputs, (going, start, done), strict=True):
+        output.type = like.type
+    body = ir.Graph([step, going, start, done], outputs, nodes=nodes, name="expert")
     for node in nodes:
         node.outputs[0].name = f"{node.op_type.lower()}_of_expert"
     count = op.Squeeze(op.Shape(weights, start=0, end=1), zero)

@@ -8,8 +8,9 @@ since the body serves every call. Dynamic sizes have the names of their `Dim`s.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -36,15 +37,13 @@ class Unique:
     def __init__(self, first: int = 1) -> None:
         self._first = first
         self._taken: set[str] = set()
-        self._next: dict[str, int] = {}
+        self._counters: dict[str, Iterator[int]] = {}
 
     def __call__(self, wanted: str) -> str:
         """The wanted name, with a number where it is taken."""
         name = wanted
         while name in self._taken:
-            count = self._next.get(wanted, self._first)
-            self._next[wanted] = count + 1
-            name = f"{wanted}_{count}"
+            name = f"{wanted}_{next(self._counters.setdefault(wanted, itertools.count(self._first)))}"
         self._taken.add(name)
         return name
 
@@ -56,8 +55,7 @@ TAKEN_FOR_OPS = frozenset({"Add", "Div", "Gather", "Mul", "Sub"})
 class FunctionNames:
     """Domains and names of functions, `domain::Name`. Distinct functions of one class are `Name`, `Name_2`, …
 
-    Args:
-        chosen: the names given to classes, which also hold for classes derived from them.
+    `chosen` has the names that users chose for classes, which also hold for classes derived from them.
     """
 
     def __init__(self, chosen: Mapping[type, str]) -> None:
@@ -67,10 +65,9 @@ class FunctionNames:
     def base(self, function: Function) -> str:
         """The name without a number."""
         bases = () if function.module_type is None else function.module_type.__mro__
-        own = f"{function.domain}::{_class_name(function)}"
-        if own.partition("::")[2] in TAKEN_FOR_OPS:
-            own += "Module"
-        return next((self._chosen[base] for base in bases if base in self._chosen), own)
+        name = _class_name(function)
+        default = f"{function.domain}::{name}" + ("Module" if name in TAKEN_FOR_OPS else "")
+        return next((self._chosen[base] for base in bases if base in self._chosen), default)
 
     def take(self, function: Function) -> tuple[str, str]:
         """Domain and name of a new function, with a number where they are taken."""
@@ -88,15 +85,14 @@ class Labels:
         """Set names and metadata of the nodes of a subgraph."""
         unique = Unique()
         home = Home.of(subgraph.function)
-        moved = [Home.of(site.function, site.scope, site.fqn) for site in subgraph.sites]
-        for node in ir.traversal.RecursiveGraphIterator(graph):
-            is_call = SCOPE in node.metadata_props
-            if not is_call:
-                source, site = self._source(node), node.metadata_props.get(SITE)
-                here = home if site is None else moved[int(site)]
-                label(node, here, source, node.op_type if source is None else str(source.target))
-            scope = node.metadata_props[SCOPE]
-            node.name = unique(scope if is_call else f"{scope}/{node.op_type}")
+        moved = {str(i): Home.of(site.function, site.scope, site.fqn) for i, site in enumerate(subgraph.sites)}
+        for node in graph.all_nodes():
+            if SCOPE in node.metadata_props:  # a call
+                node.name = unique(node.metadata_props[SCOPE])
+                continue
+            source, site = self._source(node), node.metadata_props.get(SITE, "")
+            label(node, moved.get(site, home), source, node.op_type if source is None else str(source.target))
+            node.name = unique(f"{node.metadata_props[SCOPE]}/{node.op_type}")
 
     def _source(self, node: ir.Node) -> torch.fx.Node | None:
         scopes = node.metadata_props.get(_KEY + "name_scopes")
@@ -111,8 +107,8 @@ class Labels:
     ) -> None:
         """Set the names of inputs and outputs, and different ones for all other values; names in `kept` stay."""
         wanted = dict(zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True))
-        made = [v for node in ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
-        for value in (*made, *graph.initializers.values()):
+        computed = [v for node in graph.all_nodes() for v in node.outputs]
+        for value in (*computed, *graph.initializers.values()):
             wanted.setdefault(value, str(value.name) if value.name in kept else _stem(value))
         ir.convenience.rename_values(list(wanted), list(map(Unique(), wanted.values())))
 
@@ -163,12 +159,8 @@ class Home:
         if not self.fqn:
             return entries
         inner = [(fqn, cls) for fqn, cls in entries if fqn == self.fqn or fqn.startswith(self.fqn + ".")]
-        if not self.new_fqn:
-            return [(fqn[len(self.fqn) + 1 :], cls) for fqn, cls in inner]
-        return [
-            *(e for e in entries if e not in inner),
-            *((self.new_fqn + fqn[len(self.fqn) :], c) for fqn, c in inner),
-        ]
+        outer = [entry for entry in entries if self.new_fqn and entry not in inner]
+        return [*outer, *(((self.new_fqn + fqn[len(self.fqn) :]).lstrip("."), cls) for fqn, cls in inner)]
 
 
 def label(node: ir.Node, home: Home, source: torch.fx.Node | None, target: str) -> None:
@@ -193,16 +185,15 @@ def output_names(outputs: Sequence[FunctionOutput]) -> list[str]:
 _NAME = re.compile(r"[^\W\d]\w*")
 
 
-def forget_sizes_made_inside(body: ir.Graph) -> None:
+def forget_inner_sizes(body: ir.Graph) -> None:
     """Remove symbolic sizes from a body that its inputs do not have: data-dependent ones differ from call to call.
 
     A runtime that inlines the calls would take what has one name for one size.
     """
     known = {name for value in body.inputs for dim in value.shape or () for name in _names_in(dim)}
-    for node in ir.traversal.RecursiveGraphIterator(body):
-        for value in node.outputs:
-            if value.shape is not None:
-                value.shape = ir.Shape([dim if known.issuperset(_names_in(dim)) else None for dim in value.shape])
+    for value in (output for node in body.all_nodes() for output in node.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([dim if known.issuperset(_names_in(dim)) else None for dim in value.shape])
 
 
 def _names_in(dim: Any) -> list[str]:

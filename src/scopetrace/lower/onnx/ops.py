@@ -2,9 +2,8 @@
 
 Data flow:
     onnxscript functions in `custom_translation_table=`, and ops among `functions=` and `plugins=`
-    -> a schema of the call: tensors are inputs, numbers and strings attributes (of the script or the op)
-    -> the table for torch.onnx, whose entries make one node each
-    -> the functions with those that they call: inlined after the translation, kept in the file, or left out of it
+    -> the table for torch.onnx: forms that make one node, whose attributes are the numbers and strings of the op
+    -> the functions with those that they call -> inlined after the translation, kept in the file, or left out of it
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any, TypeGuard
 
 import onnx_ir as ir
 import onnxscript
-from onnx.defs import OpSchema, get_schema
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass
 
-from scopetrace._compat.ops import CustomOpDef, OpOverload, OpOverloadPacket, is_op, schema_of
+from scopetrace._compat.onnx import call_op
+from scopetrace._compat.ops import Argument, CustomOpDef, OpOverload, OpOverloadPacket, is_op, schema_of
 from scopetrace.errors import OnnxOptionError
 from scopetrace.lower.onnx import Table, Targets
 
@@ -65,11 +64,12 @@ class OpFunctions:
     @classmethod
     def of(cls, functions: Names, plugins: Names, table: Table | None) -> OpFunctions:
         """For the ops that `functions=` and `plugins=` name. Raises OnnxOptionError."""
-        found = cls(dict(table or {}))
-        scripts: dict[Any, Script] = {op: form for op, form in found.table.items() if _is_script(form)}
+        result = cls(dict(table or {}))
+        scripts: dict[Any, Script] = {op: form for op, form in result.table.items() if _is_script(form)}
         for op, name in plugins.items():
             if name is not None:
-                found.name_plugin(op, name)
+                result.table[op] = _plugin_form(op, name)
+                result.without_form.append(name)
             elif op not in scripts:
                 raise OnnxOptionError(f"plugins: {op} needs a name: plugins={{op: 'my.domain::Name'}}")
         for op, name in functions.items():
@@ -83,116 +83,98 @@ class OpFunctions:
                 )
         for op, script in scripts.items():
             if plugins.get(op) is None:
-                kept = found.functions if op in functions else found.plugins if op in plugins else found.inlined
-                found.add(op, script, kept)
-        return found
+                result.table[op] = _script_form(script)
+                kept = result.functions if op in functions else result.plugins if op in plugins else result.inlined
+                scripts_of_op = [script, *script.function_ir.get_called_functions().values()]
+                by_identifier = {f.identifier(): f for f in map(_deserialized, scripts_of_op)}
+                kept += [f for name, f in by_identifier.items() if name not in {k.identifier() for k in kept}]
+        return result
 
     def finish(self, model: ir.Model) -> None:
         """Inline the functions that are not kept in a translated model, and forget those that it does not call.
 
         Raises OnnxOptionError where one is written in another opset than that of the model.
         """
-        every, version = (*self.inlined, *self.functions, *self.plugins), model.opset_imports.get("")
-        model.functions.update({f.identifier(): f for f in every})
+        version = model.opset_imports.get("")
+        model.functions.update({f.identifier(): f for f in (*self.inlined, *self.functions, *self.plugins)})
         RemoveUnusedFunctionsPass()(model)
         for function in model.functions.values():
-            own = function.opset_imports.get("", version)
-            if own != version:
+            written_in = function.opset_imports.get("", version)
+            if written_in != version:
                 raise OnnxOptionError(
-                    f"{function.domain}::{function.name} is written in opset {own}, and the model has opset {version}: "
-                    f"write it with onnxscript.opset{version}, or opset_version={own}"
+                    f"{function.domain}::{function.name} is written in opset {written_in}, and the model has opset "
+                    f"{version}: write it with onnxscript.opset{version}, or opset_version={written_in}"
                 )
         for kept in (self.functions, self.plugins):
             kept[:] = [f for f in kept if model.functions.pop(f.identifier(), None) is not None]
         InlinePass()(model)
-
-    def name_plugin(self, op: Any, name: str) -> None:
-        """Make a plugin of an op without a known function."""
-        domain, separator, own = name.partition("::")
-        if not separator:
-            raise OnnxOptionError(f"plugins: {name!r} is no name of a plugin; write 'my.domain::{name}'")
-        self.without_form.append(name)
-        parameters = [argument.name for argument in schema_of(op).arguments]
-        self.table[op] = _caller(_schema_of_op(op, domain, own), parameters)
-
-    def add(self, op: Any, script: Script, into: list[ir.Function]) -> None:
-        """Make a function of an op, and of all that it calls."""
-        every = [script, *script.function_ir.get_called_functions().values()]
-        made = [ir.serde.deserialize_function(f.to_function_proto()) for f in every]
-        known = {f.identifier() for f in into}
-        into += [f for f in made if f.identifier() not in known]
-        self.table[op] = _caller(_schema_of_script(script), list(inspect.signature(script.function).parameters))
 
 
 def _is_script(form: Any) -> TypeGuard[Script]:
     return isinstance(form, onnxscript.OnnxFunction) and not form.traceable
 
 
-def _caller(schema: OpSchema, parameters: list[str]) -> Callable[..., Any]:
-    """A form for torch.onnx that makes a node of the schema, with defaults of attributes written out."""
-    op = onnxscript.values.Op(onnxscript.values.Opset(schema.domain, 1), schema.name, schema)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        return op(**{name: value for name, value in given.items() if value is not None})
-
-    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
-    )
-    return call
+def _deserialized(script: Any) -> ir.Function:
+    return ir.serde.deserialize_function(script.to_function_proto())
 
 
-def _schema_of_script(script: Script) -> OpSchema:
-    signature, inputs, attributes = script.op_signature, [], []
+def _script_form(script: Script) -> Callable[..., Any]:
+    """A form for torch.onnx that makes a node which calls the function of a script."""
+    signature, kinds, defaults = script.op_signature, dict[str, ir.AttributeType | None](), dict[str, Any]()
     assert signature is not None
     for parameter in signature.params:
-        if isinstance(parameter, ir.schemas.Parameter):
-            inputs.append((parameter.name, parameter.required))
-        elif parameter.default is None:
-            attributes.append(
-                OpSchema.Attribute(parameter.name, getattr(OpSchema.AttrType, parameter.type.name), required=True)
-            )
-        else:
-            attributes.append(OpSchema.Attribute(parameter.name, ir.serde.serialize_attribute(parameter.default)))
-    return _schema(signature.domain, signature.name, inputs, attributes, len(script.function_ir.outputs))
+        kinds[parameter.name] = parameter.type if isinstance(parameter, ir.schemas.AttributeParameter) else None
+        if isinstance(parameter, ir.schemas.AttributeParameter) and parameter.default is not None:
+            defaults[parameter.name] = parameter.default.value
+    return _form(signature.domain, signature.name, kinds, defaults, len(script.function_ir.outputs))
 
 
-def _schema_of_op(op: Any, domain: str, name: str) -> OpSchema:
-    inputs, attributes = [], []
-    for argument in schema_of(op).arguments:
-        kind = str(argument.type)
-        is_optional = kind.startswith("Optional[")
-        kind = kind.removeprefix("Optional[").removesuffix("]") if is_optional else kind
-        item = kind.removeprefix("List[").removesuffix("]")
-        if kind == "Tensor":
-            inputs.append((argument.name, not is_optional))
-        elif item in _KINDS:
-            attribute = getattr(OpSchema.AttrType, _KINDS[item] + ("S" if item != kind else ""))
-            if argument.default is None:
-                attributes.append(OpSchema.Attribute(argument.name, attribute, required=not is_optional))
-            else:
-                default = ir.convenience.convert_attribute(argument.name, argument.default)
-                attributes.append(OpSchema.Attribute(argument.name, ir.serde.serialize_attribute(default)))
-        else:
-            raise OnnxOptionError(
-                f"plugins: {op} takes {argument.name}, a {kind}: give it an onnxscript.script in "
-                "custom_translation_table="
-            )
-    return _schema(domain, name, inputs, attributes, len(schema_of(op).returns))
+def _plugin_form(op: Any, name: str) -> Callable[..., Any]:
+    """A form for torch.onnx that makes a node of a plugin, for an op without a known function."""
+    domain, separator, op_type = name.partition("::")
+    if not separator:
+        raise OnnxOptionError(f"plugins: {name!r} is no name of a plugin; write 'my.domain::{name}'")
+    schema = schema_of(op)
+    kinds = {argument.name: _attribute_type(op, argument) for argument in schema.arguments}
+    return _form(domain, op_type, kinds, {a.name: a.default for a in schema.arguments}, len(schema.returns))
 
 
-def _schema(domain: str, name: str, inputs: list[tuple[str, bool]], attributes: list[Any], outputs: int) -> OpSchema:
-    types = list(get_schema("Identity").type_constraints[0].allowed_type_strs)
-    options = OpSchema.FormalParameterOption
-    named = [(i, options.Single if is_needed else options.Optional) for i, is_needed in inputs]
-    named += [(f"output_{i}", options.Single) for i in range(outputs)]
-    parameters = [OpSchema.FormalParameter(n, f"T{i}", param_option=option) for i, (n, option) in enumerate(named)]
-    return OpSchema(
-        name,
-        domain,
-        1,
-        inputs=parameters[: len(inputs)],
-        outputs=parameters[len(inputs) :],
-        type_constraints=[(f"T{i}", types, "") for i in range(len(named))],
-        attributes=attributes,
+def _attribute_type(op: Any, argument: Argument) -> ir.AttributeType | None:
+    """The type of the attribute that an argument of an op becomes; None for a tensor, which is an input."""
+    kind = argument.type.removeprefix("Optional[").removesuffix("]") if "Optional" in argument.type else argument.type
+    item = kind.removeprefix("List[").removesuffix("]")
+    if kind == "Tensor":
+        return None
+    if item not in _KINDS:
+        raise OnnxOptionError(
+            f"plugins: {op} takes {argument.name}, a {kind}: give it an onnxscript.script in custom_translation_table="
+        )
+    return ir.AttributeType[_KINDS[item] + ("S" if item != kind else "")]
+
+
+def _form(
+    domain: str, op_type: str, kinds: Mapping[str, ir.AttributeType | None], defaults: Mapping[str, Any], outputs: int
+) -> Callable[..., Any]:
+    """A form that makes one node: attributes, of these types, with their defaults written out, and inputs, of None."""
+
+    def form(*args: Any, **kwargs: Any) -> Any:
+        operands = {**dict.fromkeys(kinds), **defaults, **dict(zip(kinds, args, strict=False)), **kwargs}
+        inputs = [_as_input(operands[name]) for name, kind in kinds.items() if kind is None]
+        attributes: dict[str, Any] = {
+            name: ir.convenience.convert_attribute(name, operands[name], kind)
+            for name, kind in kinds.items()
+            if kind is not None and operands[name] is not None
+        }
+        results = call_op(op_type, *inputs, _domain=domain, _num_outputs=outputs, **attributes)
+        results[0].producer().version = 1  # type: ignore[union-attr]
+        return results if outputs > 1 else results[0]
+
+    form.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in kinds]
     )
+    return form
+
+
+def _as_input(x: Any) -> Any:
+    constant: Any = onnxscript.opset18.Constant
+    return x if x is None or isinstance(x, ir.Value) else constant(value=ir.tensor(x))

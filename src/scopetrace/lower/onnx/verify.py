@@ -1,4 +1,4 @@
-"""Checks that an ONNX model is valid, makes the calls that the trace makes, and computes what the model computes.
+"""Checks that an ONNX model is valid and computes what the model computes.
 
 Data flow:
     tape -> random example inputs: the traced sizes, and others where sizes are dynamic
@@ -7,13 +7,13 @@ Data flow:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import math
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,7 @@ Size = Callable[[Any], int]
 
 @dataclasses.dataclass
 class Example:
-    """Inputs of a program.
-
-    Attributes:
-        tape: the program's tape.
-        size: the values of symbolic sizes.
-        tensors: one for each tensor input of the tape.
-    """
+    """Inputs of a program: values of symbolic sizes, and a tensor for each tensor input of the tape."""
 
     tape: ProgramTape
     size: Size
@@ -59,16 +53,11 @@ class Example:
         """The dynamic integers among the arguments."""
         return [self.size(n) for n in self.tape.numbers]
 
-    @property
-    def feed(self) -> list[torch.Tensor]:
-        """All inputs of the ONNX model in order, integers as tensors."""
-        return [*self.tensors, *map(torch.tensor, self.numbers)]
-
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) for the model."""
-        table = dict(zip(self.tape.inputs, self.tensors, strict=True))
+        tensors = dict(zip(self.tape.inputs, self.tensors, strict=True))
         args, kwargs = instantiate(
-            lambda x: table[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
+            lambda x: tensors[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
         )
         return args, kwargs
 
@@ -93,18 +82,16 @@ def _other_sizes(tape: ProgramTape) -> Size | None:
     changes: list[Callable[[int], int]] = [lambda n: n + 1, lambda n: 2 * n, lambda n: n - 1, lambda n: 3 * n]
     for change in changes:
         values = {s: change(int(tape.sizes.env.backed_var_to_val[s])) for s in tape.sizes.specs}
-        size = _sizes(values)
-        try:
-            made = _example(tape, 0, size)
-            tape.sizes.check(made.tensors, made.numbers)
-        except (InputMismatchError, RuntimeError):
-            continue
-        return size
+        size = functools.partial(_size_of, values)
+        with contextlib.suppress(InputMismatchError, RuntimeError):
+            inputs = _example(tape, 0, size)
+            tape.sizes.check(inputs.tensors, inputs.numbers)
+            return size
     return None
 
 
-def _sizes(values: dict[Any, int]) -> Size:
-    return lambda n: int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
+def _size_of(values: dict[Any, int], n: Any) -> int:
+    return int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
 
 
 def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
@@ -141,10 +128,9 @@ def _extent(value: Value, size: Size) -> int:
 
 def _elements(fake: torch.Tensor, length: int, random: torch.Generator) -> torch.Tensor:
     if fake.dtype.is_floating_point or fake.dtype.is_complex:
-        made = torch.randn(length, generator=random, dtype=torch.complex64 if fake.dtype.is_complex else torch.float32)
-    else:
-        made = torch.randint(0, 2, [length], generator=random)
-    return made.to(fake.dtype).to(fake.device)
+        dtype = torch.complex64 if fake.dtype.is_complex else torch.float32
+        return torch.randn(length, generator=random, dtype=dtype).to(fake.dtype).to(fake.device)
+    return torch.randint(0, 2, [length], generator=random).to(fake.dtype).to(fake.device)
 
 
 class Session:
@@ -165,19 +151,16 @@ class Session:
         names = [i.name for i in self._session.get_inputs()]
         feed = {name: _to_runtime(t) for name, t in zip(names, tensors, strict=True)}
         try:
-            found = self._session.run_with_ort_values(None, feed)
+            return list(map(_from_runtime, self._session.run_with_ort_values(None, feed)))
         except Exception as error:
             raise _refused(error) from error
-        return [_from_runtime(value) for value in found]
 
 
 def _refused(error: Exception) -> OnnxVerificationError:
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    instead = "; it has no kernel for this on the CPU: verify a float32 copy of the model" if _NO_KERNEL in said else ""
-    return OnnxVerificationError(f"ONNX Runtime: {said}{instead}")
-
-
-_NO_KERNEL = "NOT_IMPLEMENTED"
+    if "NOT_IMPLEMENTED" in said:
+        said += "; it has no kernel for this on the CPU: verify a float32 copy of the model"
+    return OnnxVerificationError(f"ONNX Runtime: {said}")
 
 
 _FLOAT8 = {
@@ -236,7 +219,6 @@ def verify(exported: Exported, program: TracedProgram, say: Callable[[str], None
     with tempfile.TemporaryDirectory() as folder:
         say("checking the file")
         modular, flat = _files(exported, Path(folder))
-        _check_calls(exported)
         return _Comparison(exported, program, modular, flat, say).run()
 
 
@@ -255,22 +237,6 @@ def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
     proto = onnx.load(folder / "modular.onnx", load_external_data=False)
     onnx.save(onnx.inliner.inline_local_functions(proto), folder / "flat.onnx")
     return folder / "modular.onnx", folder / "flat.onnx"
-
-
-def _check_calls(exported: Exported) -> None:
-    """Check that functions are called as often as the trace calls the modules of their class."""
-    written = exported.calls_in_file()
-    per_class: Counter[type | None] = Counter()
-    for key, count in written.items():
-        per_class[exported.classes[key]] += count
-    if per_class != exported.expected_calls:
-        raise OnnxVerificationError(
-            f"calls in the file: {_said(per_class)}; in the trace: {_said(exported.expected_calls)}"
-        )
-
-
-def _said(counts: Counter[type | None]) -> str:
-    return ", ".join(f"{getattr(cls, '__name__', cls)} ×{n}" for cls, n in sorted(counts.items(), key=str)) or "none"
 
 
 @dataclasses.dataclass
@@ -295,11 +261,10 @@ class _Comparison:
             except RuntimeError as error:  # as of a torch._check
                 refused = error
                 continue
-            feed = [*inputs.feed, *self.exported.given_weights]
-            found = modular.run(feed)
-            worst = max(worst, self._compare(f"inputs {i + 1}", inputs, expected, found))
+            results = modular.run(self._feed(inputs))
+            worst = max(worst, self._compare(f"inputs {i + 1}", inputs, expected, results))
             if not compared:
-                self._compare("the inlined file", inputs, found, flat.run(feed))
+                self._compare("the inlined file", inputs, results, flat.run(self._feed(inputs)))
             compared += 1
         if not compared and refused is not None:
             raise OnnxVerificationError(
@@ -312,12 +277,15 @@ class _Comparison:
             )
         return worst
 
+    def _feed(self, inputs: Example) -> list[torch.Tensor]:
+        """All inputs of the ONNX model in order, integers as tensors."""
+        return [*inputs.tensors, *map(torch.tensor, inputs.numbers), *self.exported.weight_inputs]
+
     def _goes_another_way(self, inputs: Example) -> bool:
         """Whether a specialization of the trace does not hold on these inputs."""
-        if not self.program.tape.specializations:
-            return False
         try:
-            run_once(self.program, inputs.tape, *inputs.arguments(), lambda result, given: None)
+            if self.program.tape.specializations:
+                run_once(self.program, inputs.tape, *inputs.arguments(), lambda result, tensors: None)
         except InputMismatchError:
             return True
         return False
@@ -325,8 +293,8 @@ class _Comparison:
     def _eager(self, inputs: Example, seed: int = 0) -> list[torch.Tensor]:
         model = self.program.model or self.program
         with torch.no_grad():
-            found: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
-        return found
+            results: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
+        return results
 
     def _read(self, result: Any, inputs: list[torch.Tensor]) -> list[Any]:
         values = self.exported.results.of_run(result, inputs, self.program.boundary.state.held)
@@ -334,12 +302,12 @@ class _Comparison:
         return [v.detach().clone() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in values]
 
     def _compare(
-        self, where: str, inputs: Example, expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
+        self, where: str, inputs: Example, expected: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> float:
         """The largest error. Raises OnnxVerificationError where it is too large."""
         worst = 0.0
         names = [value.name for value in self.exported.model.graph.outputs]
-        for name, a, b in zip(names, map(_plain, expected), map(_plain, found), strict=True):
+        for name, a, b in zip(names, map(_plain, expected), map(_plain, results), strict=True):
             if a.shape != b.shape or a.dtype != b.dtype:
                 raise OnnxVerificationError(
                     f"{where}: {name} is {b.dtype} {list(b.shape)}, and the model gives {a.dtype} {list(a.shape)}"
@@ -356,8 +324,8 @@ class _Comparison:
         runs = [list(map(_plain, self._eager(inputs, seed))) for seed in (0, 1)]
         if any(_error(a, b) for a, b in zip(*runs, strict=True)):
             return "; the model draws random numbers: trace it in eval mode"
-        found = map(_plain, Session(self.modular, optimized=False).run([*inputs.feed, *self.exported.given_weights]))
-        if all(_is_small(_error(a, b), a, self._limit) for a, b in zip(runs[0], found, strict=True)):
+        results = map(_plain, Session(self.modular, optimized=False).run(self._feed(inputs)))
+        if all(_is_small(_error(a, b), a, self._limit) for a, b in zip(runs[0], results, strict=True)):
             return (
                 "; the file is right, and so is ONNX Runtime without its graph optimizations, which make this error: "
                 "set graph_optimization_level=ORT_DISABLE_ALL in its SessionOptions"

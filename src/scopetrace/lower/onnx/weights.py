@@ -43,14 +43,13 @@ def chosen(names: Collection[str], wanted: WeightNames) -> set[str]:
         return set(names)
     if callable(wanted):
         return set(filter(wanted, names))
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in [wanted] if isinstance(wanted, str) else wanted or ():
-        matching = set(fnmatch.filter(names, pattern))
-        if not matching:
+        if not (matching := fnmatch.filter(names, pattern)):
             some = ", ".join(list(names)[:8])
             raise OnnxOptionError(f"weight_inputs: {pattern!r} matches no parameter or buffer; there are {some}, …")
-        found |= matching
-    return found
+        matches.update(matching)
+    return matches
 
 
 def attach(graph: ir.Graph, tensors: Mapping[ir.Value, torch.Tensor], stay_inputs: bool) -> None:
@@ -101,20 +100,20 @@ def save(
 
 def _set_references(values: Sequence[ir.Value], path: Path, limit: int | None) -> None:
     """Replace the data of initializers by the places in files that they will have."""
-    places: list[tuple[ir.Value, Any, int, int]] = []
+    places: list[tuple[ir.Value, int, int]] = []
     number, offset = 1, 0
     for value in values:
         assert value.const_value is not None
         length = value.const_value.nbytes
         if limit is not None and offset and offset + length > limit:
             number, offset = number + 1, 0
-        places.append((value, value.const_value, number, offset))
+        places.append((value, number, offset))
         offset += length
-    for value, tensor, at, offset in places:
+    for value, at, offset in places:
+        tensor: Any = value.const_value
         file = f"{path.name}.data" if number == 1 else f"{path.stem}-{at:05d}-of-{number:05d}{path.suffix}.data"
-        shape = ir.Shape(tuple(tensor.shape))
         value.const_value = ir.ExternalTensor(
-            file, offset, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name), base_dir=path.parent
+            file, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name), base_dir=path.parent
         )
 
 
@@ -148,10 +147,8 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
 
 
 def _write(file: BinaryIO, reference: ir.ExternalTensor, tensor: Any) -> None:
-    given, wanted = [(t.dtype, tuple(t.shape)) for t in (tensor, reference)]
-    if given != wanted:
-        raise OnnxOptionError(
-            f"{reference.name} is {given[0]}{list(given[1])}, and the file has {wanted[0]}{list(wanted[1])}"
-        )
+    new, old = [(t.dtype, tuple(t.shape)) for t in (tensor, reference)]
+    if new != old:
+        raise OnnxOptionError(f"{reference.name} is {new[0]}{list(new[1])}, and the file has {old[0]}{list(old[1])}")
     file.seek(reference.offset or 0)
     tensor.tofile(file)
