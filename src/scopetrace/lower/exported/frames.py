@@ -53,16 +53,16 @@ class ModuleCallFrame:
 def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
     """The frame of each call of the tape: its own, or that of a call around it."""
     count: collections.Counter[str] = collections.Counter()
-    found: dict[Call, ModuleCallFrame] = {}
+    frames: dict[Call, ModuleCallFrame] = {}
     for call in sorted(tape.calls, key=lambda c: c.position):
         if call.parent is None:
-            found[call] = ModuleCallFrame(call, "", 0, None)
+            frames[call] = ModuleCallFrame(call, "", 0, None)
             continue
-        around = found[call.parent]
+        around = frames[call.parent]
         prefix = f"{around.fqn}." if around.fqn else ""
         if call.fqn and call.fqn.startswith(prefix) and call.module_type is not None and call.raised is None:
-            found[call] = ModuleCallFrame(call, call.fqn, count[call.fqn], around)
+            frames[call] = ModuleCallFrame(call, call.fqn, count[call.fqn], around)
             count[call.fqn] += 1
         else:
-            found[call] = around
-    return found
+            frames[call] = around
+    return frames

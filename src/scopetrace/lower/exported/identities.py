@@ -29,10 +29,15 @@ class Identities:
 
     def __init__(self, tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> None:
         self._frames = frames
-        self._argument = dict(_identities(tape))
-        self._given = {
-            frames[call]: set(leaves(call.outputs, Value)) for call in tape.calls if frames[call].call is call
+        self._argument = {
+            op.outputs: value
+            for op in tape.ops
+            if op.kind == "call_function" and isinstance(op.outputs, Value)
+            for value in op.inputs()[:1]
+            if op.outputs.fake is value.fake
         }
+        calls = [call for call in tape.calls if frames[call].call is call]
+        self._results = {frames[call]: set(leaves(call.outputs, Value)) for call in calls}
 
     def seen_from(self, frame: ModuleCallFrame, x: Any) -> Any:
         """What ops in `frame` read for the values in a structure."""
@@ -42,7 +47,7 @@ class Identities:
         around = set(frame.chain())
         while value in self._argument and value.op.call is not None:
             left = [f for f in self._frames[value.op.call].chain() if f not in around]
-            if all(value in self._given[f] for f in left):
+            if all(value in self._results[f] for f in left):
                 break
             value = self._argument[value]
         return value
@@ -61,14 +66,6 @@ class Identities:
             return op
         values = {v: self._value(self._frames[op.call], v) for v in read}
         return op.replace(args=renamed(op.args, values), kwargs=renamed(op.kwargs, values))
-
-
-def _identities(tape: FunctionalTape) -> Iterator[tuple[Value, Value]]:
-    for op in tape.ops:
-        if op.kind == "call_function" and isinstance(op.outputs, Value):
-            for value in op.inputs()[:1]:
-                if op.outputs.fake is value.fake:
-                    yield op.outputs, value
 
 
 def casts(tape: FunctionalTape) -> Iterator[tuple[int, Value]]:

@@ -38,10 +38,10 @@ def _is_cast(op: Op) -> bool:
 
 
 def _uncast(op: Op, source: dict[Value, Value]) -> Op:
-    now: dict[Any, Any] = {body: without_casts(body) for body in op.bodies()}
+    new: dict[Any, Any] = {body: without_casts(body) for body in op.bodies()}
     if op.autocast is not None and op.autocast.casts and not _is_cast(op):
-        now |= {v: source[v] for v in op.inputs() if v in source}
-    return op.replace(args=renamed(op.args, now), kwargs=renamed(op.kwargs, now)) if now else op
+        new |= {v: source[v] for v in op.inputs() if v in source}
+    return op.replace(args=renamed(op.args, new), kwargs=renamed(op.kwargs, new)) if new else op
 
 
 def switch_modes(program: FxLowering) -> None:

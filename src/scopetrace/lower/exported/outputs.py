@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, OutputSpec
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.symbols import Symbolic
@@ -76,7 +76,7 @@ class Outputs(ResultNodes):
 
     def _find_changes(self) -> dict[Any, _Change]:
         """By GraphInput or StateRef, the changes, in the order of the placeholders."""
-        found: dict[Any, _Change] = {}
+        changes: dict[Any, _Change] = {}
         for update in self._write_back.updates:
             if not isinstance(update, CopyInto) or isinstance(update.target, ViewOf):
                 raise ExportError(
@@ -84,13 +84,13 @@ class Outputs(ResultNodes):
                     module=self._tape.root.path,
                     hint="an ExportedProgram can only give it new values: let the model return a new tensor",
                 )
-            found[update.target] = self._change(update.target, self.values[update.value.index])
-            self.now[update.target] = found[update.target].value
+            changes[update.target] = self._change(update.target, self.values[update.value.index])
+            self.now[update.target] = changes[update.target].value
         for write in self._tape.attribute_writes:
             name = f"{write.fqn}.{write.name}" if write.fqn else write.name
             change = self._binding(name, self.lower(write.value)) if name in self._state else None
             if change is not None:
-                found[StateRef(name)] = change
+                changes[StateRef(name)] = change
                 self._bound.add(self._storage(change.placeholder))
             else:
                 text = (
@@ -98,7 +98,7 @@ class Outputs(ResultNodes):
                 )
                 warnings.warn(f"{text}: register it as a buffer, or return the tensor", SideEffectWarning, stacklevel=6)
         order = {node: i for i, node in enumerate(self._graph.nodes)}
-        return dict(sorted(found.items(), key=lambda item: order[item[1].placeholder]))
+        return dict(sorted(changes.items(), key=lambda item: order[item[1].placeholder]))
 
     def _change(self, target: GraphInput | StateRef, value: torch.fx.Node) -> _Change:
         if isinstance(target, GraphInput):
@@ -165,8 +165,8 @@ class Outputs(ResultNodes):
     # ---------------------------------------------------------------- results
 
     def _flat_results(self) -> tuple[list[tuple[str, Any]], Any]:
-        found = iter(self.all_results(self._write_back))
-        out = map_structure(lambda _: next(found), self._tape.outputs, (Value, *Symbolic))
+        results = iter(self.all_results(self._write_back))
+        out = map_structure(lambda _: next(results), self._tape.outputs, (Value, *Symbolic))
         flat, spec = pytree.tree_flatten_with_path(out)
         return [(pytree.keystr(path), leaf) for path, leaf in flat], spec
 
@@ -181,13 +181,11 @@ class Outputs(ResultNodes):
         return self.copied(node) if self._storage(node) in self._bound else node
 
     def _argument(self, path: str, x: Any) -> Any:
-        found = argument_of(x)
-        if found is None:
+        spec = argument_of(x)
+        if spec is None:
             raise ExportError(
                 f"the result{path} is a {container_type(x).__name__}, which is no tensor, number, text or None",
                 module=self._tape.root.path,
                 hint="register its class with torch.utils._pytree.register_pytree_node, or do not return it",
             )
-        if isinstance(found, ConstantArgument):
-            found.name = ""
-        return found
+        return spec

@@ -83,10 +83,10 @@ def _build(
     if modes:
         switch_modes(program)
     names = argument_names(forward, len(tape.args[0]))
-    given, in_spec = flat_arguments(marked, names)
-    tensors = states(tape, frames, program.graph, given)
+    arguments, in_spec = flat_arguments(marked, names)
+    tensors = states(tape, frames, program.graph, arguments)
     refuse_names([n for n, s in tensors.items() if s.kind is not InputKind.USER_INPUT], tape.root.path)
-    lifted = Lifted(program, marked, tensors, given)
+    lifted = Lifted(program, marked, tensors, arguments)
     outputs = Outputs(program, marked, lifted)
     _share_regions(program)
     for lowered in program.walk():
@@ -96,8 +96,8 @@ def _build(
         _drop_replaced_symbols(lowered.graph, tape.shape_env)
         _name_functions(lowered.graph)
     place = place_nodes(program.graph, frames)
-    own = [f for c, f in frames.items() if f.call is c]
-    calls = ModuleCalls(place, own, chosen, identities, lifted.lower, outputs.buffers)
+    framed = [f for c, f in frames.items() if f.call is c]
+    calls = ModuleCalls(place, framed, chosen, identities, lifted.lower, outputs.buffers)
     for lowered in program.walk():
         leave_custom_to_users(lowered.graph)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
@@ -212,9 +212,9 @@ def _sort_operands(lowered: FxLowering) -> None:
             node.args = (pred, *branches, tuple([operands[i] for i in order]))
             for branch in branches:
                 graph = lowered.bodies[branch.target].graph
-                given = graph.find_nodes(op="placeholder")
+                placeholders = graph.find_nodes(op="placeholder")
                 for i in reversed(order):
-                    next(iter(graph.nodes)).prepend(given[i])
+                    next(iter(graph.nodes)).prepend(placeholders[i])
 
 
 def _name_functions(graph: torch.fx.Graph) -> None:
