@@ -21,8 +21,8 @@ import torch
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.containers.structure import leaves
-from scopetrace.distributed.classes import Classes, read_classes
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
+from scopetrace.distributed.groups import Classes, read_classes
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, columns
 from scopetrace.ir.tape import Call, Op, ProgramTape, Value

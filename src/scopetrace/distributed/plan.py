@@ -17,14 +17,7 @@ import torch
 
 from scopetrace.distributed.agreement import check_groups, check_order
 from scopetrace.distributed.groups import ROOT, Group, Grouping, contains, disjoint, first_call
-from scopetrace.distributed.schedule import (
-    BackwardEvent,
-    BackwardSchedule,
-    Pass,
-    Schedule,
-    backward_events,
-    forward_schedule,
-)
+from scopetrace.distributed.schedule import BackwardEvent, Pass, Schedule, backward_events, backward_gathers
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns
 from scopetrace.ir.registered import Registered
@@ -77,7 +70,7 @@ class Plan(Printed):
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The simulation of one forward under this plan."""
-        return forward_schedule(self.order, self._grouping, {g.modules: g.forward_prefetch for g in self.groups})
+        return Schedule(self.order, self._grouping, {g.modules: g.forward_prefetch for g in self.groups})
 
     @functools.cached_property
     def passes(self) -> list[Pass]:
@@ -98,7 +91,7 @@ class Plan(Printed):
         """
         holding = {g.modules for g in self.groups if g.params}
         lists = ({g.modules: g.prefetch[i] for g in self.groups} for i in range(2))
-        backward = BackwardSchedule(self.backward_events, self.passes, *lists).gathers
+        backward = backward_gathers(self.backward_events, self.passes, *lists)
         return [(g, at) for g, at in self.schedule.gathers if g in holding], backward
 
     @property
@@ -165,10 +158,12 @@ class Plan(Printed):
         numbers = {g.modules: str(i) for i, g in enumerate(self.groups)}
         rows = [("group", "modules", "parameters", "bytes", "forward prefetch", "backward prefetch")]
         for i, group in enumerate(self.groups):
-            ahead, back = (" ".join(numbers[g] for g in found) or "-" for found in group.prefetch)
+            ahead, back = (" ".join(map(numbers.__getitem__, groups)) or "-" for groups in group.prefetch)
             rows.append((str(i), _text(group.modules), str(len(group.params)), amount(group.nbytes, "B"), ahead, back))
-        gathers = (("forward", self.forward_gathers), ("backward", self.backward_gathers))
-        lines = [f"all-gathers, {when}: {' '.join(numbers[g] for g in found) or 'none'}" for when, found in gathers]
+        lines = [
+            f"all-gathers, {when}: {' '.join(numbers[group] for group, _ in gathers) or 'none'}"
+            for when, gathers in zip(("forward", "backward"), self.gathers, strict=True)
+        ]
         return "\n".join([columns(rows), "", *lines])
 
     def __repr__(self) -> str:
@@ -199,23 +194,23 @@ def call_of(model: torch.nn.Module, order: ExecutionOrder) -> int:
     """The index of the one call of a model; 0 where the model itself was traced, or another one. Raises PlanError."""
     names = _names(Model(model).registered())
     kind = type(model).__name__
-    found = [i for i, call in enumerate(order.calls) if call.fqn and call.type_name == kind]
-    found = [i for i in found if _names(order.registered.within(order.calls[i].fqn or "")) == names]
-    if len(found) > 1:
-        raise PlanError(f"the traced function calls a {kind} like this one {len(found)} times: trace one with one call")
-    return found[0] if found and _names(order.registered) != names else 0
+    calls = [(i, call.fqn) for i, call in enumerate(order.calls) if call.fqn and call.type_name == kind]
+    equal = [i for i, fqn in calls if _names(order.registered.within(fqn)) == names]
+    if len(equal) > 1:
+        raise PlanError(f"the traced function calls a {kind} like this one {len(equal)} times: trace one with one call")
+    return equal[0] if equal and _names(order.registered) != names else 0
 
 
 def _names(registered: Registered) -> list[list[tuple[str, ...]]]:
-    return [[x.names for x in found.values()] for found in (registered.modules, registered.params)]
+    return [[x.names for x in entries.values()] for entries in (registered.modules, registered.params)]
 
 
 def _refuse_use_outside(order: ExecutionOrder, number: int) -> None:
     fqn = order.calls[number].fqn or ""
-    own = order.registered.inside(fqn)
+    params = order.registered.inside(fqn)
     inside = range(number, number + len(order.of_call(number).calls))
     for step in order.steps:
-        used = [name for name in step.params if name in own]
+        used = [name for name in step.params if name in params]
         if used and step.call not in inside:
             raise PlanError(f"{used[0]} is used outside of the call of {fqn}, where it is not gathered: use it inside")
 
@@ -231,11 +226,10 @@ def refuse_sharded(model: torch.nn.Module) -> None:
 
 def refuse_another_model(model: torch.nn.Module, order: ExecutionOrder, ignored: Sequence[str], what: str) -> None:
     """Raise PlanError for a model whose modules or parameters, ignored ones aside, are not those of an order."""
-    now = Model(model).registered().without(ignored)
-    for kind, mine, theirs in (
-        ("module", order.registered.modules, now.modules),
-        ("parameter", order.registered.params, now.params),
-    ):
-        if [entry.names for entry in mine.values()] != [entry.names for entry in theirs.values()]:
-            other = sorted(set(mine) ^ set(theirs))
+    current = Model(model).registered().without(ignored)
+    for kind in ("module", "parameter"):
+        attribute = "modules" if kind == "module" else "params"
+        traced, present = getattr(order.registered, attribute), getattr(current, attribute)
+        if [entry.names for entry in traced.values()] != [entry.names for entry in present.values()]:
+            other = sorted(set(traced) ^ set(present))
             raise PlanError(f"{what} ({kind} {other[0]!r} is not in both)" if other else f"{what} ({kind}s differ)")

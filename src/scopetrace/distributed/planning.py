@@ -8,10 +8,19 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch.utils import _pytree as pytree
 
-from scopetrace.distributed.classes import Classes, read_classes
-from scopetrace.distributed.groups import ROOT, Group, Grouping, by_bytes, by_classes, first_call, without_ties
+from scopetrace.distributed.groups import (
+    ROOT,
+    Classes,
+    Group,
+    Grouping,
+    by_bytes,
+    by_classes,
+    first_call,
+    read_classes,
+    without_ties,
+)
 from scopetrace.distributed.plan import Plan, ShardGroup, order_of, refuse_another_model, refuse_sharded
-from scopetrace.distributed.schedule import Pass, backward_events, forward_schedule
+from scopetrace.distributed.schedule import Pass, Schedule, backward_events
 from scopetrace.errors import PlanError
 from scopetrace.order.execution import ExecutionOrder
 
@@ -132,7 +141,7 @@ def _refuse_dtypes(model: torch.nn.Module, groups: Iterable[ShardGroup]) -> None
 def _joined(order: ExecutionOrder, grouping: Grouping) -> Grouping:
     """The grouping with groups merged whose parameters must be gathered together."""
     grouping = without_ties(grouping)
-    while (missing := forward_schedule(order, grouping, {}).missing) is not None:
+    while (missing := Schedule(order, grouping, {}).missing) is not None:
         grouping = without_ties(grouping.merged(*missing))
     first = first_call(order)
     return Grouping(tuple(tuple(sorted(g, key=first.__getitem__)) for g in grouping.groups), order.registered)
@@ -140,7 +149,7 @@ def _joined(order: ExecutionOrder, grouping: Grouping) -> Grouping:
 
 def _groups(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, prefetch: int) -> tuple[ShardGroup, ...]:
     params = _payload(model, grouping)
-    schedule = forward_schedule(order, grouping, {})
+    schedule = Schedule(order, grouping, {})
     by_start = [p.group for p in sorted(schedule.passes, key=lambda p: p.start) if params[p.group] or p.group == ROOT]
     begun = [e for e in backward_events(order, grouping, schedule.passes) if e.kind == "result"]
     _refuse_ungathered(order, grouping, [p for i, p in enumerate(schedule.passes) if all(e.number != i for e in begun)])
