@@ -14,20 +14,18 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Iterator
 from typing import IO, Any
 
 import torch
 
 _PREFIX = "scopetrace/"
-_CHUNK = 1 << 20
 
 
 class ArchiveWriter:
-    """Writes entries one after the other. The archive is complete after `close`."""
+    """Writes entries one after the other."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+    def __init__(self, entries: zipfile.ZipFile) -> None:
+        self._zip = entries
 
     def add(self, name: str, data: bytes | memoryview) -> None:
         """Write an entry. `data` is not copied."""
@@ -41,12 +39,8 @@ class ArchiveWriter:
 
     def add_storage(self, name: str, storage: torch.UntypedStorage) -> None:
         """Write the bytes of a storage of any device."""
-        on_cpu = storage if storage.device.type == "cpu" else storage.cpu()
+        on_cpu = storage.cpu()
         self.add(name, _bytes_of(on_cpu))
-
-    def close(self) -> None:
-        """Write the table of entries."""
-        self._zip.close()
 
 
 class ArchiveReader:
@@ -74,14 +68,9 @@ class ArchiveReader:
 
     def storage(self, name: str) -> torch.UntypedStorage:
         """A new storage with the bytes of an entry. Raises KeyError where there is none."""
-        entry = self._entries[_PREFIX + name]
-        storage = torch.empty(entry.file_size, dtype=torch.uint8, device="cpu").untyped_storage()
-        with self._zip.open(entry) as file:
-            for part in _parts(_bytes_of(storage)):
-                if file.readinto(part) != len(part):  # type: ignore[attr-defined]  # typeshed has IO[bytes]
-                    raise ValueError(f"the entry {name} is too short")
-            if file.read(1):
-                raise ValueError(f"the entry {name} is too long")
+        data = self.read(name)
+        storage = torch.empty(len(data), dtype=torch.uint8, device="cpu").untyped_storage()
+        _bytes_of(storage)[:] = data
         return storage
 
 
@@ -108,12 +97,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
     if not count:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * count).from_address(storage.data_ptr())).cast("B")
-
-
-def _parts(view: memoryview) -> Iterator[memoryview]:
-    """Chunks, as a file makes a copy of what it is asked for."""
-    for start in range(0, len(view), _CHUNK):
-        yield view[start : start + _CHUNK]
 
 
 def _refuse_constant(name: str) -> Any:

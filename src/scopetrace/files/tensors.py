@@ -16,12 +16,8 @@ import torch
 from scopetrace._compat.tensors import id_of_storage
 from scopetrace.files.archive import ArchiveReader, ArchiveWriter, check_archive
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def can_hold(t: torch.Tensor) -> bool:
-    """Whether a file can have the tensor: it is of no subclass with a meaning of its own."""
-    return type(t) in _PLAIN
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The classes of tensors that a file can have: subclasses have a meaning of their own."""
 
 
 class TensorWriter:
@@ -85,10 +81,10 @@ class TensorReader:
     def _load(self, name: str) -> torch.Tensor:
         data = self._archive.read(name)
         check_archive(data)
-        found = torch.load(io.BytesIO(data), weights_only=True)
-        if not isinstance(found, torch.Tensor):
+        tensor = torch.load(io.BytesIO(data), weights_only=True)
+        if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is no tensor")
-        return found
+        return tensor
 
     def _view(self, row: dict[str, Any]) -> torch.Tensor:
         dtype, device = dtype_of(row["dtype"]), torch.device(row["device"])
@@ -113,10 +109,10 @@ class TensorReader:
 
 def dtype_of(name: Any) -> torch.dtype:
     """The dtype of a name such as `float32`. Raises ValueError for another one."""
-    found = getattr(torch, name) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of this torch")
-    return found
+    return dtype
 
 
 def whole_numbers(data: Any) -> list[int]:
