@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -47,7 +47,8 @@ class Grouping:
 
     def merged(self, one: Group, other: Group) -> Grouping:
         """The same with two groups merged, in the place of the later one."""
-        joined = tuple(_outermost(dict.fromkeys([*one, *other]), self.registered))
+        both = dict.fromkeys([*one, *other])
+        joined = tuple(m for m in both if not any(contains(self.registered, x, m) for x in both if x != m))
         kept = [g for g in self.groups if g not in (one, other)]
         at = max(self.groups.index(one), self.groups.index(other)) - 1
         return Grouping((*kept[:at], joined, *kept[at:]), self.registered)
@@ -58,12 +59,6 @@ def modules_around(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _outermost(modules: Collection[str], registered: Registered) -> Iterator[str]:
-    for module in modules:
-        if not any(contains(registered, other, module) for other in modules if other != module):
-            yield module
 
 
 def contains(registered: Registered, outer: str, inner: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -130,10 +131,10 @@ def _refuse_dtypes(model: torch.nn.Module, groups: Iterable[ShardGroup]) -> None
             if param.requires_grad:
                 first.setdefault(param.dtype, name)
         if len(first) > 1:
-            found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+            dtypes = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
             raise PlanError(
                 f"FSDP2 shards parameters of one dtype together, but in the group of {group.modules[0] or 'the root'} "
-                f"{found}: name the class of the modules that differ in classes= too, or the parameters in "
+                f"{dtypes}: name the class of the modules that differ in classes= too, or the parameters in "
                 "ignored_params="
             )
 
@@ -191,22 +192,22 @@ def _refuse_ungathered(order: ExecutionOrder, grouping: Grouping, passes: Sequen
 
 def followers(sequence: Sequence[Group], count: int) -> dict[Group, tuple[Group, ...]]:
     """For each group, the next `count` groups; none where they differ from run to run."""
-    found: dict[Group, set[tuple[Group, ...]]] = {}
+    runs: dict[Group, set[tuple[Group, ...]]] = {}
     for i, group in enumerate(sequence):
-        ahead: list[Group] = []
+        ahead: dict[Group, None] = {}
         for other in sequence[i + 1 :]:
             if len(ahead) == count or other == group:
                 break
-            if other != ROOT and other not in ahead:
-                ahead.append(other)
-        found.setdefault(group, set()).add(tuple(ahead))
-    return {group: next(iter(lists)) for group, lists in found.items() if len(lists) == 1}
+            if other != ROOT:
+                ahead[other] = None
+        runs.setdefault(group, set()).add(tuple(ahead))
+    return {group: next(iter(lists)) for group, lists in runs.items() if len(lists) == 1}
 
 
 def _payload(model: torch.nn.Module, grouping: Grouping) -> dict[Group, list[str]]:
     """By group, its parameters in FSDP2's order: children before parents, else as registered."""
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[Group, list[str]] = {group: [] for group in grouping.groups}
+    params: dict[Group, dict[str, None]] = {group: {} for group in grouping.groups}
     visited: set[int] = set()
 
     def visit(module: torch.nn.Module) -> None:
@@ -216,13 +217,9 @@ def _payload(model: torch.nn.Module, grouping: Grouping) -> dict[Group, list[str
         for child in module.children():
             visit(child)
         for name in (names[id(p)] for p in module.parameters(recurse=False)):
-            if name not in grouping.registered.params:
-                continue
-            group = grouping.managers(name)[0]
-            if name not in found[group]:
-                found[group].append(name)
+            if name in grouping.registered.params:
+                params[grouping.managers(name)[0]][name] = None
 
-    for group in grouping.groups:
-        for name in group:
-            visit(model.get_submodule(name))
-    return found
+    for name in itertools.chain.from_iterable(grouping.groups):
+        visit(model.get_submodule(name))
+    return {group: list(names) for group, names in params.items()}

@@ -124,9 +124,9 @@ class BackwardEvent(NamedTuple):
 def backward_events(order: ExecutionOrder, grouping: Grouping, passes: Sequence[Pass]) -> list[BackwardEvent]:
     """The events of a backward in order: that of a traced training step, else the forward passes in reverse."""
     if not order.backwards:
-        ends = [(p.stop, "result", i) for i, p in enumerate(passes)]
-        mirrored = sorted([*ends, *((p.start, "arguments", i) for i, p in enumerate(passes))], key=_latest_first)
-        return [BackwardEvent(kind, passes[i].group, i, at) for at, kind, i in mirrored]
+        ends = [(-p.stop, 0, -i) for i, p in enumerate(passes)]
+        mirrored = sorted([*ends, *((-p.start, 1, -i) for i, p in enumerate(passes))])
+        return [BackwardEvent(("result", "arguments")[kind], passes[-i].group, -i, -at) for at, kind, i in mirrored]
     group_of = grouping.group_of()
     begins = {step.call: at for at, step in enumerate(order.steps) if step.kind == "call"}
     returns = {step.call: at for at, step in enumerate(order.steps) if step.kind == "return"}
@@ -140,11 +140,6 @@ def backward_events(order: ExecutionOrder, grouping: Grouping, passes: Sequence[
         hooked = [p.start == begins[call] if kind == "arguments" else p.stop == returns[call] for p in passes]
         events += [BackwardEvent(kind, passes[i].group, i, at) for i, is_hooked in enumerate(hooked) if is_hooked]
     return events
-
-
-def _latest_first(event: tuple[int, str, int]) -> tuple[int, bool, int]:
-    at, kind, number = event
-    return -at, kind != "result", -number
 
 
 def backward_gathers(

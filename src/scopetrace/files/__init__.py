@@ -1,7 +1,6 @@
 """Traces as files: a zip archive with a header, the tapes as JSON, and the tensors' memory.
 
-archive   entries of the zip file
-tensors   parameters, buffers and constants, over shared storages
+archive   entries of the zip file: JSON, and tensors over shared storages
 records   the classes that a file may have, and the types of their fields
 encoder   tapes -> tables of rows
 decoder   tables of rows -> tapes
@@ -35,7 +34,6 @@ from scopetrace.files.archive import ArchiveReader, ArchiveWriter
 from scopetrace.files.decoder import Decoder
 from scopetrace.files.encoder import Encoder, NoForm
 from scopetrace.files.names import refuse_code
-from scopetrace.files.tensors import TensorReader, TensorWriter
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.verify import verify
 
@@ -55,7 +53,7 @@ def write(recorded: ProgramTape, tape: ProgramTape, file: IO[bytes], foreign: li
     with zipfile.ZipFile(file, "w") as entries:
         archive = ArchiveWriter(entries)
         archive.add_json("header.json", {"format": FORMAT, "version": VERSION, **versions, "byteorder": sys.byteorder})
-        encoder = Encoder(TensorWriter(archive), foreign)
+        encoder = Encoder(archive, foreign)
         try:
             rows = {"recorded": encoder.row_of(recorded), "program": encoder.row_of(tape)}
             environment = None if tape.shape_env is None else encode_environment(tape.shape_env)
@@ -112,7 +110,7 @@ def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, Pro
     archive = ArchiveReader(file)
     _check_header(archive.json("header.json") if archive.has("header.json") else None)
     data = archive.json("program.json")
-    decoder = Decoder(data["tables"], data["environment"], TensorReader(archive), list(foreign))
+    decoder = Decoder(data["tables"], data["environment"], archive, list(foreign))
     recorded, tape = (decoder.row("tapes", data[name]) for name in ("recorded", "program"))
     holders: dict[str, torch.nn.Module] = {}
     for program in (recorded, tape):

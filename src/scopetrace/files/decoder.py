@@ -27,8 +27,8 @@ from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.classes import NamedObject, class_of_name, look_up
 from scopetrace.containers.structure import Removed, rebuilt
 from scopetrace.errors import TraceFileError
+from scopetrace.files.archive import ArchiveReader, dtype_of
 from scopetrace.files.records import LEFT_OUT, RECORDS, checked_fields
-from scopetrace.files.tensors import TensorReader, dtype_of
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
 from scopetrace.ir.tape import GIVEN_META, Call, Op, Signed, Tape, Value, flat
@@ -42,10 +42,10 @@ class Decoder:
     """Makes objects of the rows of `tables`. All fake tensors belong to one fake mode, all sizes to one environment."""
 
     def __init__(
-        self, tables: dict[str, list[Any]], environment: Any, tensors: TensorReader, foreign: list[Any]
+        self, tables: dict[str, list[Any]], environment: Any, archive: ArchiveReader, foreign: list[Any]
     ) -> None:
         self._tables = tables
-        self._tensors = tensors
+        self._archive = archive
         self._foreign = foreign
         self._objects: dict[str, list[Any]] = {name: [None] * len(rows) for name, rows in tables.items()}
         self._factory = FakeFactory()
@@ -255,7 +255,7 @@ _ROWS: dict[str, Callable[[Decoder, Any], Any]] = {
     "calls": Decoder._call,
     "ops": Decoder._op,
     "tapes": Decoder._tape,
-    "tensors": lambda decoder, row: decoder._tensors.tensor(row),
+    "tensors": lambda decoder, row: decoder._archive.tensor(row),
     "numbers": Decoder._number,
     "classes": Decoder._class,
 }

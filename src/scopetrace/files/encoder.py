@@ -30,8 +30,8 @@ from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, look_up
 from scopetrace.containers.structure import Removed, is_plain_object, taken_apart
 from scopetrace.errors import ScopetraceWarning
+from scopetrace.files.archive import PLAIN, ArchiveWriter
 from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
-from scopetrace.files.tensors import PLAIN, TensorWriter
 from scopetrace.formatting import short_repr
 from scopetrace.ir.reads import in_a_file
 from scopetrace.ir.scopes import Frames, Scope
@@ -45,14 +45,14 @@ class NoForm(Exception):
 
 
 class Encoder:
-    """Writes objects into tables, and real tensors by `tensors`.
+    """Writes objects into tables, and real tensors into an archive.
 
     `foreign` takes what has no form as data; None: such objects raise NoForm, but for those that are only shown.
     """
 
-    def __init__(self, tensors: TensorWriter, foreign: list[Any] | None) -> None:
+    def __init__(self, archive: ArchiveWriter, foreign: list[Any] | None) -> None:
         self.tables: dict[str, list[Any]] = {}
-        self._tensors = tensors
+        self._archive = archive
         self._foreign = foreign
         self._only_shown = False
         self._rows: dict[tuple[str, Any], int] = {}
@@ -185,7 +185,7 @@ class Encoder:
             return {"fakes": self._fake(t)}
         if type(t) not in PLAIN:
             return self._no_form(t)
-        return {"tensors": self._row("tensors", t, id(t), lambda: self._tensors.row(t))}
+        return {"tensors": self._row("tensors", t, id(t), lambda: self._archive.add_tensor(t))}
 
     def _number(self, number: Any) -> dict[str, int]:
         expr, pytype, hint = number_parts(number)

@@ -41,8 +41,7 @@ from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
-from scopetrace.lower.exported.frames import ModuleCallFrame
-from scopetrace.lower.exported.identities import Identities, casts
+from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, casts
 from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import call_position, has_effect, live_ops, node_value
 
@@ -290,7 +289,7 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
             inside = set(frame.chain())
             closed.update(f for f in current.chain() if f not in inside)
             current = placed[node] = frame
-            if wanted is not None and wanted.is_graph:
+            if wanted is not None and isinstance(wanted.call.module, torch.fx.GraphModule):
                 continue  # it has the module stack of the graph that was traced
             node.meta["nn_module_stack"] = (wanted or frame if is_moved else frame).module_stack()
         if is_moved:

@@ -187,12 +187,9 @@ class Lifted:
         for node in list(self._graph.nodes):
             if node.op == "call_function" and (is_erased(node) or _detaches_constant(node)):
                 self._move(node, node.all_input_nodes[0])
-        if self._changes_parameters():
+        written = [n for n, v in tape.attribute_reads() if v.storage in tape.written_storages()]
+        if any(self.state[n][0].kind is InputKind.PARAMETER for n in written if n in self.state):
             self._drop_hidden_writes()
-
-    def _changes_parameters(self) -> bool:
-        written = [n for n, v in self._tape.attribute_reads() if v.storage in self._tape.written_storages()]
-        return any(self.state[n][0].kind is InputKind.PARAMETER for n in written if n in self.state)
 
     def _drop_hidden_writes(self) -> None:
         """Replace `scopetrace::overwrite`, which says where gradients go, in a program that runs without gradients."""

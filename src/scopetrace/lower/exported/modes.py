@@ -18,7 +18,7 @@ import torch
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, renamed
-from scopetrace.lower.exported.identities import CASTS
+from scopetrace.lower.exported.frames import CASTS
 from scopetrace.program.graph import FxLowering, set_node_value, set_place
 
 _T = TypeVar("_T", FunctionalTape, BodyTape)

@@ -61,12 +61,14 @@ class Outputs(ResultNodes):
         self._bound: set[Any] = set()
         """The memory of buffers that are bound to other tensors: an ExportedProgram overwrites it."""
         self._changes = self._find_changes()
-        results, self.spec = self._flat_results()
+        results = iter(self.all_results(self._write_back))
+        out = map_structure(lambda _: next(results), tape.outputs, (Value, *Symbolic))
+        flat, self.spec = pytree.tree_flatten_with_path(out)
         values = self._new_values()
         changes = zip(self._changes.values(), values, strict=True)
         self.specs = [OutputSpec(c.kind, argument_of(node), c.target) for c, node in changes]
-        self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in results]
-        program.output.args = ((*values, *(x for _, x in results)),)
+        self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in flat]
+        program.output.args = ((*values, *(x for _, x in flat)),)
         program.output.meta.pop("val", None)  # as in torch.export
         self.buffers = [
             (c.placeholder, c.value) for c in self._changes.values() if c.kind is OutputKind.BUFFER_MUTATION
@@ -164,12 +166,6 @@ class Outputs(ResultNodes):
 
     # ---------------------------------------------------------------- results
 
-    def _flat_results(self) -> tuple[list[tuple[str, Any]], Any]:
-        results = iter(self.all_results(self._write_back))
-        out = map_structure(lambda _: next(results), self._tape.outputs, (Value, *Symbolic))
-        flat, spec = pytree.tree_flatten_with_path(out)
-        return [(pytree.keystr(path), leaf) for path, leaf in flat], spec
-
     def value(self, source: FromGraph) -> Any:
         """A value that the graph returns, copied where it is the new value of a parameter, buffer or input as well."""
         value = super().value(source)
@@ -180,11 +176,12 @@ class Outputs(ResultNodes):
         node = self._state[name][1]
         return self.copied(node) if self._storage(node) in self._bound else node
 
-    def _argument(self, path: str, x: Any) -> Any:
+    def _argument(self, path: pytree.KeyPath, x: Any) -> Any:
         spec = argument_of(x)
         if spec is None:
+            name = container_type(x).__name__
             raise ExportError(
-                f"the result{path} is a {container_type(x).__name__}, which is no tensor, number, text or None",
+                f"the result{pytree.keystr(path)} is a {name}, which is no tensor, number, text or None",
                 module=self._tape.root.path,
                 hint="register its class with torch.utils._pytree.register_pytree_node, or do not return it",
             )

@@ -30,8 +30,7 @@ from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat
 from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
-from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
-from scopetrace.lower.exported.identities import Identities
+from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, frames_of
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
 from scopetrace.lower.exported.modes import switch_modes, without_casts
 from scopetrace.lower.exported.outputs import Outputs
@@ -91,10 +90,7 @@ def _build(
     _share_regions(program)
     for lowered in program.walk():
         _sort_operands(lowered)
-        _drop_unread_parts(lowered.graph)
-        _fill_values(lowered.graph)
-        _drop_replaced_symbols(lowered.graph, tape.shape_env)
-        _name_functions(lowered.graph)
+        _finish_nodes(lowered.graph, tape.shape_env)
     place = place_nodes(program.graph, frames)
     framed = [f for c, f in frames.items() if f.call is c]
     calls = ModuleCalls(place, framed, chosen, identities, lifted.lower, outputs.buffers)
@@ -177,30 +173,31 @@ def _refuse(tape: FunctionalTape) -> None:
         )
 
 
-def _fill_values(graph: torch.fx.Graph) -> None:
-    """Compute `tensor_meta`, and `val` of the nodes of symbolic-size arithmetic, which lowering leaves without."""
-    for node in graph.nodes:
+def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
+    """Give the nodes what torch.export gives them beside what lowering does.
+
+    That is `val` of arithmetic of symbolic sizes; `tensor_meta`; `torch_fn`, by which quantizers find the nodes of one
+    call of a function; and no `unbacked_bindings` of symbols that equal a number or another symbol. Parts of results
+    that nobody reads are erased: some clients know the first part only.
+    """
+    count: collections.Counter[str] = collections.Counter()
+    for node in list(graph.nodes):
+        if node.target is operator.getitem and not node.users:
+            graph.erase_node(node)
+            continue
         if node.op == "call_function" and "val" not in node.meta:
             args = torch.fx.map_arg(node.args, node_value)
             symbolic = node.target is not torch.ops.aten._assert_scalar.default
             set_node_value(node, node.target(*args) if symbolic and callable(node.target) else None)
         if node.op != "output":
             compat.set_tensor_meta(node)
-
-
-def _drop_replaced_symbols(graph: torch.fx.Graph, env: Any) -> None:
-    """Leave symbols that equal a number or another symbol out of `unbacked_bindings`, as torch.export does."""
-    for node in graph.nodes:
         bindings = node.meta.pop("unbacked_bindings", {})
         if kept := {s: path for s, path in bindings.items() if s not in env.replacements}:
             set_unbacked_bindings(node, kept)
-
-
-def _drop_unread_parts(graph: torch.fx.Graph) -> None:
-    """Erase what takes a part of a result that nobody reads, of which some clients know the first part only."""
-    for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        if not node.users:
-            graph.erase_node(node)
+        if is_op(node.target):
+            name = schema_of(node.target).op_name
+            count[name] += 1
+            node.meta["torch_fn"] = f"{name}_{count[name]}", f"function.{name}"
 
 
 def _sort_operands(lowered: FxLowering) -> None:
@@ -215,16 +212,6 @@ def _sort_operands(lowered: FxLowering) -> None:
                 placeholders = graph.find_nodes(op="placeholder")
                 for i in reversed(order):
                     next(iter(graph.nodes)).prepend(placeholders[i])
-
-
-def _name_functions(graph: torch.fx.Graph) -> None:
-    """Write `meta["torch_fn"]` as torch.export does: quantizers find the nodes of one call of a function by it."""
-    count: collections.Counter[str] = collections.Counter()
-    for node in graph.nodes:
-        if is_op(node.target):
-            name = schema_of(node.target).op_name
-            count[name] += 1
-            node.meta["torch_fn"] = f"{name}_{count[name]}", f"function.{name}"
 
 
 def _module_names(tape: FunctionalTape) -> list[str]:

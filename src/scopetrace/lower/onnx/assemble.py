@@ -19,8 +19,17 @@ import torch
 import torch.fx
 
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Operand, Results, Subgraph
-from scopetrace.lower.onnx.naming import SITE, FunctionNames, Labels, SizeNames, forget_inner_sizes, output_names
-from scopetrace.lower.onnx.weights import onnx_tensor
+from scopetrace.lower.onnx.naming import (
+    SITE,
+    FunctionNames,
+    Home,
+    Labels,
+    SizeNames,
+    forget_inner_sizes,
+    label,
+    output_names,
+)
+from scopetrace.lower.onnx.weights import identity, onnx_tensor
 from scopetrace.program.graph import node_value
 from scopetrace.program.outlined import Function
 
@@ -101,7 +110,7 @@ class Assembler:
     """The names of attributes that bodies read from their calls."""
     is_plugin: Callable[[Function], bool]
     flat: bool
-    """The functions are to be inlined (flatten.py): they are not shared by calls of other sizes, and not labelled."""
+    """The functions are to be inlined at last: they are not shared by calls of other sizes, and not labelled."""
     functions: dict[Subgraph, ir.Function] = dataclasses.field(default_factory=dict)
     """By subgraph, its ONNX function; subgraphs with equal bodies share one."""
     plugins: list[ir.Function] = dataclasses.field(default_factory=list)
@@ -208,7 +217,7 @@ class Assembler:
             for output, named in zip(node.outputs, callee.outputs, strict=True):
                 output.name = named.name
         else:
-            self.labels.label_call(subgraph, site, node)
+            label(node, Home.of(subgraph.function), site.node, f"{node.domain}::{node.op_type}")
         return node
 
 
@@ -292,10 +301,7 @@ class _Body:
         for x in self.subgraph.outputs:
             value = self._value(x)
             if value.producer() is None or value in outputs:
-                node = ir.node("Identity", [value])
-                node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
-                self.graph.append(node)
-                value = node.outputs[0]
+                value = identity(self.graph, value)
             outputs.append(value)
         return outputs
 

@@ -2,6 +2,8 @@
 
 Data flow:
     arguments of `Trace.to_onnx` -> checked -> outlined program -> combine -> translate -> assemble -> Exported
+    a flat model: outlined by its layers, so that each distinct one is translated and optimized once; then weights are
+    initializers, functions inlined, what depends on weights alone folded, and nodes named after the call they came from
     Exported -> verify (on request) -> file
 """
 
@@ -16,25 +18,33 @@ import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 import torch.fx
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveUnusedOpsetsPass
 
+from scopetrace._compat.onnx import optimize
 from scopetrace._compat.ops import building
-from scopetrace.errors import ArgumentTypeError, FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
+from scopetrace.errors import (
+    ArgumentTypeError,
+    FixedValueWarning,
+    OnnxExportError,
+    OnnxOpError,
+    OnnxOptionError,
+    OutlineError,
+)
 from scopetrace.ir.selection import is_named
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
-from scopetrace.lower.onnx.flatten import flatten, outlined_layers
 from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames
 from scopetrace.lower.onnx.ops import OpFunctions, split_ops
-from scopetrace.lower.onnx.translate import exported_program, translate
+from scopetrace.lower.onnx.translate import exported_program, quiet, translate
 from scopetrace.lower.onnx.verify import verify
-from scopetrace.lower.onnx.weights import add_outputs, attach, chosen, onnx_tensor, save
+from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
-from scopetrace.program.outlined import Function, OutlineTarget, outline_calls
+from scopetrace.program.outlined import OUTERMOST, Function, OutlinedTrace, OutlineTarget, outline_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
@@ -182,7 +192,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     plugins, plugin_names = read_targets(plugin_calls, "plugins")
     flat = not functions and not plugins
     say("outlining")
-    outlined = outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
+    outlined = _outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
     main = program if outlined is None else outlined
     bodies = {} if outlined is None else {function.identifier: function for function in outlined.functions}
     tensors = main.tape.attributes
@@ -225,13 +235,14 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     values = dict(zip(held.names, model.graph.inputs[len(model.graph.inputs) - len(held.names) :], strict=True))
     constants = {values[name]: tensors[name] for name in held.constants}
     if flat:
-        flatten(model, assembler, constants if options.export_params else {}, options.optimize, output_names[:count])
+        _flatten(model, assembler, constants if options.export_params else {}, options.optimize, output_names[:count])
         assembler.functions.clear()
     if not flat or not options.export_params:
         attach(model.graph, constants, stay_inputs=False)
     attach(model.graph, {values[name]: tensors[name] for name in held.defaults}, stay_inputs=True)
     model.functions.update({f.identifier(): f for f in ops.functions})
-    add_outputs(model.graph, [values[name] for name in held.retained], output_names[count:])
+    for held_name, name in zip(held.retained, output_names[count:], strict=True):  # a runtime keeps them
+        model.graph.outputs.append(identity(model.graph, values[held_name], name))
     return Exported(
         model,
         list(dict.fromkeys(assembler.functions.values())),
@@ -243,6 +254,34 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         [tensors[name] for name in held.retained],
         set() if options.export_params else _without_data(program, [*held.constants, *held.defaults]),
     )
+
+
+def _outlined_layers(program: TracedProgram) -> OutlinedTrace | None:
+    """The program with its repeated layers as functions; None where it has none."""
+    try:
+        outlined = outline_calls(program, [OUTERMOST])
+    except OutlineError:
+        return None
+    return outlined if outlined.functions else None
+
+
+def _flatten(
+    model: ir.Model,
+    assembler: Assembler,
+    weights: dict[ir.Value, torch.Tensor],
+    optimized: bool,
+    outputs: Sequence[str],
+) -> None:
+    """Inline the functions of a model, make initializers of the weights, and optimize on request."""
+    attach(model.graph, weights, stay_inputs=False)
+    names = set(model.graph.initializers)
+    with quiet():
+        InlinePass()(model)
+        RemoveUnusedOpsetsPass()(model)
+        if optimized:
+            optimize(model, names)
+    assembler.labels.write(assembler.combined.main, model.graph)
+    assembler.labels.name_values(model.graph, [str(v.name) for v in model.graph.inputs], outputs, names)
 
 
 class _Held:

@@ -20,7 +20,7 @@ import torch.fx
 from scopetrace._compat.onnx import onnx_type
 from scopetrace._compat.symbols import expression_text, to_expr
 from scopetrace.ir.conditions import SizeRules
-from scopetrace.lower.onnx.combine import CallSite, Subgraph, result_name
+from scopetrace.lower.onnx.combine import Subgraph, result_name
 from scopetrace.outline import FunctionOutput
 from scopetrace.program.graph import scope_path
 from scopetrace.program.outlined import Function
@@ -97,10 +97,6 @@ class Labels:
     def _source(self, node: ir.Node) -> torch.fx.Node | None:
         scopes = node.metadata_props.get(_KEY + "name_scopes")
         return None if scopes is None else self._nodes.get(scopes.rsplit("'", 2)[-2])  # a list, as Python writes it
-
-    def label_call(self, subgraph: Subgraph, site: CallSite, node: ir.Node) -> None:
-        """Set the metadata of a call node."""
-        label(node, Home.of(subgraph.function), site.node, f"{node.domain}::{node.op_type}")
 
     def name_values(
         self, graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str], kept: Container[str] = ()

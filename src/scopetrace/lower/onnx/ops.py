@@ -85,9 +85,10 @@ class OpFunctions:
             if plugins.get(op) is None:
                 result.table[op] = _script_form(script)
                 kept = result.functions if op in functions else result.plugins if op in plugins else result.inlined
-                scripts_of_op = [script, *script.function_ir.get_called_functions().values()]
-                by_identifier = {f.identifier(): f for f in map(_deserialized, scripts_of_op)}
-                kept += [f for name, f in by_identifier.items() if name not in {k.identifier() for k in kept}]
+                known = {f.identifier() for f in kept}
+                for called in (script, *script.function_ir.get_called_functions().values()):
+                    function = ir.serde.deserialize_function(called.to_function_proto())
+                    kept += [] if function.identifier() in known else [function]
         return result
 
     def finish(self, model: ir.Model) -> None:
@@ -112,10 +113,6 @@ class OpFunctions:
 
 def _is_script(form: Any) -> TypeGuard[Script]:
     return isinstance(form, onnxscript.OnnxFunction) and not form.traceable
-
-
-def _deserialized(script: Any) -> ir.Function:
-    return ir.serde.deserialize_function(script.to_function_proto())
 
 
 def _script_form(script: Script) -> Callable[..., Any]:

@@ -11,9 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import math
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ import onnx.inliner
 import onnx_ir as ir
 import onnxruntime
 import torch
-import torch.utils.dlpack
 from onnx_ir import tensor_adapters
 
 from scopetrace._compat.shape_env import evaluated
@@ -41,7 +38,7 @@ Size = Callable[[Any], int]
 
 
 @dataclasses.dataclass
-class Example:
+class _Example:
     """Inputs of a program: values of symbolic sizes, and a tensor for each tensor input of the tape."""
 
     tape: ProgramTape
@@ -50,11 +47,9 @@ class Example:
 
     @property
     def numbers(self) -> list[int]:
-        """The dynamic integers among the arguments."""
         return [self.size(n) for n in self.tape.numbers]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) for the model."""
         tensors = dict(zip(self.tape.inputs, self.tensors, strict=True))
         args, kwargs = instantiate(
             lambda x: tensors[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
@@ -62,17 +57,17 @@ class Example:
         return args, kwargs
 
 
-def examples(tape: ProgramTape, seeds: int) -> Iterator[Example]:
-    """Random inputs: `seeds` of the traced sizes, and one of other sizes where sizes are dynamic.
+def _examples(tape: ProgramTape) -> Iterator[_Example]:
+    """Random inputs: some of the traced sizes, and one of other sizes where sizes are dynamic.
 
     Whole numbers are 0 and 1, which are valid as indices, masks and positions alike, and 1 where the last dimension
     begins: a mask that hides everything is one that attention has no defined result for.
     """
-    for seed in range(seeds):
+    for seed in range(_SEEDS):
         yield _example(tape, seed, example)
     other = _other_sizes(tape)
     if other is not None:
-        yield _example(tape, seeds, other)
+        yield _example(tape, _SEEDS, other)
 
 
 def _other_sizes(tape: ProgramTape) -> Size | None:
@@ -94,7 +89,7 @@ def _size_of(values: dict[Any, int], n: Any) -> int:
     return int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
 
 
-def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
+def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
     """Random inputs with the strides of the traced ones; those that shared memory in the trace share it here."""
     random = torch.Generator().manual_seed(seed)
     memory: dict[int, torch.Tensor] = {}
@@ -108,7 +103,7 @@ def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
             first = torch.arange(len(whole), device=whole.device).as_strided(*place)[..., :1]
             whole.view(_SIGNED.get(whole.dtype, whole.dtype))[first] = 1
         tensors.append(whole.as_strided(*place))
-    return Example(tape, size, tensors)
+    return _Example(tape, size, tensors)
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -116,7 +111,6 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def _place(value: Value, size: Size) -> tuple[list[int], list[int], int]:
-    """Size, stride and offset."""
     return [size(n) for n in value.fake.size()], [size(n) for n in value.fake.stride()], int(value.offset)
 
 
@@ -133,8 +127,8 @@ def _elements(fake: torch.Tensor, length: int, random: torch.Generator) -> torch
     return torch.randint(0, 2, [length], generator=random).to(fake.dtype).to(fake.device)
 
 
-class Session:
-    """An ONNX file in ONNX Runtime, on the CPU."""
+class _Session:
+    """An ONNX file in ONNX Runtime, on the CPU. Raises OnnxVerificationError where that does not load or run it."""
 
     def __init__(self, path: Path, optimized: bool = True) -> None:
         options = onnxruntime.SessionOptions()
@@ -147,7 +141,6 @@ class Session:
             raise _refused(error) from error
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs for the inputs in order. Raises OnnxVerificationError where ONNX Runtime fails."""
         names = [i.name for i in self._session.get_inputs()]
         feed = {name: _to_runtime(t) for name, t in zip(names, tensors, strict=True)}
         try:
@@ -163,39 +156,24 @@ def _refused(error: Exception) -> OnnxVerificationError:
     return OnnxVerificationError(f"ONNX Runtime: {said}")
 
 
-_FLOAT8 = {
-    f"tensor({str(dtype).removeprefix('torch.').replace('_', '')})": dtype
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-}
-"""By the name of the type in ONNX Runtime."""
-
-
 def _to_runtime(tensor: torch.Tensor) -> Any:
-    tensor = tensor.detach().cpu()
-    tensor = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    tensor = _plain(tensor.detach()).contiguous()
     dtype = int(tensor_adapters.from_torch_dtype(tensor.dtype))
-    if tensor.dtype is torch.bfloat16 or tensor.dtype in _FLOAT8.values():  # numpy does not have them
-        bits = tensor.view(torch.uint16 if tensor.itemsize == 2 else torch.uint8).numpy()
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, dtype)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy())
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(tensor.shape), dtype)
+    ctypes.memmove(value.data_ptr(), tensor.data_ptr(), tensor.nbytes)  # numpy has not all dtypes
+    return value
 
 
 def _from_runtime(value: Any) -> torch.Tensor:
-    if value.data_type() in ("tensor(bfloat16)", "tensor(uint64)"):  # torch takes no array of numpy.ulonglong
-        return torch.utils.dlpack.from_dlpack(value)
-    float8 = _FLOAT8.get(value.data_type())
-    if float8 is not None:  # which ONNX Runtime gives neither to numpy nor by DLPack
-        size = value.shape()
-        bits = ctypes.string_at(value.data_ptr(), math.prod(size))
-        return torch.tensor(list(bits), dtype=torch.uint8).view(float8).view(size)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the array is not writable
-        return torch.from_numpy(value.numpy()).clone()
+    tensor = torch.empty(value.shape(), dtype=tensor_adapters.to_torch_dtype(ir.DataType(value.element_type())))
+    ctypes.memmove(tensor.data_ptr(), value.data_ptr(), tensor.nbytes)
+    return tensor
 
 
-SEEDS = 3
+_SEEDS = 3
 
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, **{dtype: torch.finfo(dtype).eps for dtype in _FLOAT8.values()}}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2, **{dtype: torch.finfo(dtype).eps for dtype in _FLOAT8}}
 """The largest error: absolute, and relative to the largest value where that is above 1.
 
 For outputs with small values only, the limit is 100 times this part of the largest value, since an absolute limit
@@ -249,10 +227,10 @@ class _Comparison:
 
     def run(self) -> float:
         """Run the model and both files on the same inputs; gives the largest error."""
-        modular, flat = Session(self.modular), Session(self.flat)
+        modular, flat = _Session(self.modular), _Session(self.flat)
         worst, compared = 0.0, 0
         refused: RuntimeError | None = None
-        for i, inputs in enumerate(examples(self.program.tape, SEEDS)):
+        for i, inputs in enumerate(_examples(self.program.tape)):
             if self._goes_another_way(inputs):
                 continue
             self.say(f"comparing with the model, inputs {i + 1}")
@@ -277,11 +255,11 @@ class _Comparison:
             )
         return worst
 
-    def _feed(self, inputs: Example) -> list[torch.Tensor]:
+    def _feed(self, inputs: _Example) -> list[torch.Tensor]:
         """All inputs of the ONNX model in order, integers as tensors."""
         return [*inputs.tensors, *map(torch.tensor, inputs.numbers), *self.exported.weight_inputs]
 
-    def _goes_another_way(self, inputs: Example) -> bool:
+    def _goes_another_way(self, inputs: _Example) -> bool:
         """Whether a specialization of the trace does not hold on these inputs."""
         try:
             if self.program.tape.specializations:
@@ -290,7 +268,7 @@ class _Comparison:
             return True
         return False
 
-    def _eager(self, inputs: Example, seed: int = 0) -> list[torch.Tensor]:
+    def _eager(self, inputs: _Example, seed: int = 0) -> list[torch.Tensor]:
         model = self.program.model or self.program
         with torch.no_grad():
             results: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
@@ -302,7 +280,7 @@ class _Comparison:
         return [v.detach().clone() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in values]
 
     def _compare(
-        self, where: str, inputs: Example, expected: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+        self, where: str, inputs: _Example, expected: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> float:
         """The largest error. Raises OnnxVerificationError where it is too large."""
         worst = 0.0
@@ -320,11 +298,11 @@ class _Comparison:
             worst = max(worst, error)
         return worst
 
-    def _why(self, inputs: Example) -> str:
+    def _why(self, inputs: _Example) -> str:
         runs = [list(map(_plain, self._eager(inputs, seed))) for seed in (0, 1)]
         if any(_error(a, b) for a, b in zip(*runs, strict=True)):
             return "; the model draws random numbers: trace it in eval mode"
-        results = map(_plain, Session(self.modular, optimized=False).run(self._feed(inputs)))
+        results = map(_plain, _Session(self.modular, optimized=False).run(self._feed(inputs)))
         if all(_is_small(_error(a, b), a, self._limit) for a, b in zip(runs[0], results, strict=True)):
             return (
                 "; the file is right, and so is ONNX Runtime without its graph optimizations, which make this error: "
@@ -336,7 +314,7 @@ class _Comparison:
     def _limit(self) -> float:
         """The tolerance for the least precise dtype in the program, whose rounding all later values have."""
         dtypes = {v.fake.dtype for op in self.program.tape.ops for v in op.values()}
-        return max(TOLERANCE.get(dtype, _TOLERANCE) for dtype in (*dtypes, torch.float32))
+        return max(_TOLERANCES.get(dtype, _TOLERANCE) for dtype in (*dtypes, torch.float32))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Weights of an ONNX model: initializers, inputs, in files beside it, or references to files that are written later.
 
 Data flow:
-    tensors of the trace -> initializers (attach); chosen ones stay inputs, and become outputs on request (add_outputs)
+    tensors of the trace -> initializers (attach); chosen ones stay inputs, and become outputs on request (identity)
     initializers -> the file, files beside it, or references alone (save)
     references of a file and tensors by name -> the files that they name (write_weights)
 """
@@ -13,7 +13,7 @@ import fnmatch
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,13 +66,12 @@ def attach(graph: ir.Graph, tensors: Mapping[ir.Value, torch.Tensor], stay_input
         graph.register_initializer(value)
 
 
-def add_outputs(graph: ir.Graph, values: Iterable[ir.Value], names: Sequence[str]) -> None:
-    """Make outputs of inputs of a graph, for a runtime that keeps them from one run to the next."""
-    for value, name in zip(values, names, strict=True):
-        node = ir.node("Identity", [value], name=name)
-        node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, value.type, value.shape
-        graph.append(node)
-        graph.outputs.append(node.outputs[0])
+def identity(graph: ir.Graph, value: ir.Value, name: str | None = None) -> ir.Value:
+    """A new value of a graph that is equal to another one."""
+    node = ir.node("Identity", [value], name=name)
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, value.type, value.shape
+    graph.append(node)
+    return node.outputs[0]
 
 
 def save(
