@@ -227,14 +227,19 @@ def _tie(tape: ProgramTape, places: Places) -> str:
     )
 
 
-def _trained(tape: ProgramTape) -> dict[str, list[int]]:
-    """By parameter that requires grad, the ops that read it."""
+def _uses(tape: ProgramTape) -> dict[str, list[int]]:
+    """By parameter, the ops that read it."""
     uses: dict[str, list[int]] = {}
     for i, names in enumerate(params_read(tape)):
         for name in names:
             uses.setdefault(name, []).append(i)
+    return uses
+
+
+def _trained(tape: ProgramTape) -> dict[str, list[int]]:
+    """By parameter that requires grad, the ops that read it."""
     held = tape.attributes
-    return {name: at for name, at in uses.items() if name not in held or held[name].requires_grad}
+    return {name: at for name, at in _uses(tape).items() if name not in held or held[name].requires_grad}
 
 
 def _possible_cuts(tape: ProgramTape, alive: Alive, places: Places, *, in_ties: bool = False) -> list[Cut]:
@@ -333,10 +338,7 @@ def _call_of(op: Op) -> str:
 
 def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:
     places = [cut.at for cut in cuts]
-    users: dict[str, dict[int, None]] = {}
-    for i, names in enumerate(params_read(tape)):
-        for name in names:
-            users.setdefault(name, {})[bisect.bisect_right(places, i)] = None
+    users = {n: dict.fromkeys(bisect.bisect_right(places, i) for i in at) for n, at in _uses(tape).items()}
     return {name: list(stages) for name, stages in users.items() if len(stages) > 1}
 
 

@@ -110,9 +110,9 @@ class ArchiveReader:
         return self._zip.read(self._entries[_PREFIX + name])
 
     def _load(self, name: str) -> torch.Tensor:
-        data = io.BytesIO(self._read(name))
-        _checked_entries(zipfile.ZipFile(data), len(data.getbuffer()))
-        tensor = torch.load(data, weights_only=True)
+        data = self._read(name)
+        _checked_entries(zipfile.ZipFile(io.BytesIO(data)), len(data))
+        tensor = torch.load(io.BytesIO(data), weights_only=True)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is no tensor")
         return tensor

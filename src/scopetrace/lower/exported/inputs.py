@@ -211,11 +211,11 @@ class Lifted:
         return map_structure(lambda n: self._moved.get(n, n), nodes, torch.fx.Node)
 
     def _lift(self, state: State, read: torch.fx.Node | None) -> torch.fx.Node:
-        if read is None:
-            mode: Any = self._tape.fake_mode
-            return self._placeholder(state.placeholder, mode.from_tensor(state.tensor, static_shapes=True))
-        node = self._placeholder(state.placeholder, node_value(read))
-        self._move(read, node)
+        mode: Any = self._tape.fake_mode
+        value = mode.from_tensor(state.tensor, static_shapes=True) if read is None else node_value(read)
+        node = self._placeholder(state.placeholder, value)
+        if read is not None:
+            self._move(read, node)
         return node
 
     def _move(self, old: torch.fx.Node, new: torch.fx.Node) -> None:

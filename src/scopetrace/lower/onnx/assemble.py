@@ -23,10 +23,10 @@ from scopetrace.lower.onnx.naming import (
     SITE,
     FunctionNames,
     Home,
-    Labels,
     SizeNames,
     forget_inner_sizes,
-    label,
+    label_nodes,
+    name_values,
     output_names,
 )
 from scopetrace.lower.onnx.weights import identity, onnx_tensor
@@ -120,7 +120,7 @@ class Assembler:
         self._read: dict[ir.Function, set[str]] = {}
         self._graph = self.translated.model.graph
         assert self.translated.exported_program is not None
-        self.labels = Labels(self.translated.exported_program.graph)
+        self.sources = {node.name: node for node in self.translated.exported_program.graph.nodes}
         self._original: dict[torch.fx.Node, ir.Value] = {
             **dict(zip(self.combined.inputs, self._graph.inputs, strict=True)),
             **dict(zip(self.combined.outputs, self._graph.outputs, strict=True)),
@@ -136,8 +136,8 @@ class Assembler:
         body = _Body(self, main)
         graph = body.graph
         if not self.flat:
-            self.labels.write(main, graph)
-        self.labels.name_values(graph, [*input_names, *main.held], output_names)
+            label_nodes(graph, main, self.sources)
+        name_values(graph, [*input_names, *main.held], output_names)
         functions = list(dict.fromkeys(self.functions.values()))
         self._import_domains(graph, functions)
         return ir.Model(
@@ -161,8 +161,8 @@ class Assembler:
             return
         forget_inner_sizes(body.graph)
         if not self.flat:
-            self.labels.write(subgraph, body.graph)
-            self.labels.name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
+            label_nodes(body.graph, subgraph, self.sources)
+            name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
         domain, name = self.names.take(function)
         new = ir.Function(domain, name, graph=body.graph, attributes=[])
         self._read[new] = read
@@ -217,7 +217,7 @@ class Assembler:
             for output, named in zip(node.outputs, callee.outputs, strict=True):
                 output.name = named.name
         else:
-            label(node, Home.of(subgraph.function), site.node, f"{node.domain}::{node.op_type}")
+            Home.of(subgraph.function).label(node, site.node, f"{node.domain}::{node.op_type}")
         return node
 
 

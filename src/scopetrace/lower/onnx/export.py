@@ -24,7 +24,7 @@ import torch.fx
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveUnusedOpsetsPass
 
 from scopetrace._compat.onnx import optimize
-from scopetrace._compat.ops import building
+from scopetrace._compat.ops import CustomOpDef, OpOverloadPacket, building, is_op
 from scopetrace.errors import (
     ArgumentTypeError,
     FixedValueWarning,
@@ -38,8 +38,8 @@ from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
-from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames
-from scopetrace.lower.onnx.ops import OpFunctions, split_ops
+from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames, label_nodes, name_values
+from scopetrace.lower.onnx.ops import OpFunctions, OpNames
 from scopetrace.lower.onnx.translate import exported_program, quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
@@ -52,30 +52,35 @@ _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
 _OF_RUNTIMES = frozenset({"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"})
 
 
-def read_targets(targets: Targets, where: str) -> tuple[list[OutlineTarget], dict[type, str]]:
-    """The targets for `Trace.outline`, and the names given to classes. Raises OnnxOptionError."""
-    if isinstance(targets, Mapping):
-        for cls, name in targets.items():
-            if not isinstance(cls, type):
-                raise OnnxOptionError(
-                    f"{where}: {cls!r} is no class; a dict names classes, {{Block: 'my.domain::Block'}}"
-                )
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise OnnxOptionError(f"{where}: {name!r} is no name of a function; write 'my.domain::{cls.__name__}'")
-            if where == "functions" and name.partition("::")[0] in _OF_RUNTIMES:
-                raise OnnxOptionError(
-                    f"{where}: {name!r} is in a domain of ops that runtimes have, and these win over a function: "
-                    f"write 'my.domain::{cls.__name__}', or name it in plugins="
-                )
-            if where == "functions" and name.partition("::")[2] in TAKEN_FOR_OPS:
-                raise OnnxOptionError(
-                    f"{where}: ONNX Runtime takes {name!r} for the op of that name, and aborts: write '{name}Module'"
-                )
-        return list(targets), dict(targets)
-    if isinstance(targets, (list, tuple, set, frozenset)):
-        return list(targets), {}
-    single: Any = targets
-    return [] if targets is False else [single], {}
+def _read_targets(targets: Targets, where: str) -> tuple[list[OutlineTarget], dict[type, str], OpNames]:
+    """The targets for `Trace.outline`, the names of classes, and the ops with their names. Raises OnnxOptionError."""
+    names: Any = targets if isinstance(targets, Mapping) else {}
+    several = isinstance(targets, (list, tuple, set, frozenset, Mapping))
+    listed: list[Any] = list(targets) if several else [] if targets is False else [targets]  # type: ignore[arg-type]
+    for target in listed:
+        if isinstance(target, (OpOverloadPacket, CustomOpDef)):
+            raise OnnxOptionError(f"{where}: {target!r} may have several forms: name one, as torch.ops.my.op.default")
+        if isinstance(targets, Mapping) and not is_op(target):
+            _check_name(target, names[target], where)
+    ops = {target: names.get(target) for target in listed if is_op(target)}
+    return [t for t in listed if not is_op(t)], {t: name for t, name in names.items() if not is_op(t)}, ops
+
+
+def _check_name(cls: Any, name: Any, where: str) -> None:
+    if not isinstance(cls, type):
+        raise OnnxOptionError(f"{where}: {cls!r} is no class; a dict names classes, {{Block: 'my.domain::Block'}}")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise OnnxOptionError(f"{where}: {name!r} is no name of a function; write 'my.domain::{cls.__name__}'")
+    domain, _, op_type = name.partition("::")
+    if where == "functions" and domain in _OF_RUNTIMES:
+        raise OnnxOptionError(
+            f"{where}: {name!r} is in a domain of ops that runtimes have, and these win over a function: "
+            f"write 'my.domain::{cls.__name__}', or name it in plugins="
+        )
+    if where == "functions" and op_type in TAKEN_FOR_OPS:
+        raise OnnxOptionError(
+            f"{where}: ONNX Runtime takes {name!r} for the op of that name, and aborts: write '{name}Module'"
+        )
 
 
 def read_names(asked: Names | None, defaults: Sequence[str], where: str, taken: Container[str]) -> list[str]:
@@ -185,11 +190,9 @@ class Options:
 def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
     program = program.without_regions()
-    calls, op_functions = split_ops(options.functions, "functions")
-    plugin_calls, op_plugins = split_ops(options.plugins, "plugins")
+    functions, names, op_functions = _read_targets(options.functions, "functions")
+    plugins, plugin_names, op_plugins = _read_targets(options.plugins, "plugins")
     ops = OpFunctions.of(op_functions, op_plugins, options.custom_translation_table)
-    functions, names = read_targets(calls, "functions")
-    plugins, plugin_names = read_targets(plugin_calls, "plugins")
     flat = not functions and not plugins
     say("outlining")
     outlined = _outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
@@ -280,8 +283,8 @@ def _flatten(
         RemoveUnusedOpsetsPass()(model)
         if optimized:
             optimize(model, names)
-    assembler.labels.write(assembler.combined.main, model.graph)
-    assembler.labels.name_values(model.graph, [str(v.name) for v in model.graph.inputs], outputs, names)
+    label_nodes(model.graph, assembler.combined.main, assembler.sources)
+    name_values(model.graph, [str(v.name) for v in model.graph.inputs], outputs, names)
 
 
 class _Held:

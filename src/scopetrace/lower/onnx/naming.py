@@ -75,38 +75,29 @@ class FunctionNames:
         return domain, name
 
 
-class Labels:
-    """Names the nodes and values of ONNX graphs after the torch.fx graph that they were translated from."""
-
-    def __init__(self, translated_from: torch.fx.Graph) -> None:
-        self._nodes = {node.name: node for node in translated_from.nodes}
-
-    def write(self, subgraph: Subgraph, graph: ir.Graph) -> None:
-        """Set names and metadata of the nodes of a subgraph."""
-        unique = Unique()
-        home = Home.of(subgraph.function)
-        moved = {str(i): Home.of(site.function, site.scope, site.fqn) for i, site in enumerate(subgraph.sites)}
-        for node in graph.all_nodes():
-            if SCOPE in node.metadata_props:  # a call
-                node.name = unique(node.metadata_props[SCOPE])
-                continue
-            source, site = self._source(node), node.metadata_props.get(SITE, "")
-            label(node, moved.get(site, home), source, node.op_type if source is None else str(source.target))
-            node.name = unique(f"{node.metadata_props[SCOPE]}/{node.op_type}")
-
-    def _source(self, node: ir.Node) -> torch.fx.Node | None:
+def label_nodes(graph: ir.Graph, subgraph: Subgraph, sources: Mapping[str, torch.fx.Node]) -> None:
+    """Set names and metadata of the nodes of a subgraph after the torch.fx nodes that they were translated from."""
+    unique = Unique()
+    home = Home.of(subgraph.function)
+    moved = {str(i): Home.of(site.function, site.scope, site.fqn) for i, site in enumerate(subgraph.sites)}
+    for node in graph.all_nodes():
+        if SCOPE in node.metadata_props:  # a call
+            node.name = unique(node.metadata_props[SCOPE])
+            continue
         scopes = node.metadata_props.get(_KEY + "name_scopes")
-        return None if scopes is None else self._nodes.get(scopes.rsplit("'", 2)[-2])  # a list, as Python writes it
+        source = None if scopes is None else sources.get(scopes.rsplit("'", 2)[-2])  # a list, as Python writes it
+        home_of_node = moved.get(node.metadata_props.get(SITE, ""), home)
+        home_of_node.label(node, source, node.op_type if source is None else str(source.target))
+        node.name = unique(f"{node.metadata_props[SCOPE]}/{node.op_type}")
 
-    def name_values(
-        self, graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str], kept: Container[str] = ()
-    ) -> None:
-        """Set the names of inputs and outputs, and different ones for all other values; names in `kept` stay."""
-        wanted = dict(zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True))
-        computed = [v for node in graph.all_nodes() for v in node.outputs]
-        for value in (*computed, *graph.initializers.values()):
-            wanted.setdefault(value, str(value.name) if value.name in kept else _stem(value))
-        ir.convenience.rename_values(list(wanted), list(map(Unique(), wanted.values())))
+
+def name_values(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str], kept: Container[str] = ()) -> None:
+    """Set the names of inputs and outputs, and different ones for all other values; names in `kept` stay."""
+    wanted = dict(zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True))
+    computed = [v for node in graph.all_nodes() for v in node.outputs]
+    for value in (*computed, *graph.initializers.values()):
+        wanted.setdefault(value, str(value.name) if value.name in kept else _stem(value))
+    ir.convenience.rename_values(list(wanted), list(map(Unique(), wanted.values())))
 
 
 def _stem(value: ir.Value) -> str:
@@ -140,13 +131,24 @@ class Home:
         first = function.calls[0]
         return cls(str(first.scope), scope or _class_name(function), first.fqn or "", fqn or "")
 
-    def scope_of(self, path: str | None) -> str:
-        """A scope path in the function's module, by its new name."""
+    def label(self, node: ir.Node, source: torch.fx.Node | None, target: str) -> None:
+        """Set `metadata_props`: scope, module classes and source lines of the torch.fx node."""
+        stack = [] if source is None else self._stack(source.meta.get("nn_module_stack") or {})
+        name = node.op_type if source is None else source.name
+        node.metadata_props.clear()
+        node.metadata_props[SCOPE] = self._scope(None if source is None else scope_path(source))
+        node.metadata_props["namespace"] = "/".join([*(f"{fqn}: {cls}" for fqn, cls in stack), f"{name}: {target}"])
+        node.metadata_props[_KEY + "class_hierarchy"] = repr([*(cls for _, cls in stack), target])
+        node.metadata_props[_KEY + "name_scopes"] = repr([*(fqn for fqn, _ in stack), name])
+        if source is not None and source.meta.get("stack_trace"):
+            node.metadata_props[_KEY + "stack_trace"] = source.meta["stack_trace"]
+
+    def _scope(self, path: str | None) -> str:
         if path is None:
             return self.name
         return self.name + path.removeprefix(self.scope) if path.startswith(self.scope) else path
 
-    def stack_of(self, stack: Mapping[str, tuple[str, Any]]) -> list[tuple[str, str]]:
+    def _stack(self, stack: Mapping[str, tuple[str, Any]]) -> list[tuple[str, str]]:
         """(fqn, class) of the modules around a node; in a function, from its module inwards."""
         entries = [
             (fqn, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
@@ -157,20 +159,6 @@ class Home:
         inner = [(fqn, cls) for fqn, cls in entries if fqn == self.fqn or fqn.startswith(self.fqn + ".")]
         outer = [entry for entry in entries if self.new_fqn and entry not in inner]
         return [*outer, *(((self.new_fqn + fqn[len(self.fqn) :]).lstrip("."), cls) for fqn, cls in inner)]
-
-
-def label(node: ir.Node, home: Home, source: torch.fx.Node | None, target: str) -> None:
-    """Set `metadata_props`: scope, module classes and source lines of the torch.fx node."""
-    path = None if source is None else scope_path(source)
-    stack = [] if source is None else home.stack_of(source.meta.get("nn_module_stack") or {})
-    name = node.op_type if source is None else source.name
-    node.metadata_props.clear()
-    node.metadata_props[SCOPE] = home.scope_of(path)
-    node.metadata_props["namespace"] = "/".join([*(f"{fqn}: {cls}" for fqn, cls in stack), f"{name}: {target}"])
-    node.metadata_props[_KEY + "class_hierarchy"] = repr([*(cls for _, cls in stack), target])
-    node.metadata_props[_KEY + "name_scopes"] = repr([*(fqn for fqn, _ in stack), name])
-    if source is not None and source.meta.get("stack_trace"):
-        node.metadata_props[_KEY + "stack_trace"] = source.meta["stack_trace"]
 
 
 def output_names(outputs: Sequence[FunctionOutput]) -> list[str]:

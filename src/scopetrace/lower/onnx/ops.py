@@ -18,29 +18,16 @@ import onnxscript
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass
 
 from scopetrace._compat.onnx import call_op
-from scopetrace._compat.ops import Argument, CustomOpDef, OpOverload, OpOverloadPacket, is_op, schema_of
+from scopetrace._compat.ops import Argument, OpOverload, schema_of
 from scopetrace.errors import OnnxOptionError
-from scopetrace.lower.onnx import Table, Targets
+from scopetrace.lower.onnx import Table
 
-Names = Mapping[OpOverload, str | None]
+OpNames = Mapping[OpOverload, str | None]
 """By op, the name `"domain::Name"` that a dict gives it."""
 
 Script = onnxscript.OnnxFunction[..., Any]
 
 _KINDS = {"int": "INT", "bool": "INT", "float": "FLOAT", "str": "STRING"}
-
-
-def split_ops(targets: Targets, where: str) -> tuple[Targets, Names]:
-    """The targets that are module calls, and the ops among them. Raises OnnxOptionError."""
-    listed: Any = targets if isinstance(targets, (list, tuple, set, frozenset, Mapping)) else [targets]
-    for target in listed:
-        if isinstance(target, (OpOverloadPacket, CustomOpDef)):
-            raise OnnxOptionError(f"{where}: {target!r} may have several forms: name one, as torch.ops.my.op.default")
-    if isinstance(targets, Mapping):
-        named = {t: name for t, name in targets.items() if is_op(t)}
-        return {t: name for t, name in targets.items() if t not in named}, named
-    ops: Names = dict.fromkeys(filter(is_op, listed))
-    return ([t for t in listed if t not in ops], ops) if ops else (targets, ops)
 
 
 @dataclasses.dataclass
@@ -62,7 +49,7 @@ class OpFunctions:
     without_form: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, functions: Names, plugins: Names, table: Table | None) -> OpFunctions:
+    def of(cls, functions: OpNames, plugins: OpNames, table: Table | None) -> OpFunctions:
         """For the ops that `functions=` and `plugins=` name. Raises OnnxOptionError."""
         result = cls(dict(table or {}))
         scripts: dict[Any, Script] = {op: form for op, form in result.table.items() if _is_script(form)}
