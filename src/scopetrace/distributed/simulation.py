@@ -24,7 +24,7 @@ from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.distributed.costs import op_flops, op_results
 from scopetrace.distributed.groups import ROOT, Group
-from scopetrace.distributed.plan import Plan, ShardGroup, call_of, order_of
+from scopetrace.distributed.planning import Plan, ShardGroup, call_of, order_of
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns, duration
 

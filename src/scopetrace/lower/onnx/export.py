@@ -38,8 +38,8 @@ from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
+from scopetrace.lower.onnx.forms import OpFunctions, OpNames
 from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames, label_nodes, name_values
-from scopetrace.lower.onnx.ops import OpFunctions, OpNames
 from scopetrace.lower.onnx.translate import exported_program, quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save

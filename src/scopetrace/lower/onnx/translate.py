@@ -33,8 +33,7 @@ from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.onnx import Table
-from scopetrace.lower.onnx.forms import forms
-from scopetrace.lower.onnx.ops import OpFunctions
+from scopetrace.lower.onnx.forms import OpFunctions, forms
 from scopetrace.program.graph import node_value, scope_path, set_node_value, set_unbacked_bindings
 
 
