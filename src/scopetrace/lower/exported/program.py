@@ -48,7 +48,7 @@ from scopetrace.session import argument_names
 
 
 def to_exported_program(
-    program: TracedProgram, signed: Sequence[str] = (), *, deferred: bool = False, modes: bool = False
+    program: TracedProgram, signed: Sequence[str], *, deferred: bool, modes: bool
 ) -> ExportedProgram:
     """The ExportedProgram of a functional program; it shares the model's parameters and buffers.
 

@@ -237,10 +237,12 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(numbers)
     values = dict(zip(held.names, model.graph.inputs[len(model.graph.inputs) - len(held.names) :], strict=True))
     constants = {values[name]: tensors[name] for name in held.constants}
+    if options.export_params:
+        attach(model.graph, constants, stay_inputs=False)
     if flat:
-        _flatten(model, assembler, constants if options.export_params else {}, options.optimize, output_names[:count])
+        _flatten(model, assembler, options.optimize, output_names[:count])
         assembler.functions.clear()
-    if not flat or not options.export_params:
+    if not options.export_params:
         attach(model.graph, constants, stay_inputs=False)
     attach(model.graph, {values[name]: tensors[name] for name in held.defaults}, stay_inputs=True)
     model.functions.update({f.identifier(): f for f in ops.functions})
@@ -268,15 +270,8 @@ def _outlined_layers(program: TracedProgram) -> OutlinedTrace | None:
     return outlined if outlined.functions else None
 
 
-def _flatten(
-    model: ir.Model,
-    assembler: Assembler,
-    weights: dict[ir.Value, torch.Tensor],
-    optimized: bool,
-    outputs: Sequence[str],
-) -> None:
-    """Inline the functions of a model, make initializers of the weights, and optimize on request."""
-    attach(model.graph, weights, stay_inputs=False)
+def _flatten(model: ir.Model, assembler: Assembler, optimized: bool, outputs: Sequence[str]) -> None:
+    """Inline the functions of a model, and optimize on request."""
     names = set(model.graph.initializers)
     with quiet():
         InlinePass()(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -31,21 +31,19 @@ SITE = "scopetrace.site"
 """While a model is made flat, the number of the call site whose function a node was in."""
 
 
-class Unique:
+def _unique_names(first: int = 1) -> Callable[[str], str]:
     """Makes names unique: a second `x` becomes `x_1`, with the number `first`, a third `x_2`."""
+    taken: set[str] = set()
+    counters: dict[str, Iterator[int]] = {}
 
-    def __init__(self, first: int = 1) -> None:
-        self._first = first
-        self._taken: set[str] = set()
-        self._counters: dict[str, Iterator[int]] = {}
-
-    def __call__(self, wanted: str) -> str:
-        """The wanted name, with a number where it is taken."""
+    def unique(wanted: str) -> str:
         name = wanted
-        while name in self._taken:
-            name = f"{wanted}_{next(self._counters.setdefault(wanted, itertools.count(self._first)))}"
-        self._taken.add(name)
+        while name in taken:
+            name = f"{wanted}_{next(counters.setdefault(wanted, itertools.count(first)))}"
+        taken.add(name)
         return name
+
+    return unique
 
 
 TAKEN_FOR_OPS = frozenset({"Add", "Div", "Gather", "Mul", "Sub"})
@@ -60,7 +58,7 @@ class FunctionNames:
 
     def __init__(self, chosen: Mapping[type, str]) -> None:
         self._chosen = chosen
-        self._unique = Unique(first=2)
+        self._unique = _unique_names(first=2)
 
     def base(self, function: Function) -> str:
         """The name without a number."""
@@ -77,7 +75,7 @@ class FunctionNames:
 
 def label_nodes(graph: ir.Graph, subgraph: Subgraph, sources: Mapping[str, torch.fx.Node]) -> None:
     """Set names and metadata of the nodes of a subgraph after the torch.fx nodes that they were translated from."""
-    unique = Unique()
+    unique = _unique_names()
     home = Home.of(subgraph.function)
     moved = {str(i): Home.of(site.function, site.scope, site.fqn) for i, site in enumerate(subgraph.sites)}
     for node in graph.all_nodes():
@@ -97,7 +95,7 @@ def name_values(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str], 
     computed = [v for node in graph.all_nodes() for v in node.outputs]
     for value in (*computed, *graph.initializers.values()):
         wanted.setdefault(value, str(value.name) if value.name in kept else _stem(value))
-    ir.convenience.rename_values(list(wanted), list(map(Unique(), wanted.values())))
+    ir.convenience.rename_values(list(wanted), list(map(_unique_names(), wanted.values())))
 
 
 def _stem(value: ir.Value) -> str:
