@@ -126,10 +126,12 @@ class Encoder:
         policy: dict[str, Any] = {}
         if isinstance(tape, BodyTape) and tape.context_fn is not None:
             changed["context_fn"] = None
-            if self._foreign is None:
-                _warn_of_policy()
-            else:
+            if self._foreign is not None:
                 policy["context_fn"] = self._no_form(tape.context_fn)
+            else:
+                text = "a policy of selective checkpointing is not in the file: a loaded trace computes whole regions "
+                text += "again, with equal results; pickle.dumps(trace) keeps it"
+                warnings.warn(text, ScopetraceWarning, stacklevel=2)
         return [NAMES[type(tape)], self._fields(tape, **changed) | policy]
 
     def _op(self, op: Op) -> dict[str, Any]:
@@ -236,12 +238,9 @@ class Encoder:
                 named = x.__module__, x.__qualname__
             if look_up(*named) is x:
                 return {"named": [*named, kind.__name__]}
-        elif is_plain_object(x) and not self._only_shown and self._is_describable(vars(x)):
+        elif is_plain_object(x) and not self._only_shown and all(map(_is_describable, vars(x).values())):
             return {"object": [self.class_row(type(x)), self.data(vars(x)), short_repr(x)]}
         return self._no_form(x)
-
-    def _is_describable(self, attributes: dict[str, Any]) -> bool:
-        return all(is_plain(value) or isinstance(value, (list, dict, tuple)) for value in attributes.values())
 
     def _saved_object(self, x: NamedObject) -> dict[str, Any]:
         """An object of a trace that was itself loaded."""
@@ -258,9 +257,8 @@ class Encoder:
         return {"foreign": len(self._foreign) - 1}
 
 
-def _warn_of_policy() -> None:
-    text = "a policy of selective checkpointing is not in the file: a loaded trace computes whole regions again"
-    warnings.warn(f"{text}, with equal results; pickle.dumps(trace) keeps it", ScopetraceWarning, stacklevel=2)
+def _is_describable(x: Any) -> bool:
+    return is_plain(x) or isinstance(x, (list, dict, tuple))
 
 
 def _by_name(stack: dict[str, Any]) -> dict[str, Any]:

@@ -326,13 +326,9 @@ def _without_single_ops(graph_module: torch.fx.GraphModule) -> torch.fx.Graph:
 
 def _is_single_op(body: torch.fx.Graph) -> bool:
     inner = [node for node in body.nodes if node.op not in ("placeholder", "output")]
-    return sum(map(_computes, inner)) < 2 and all(map(_is_compiled, inner))
-
-
-def _computes(node: torch.fx.Node) -> bool:
-    """Whether a node is an op that is no view, nor a dropout that drops nothing."""
-    drops_nothing = node.target is torch.ops.aten.dropout.default and not node.args[2]
-    return isinstance(node.target, OpOverload) and not node.target.is_view and not drops_nothing
+    ops = [node for node in inner if isinstance(node.target, OpOverload) and not node.target.is_view]
+    drops_nothing = [node for node in ops if node.target is torch.ops.aten.dropout.default and not node.args[2]]
+    return len(ops) - len(drops_nothing) < 2 and all(map(_is_compiled, inner))
 
 
 def _runs(graph: torch.fx.Graph, inputs: Container[torch.fx.Node]) -> Iterator[list[torch.fx.Node]]:

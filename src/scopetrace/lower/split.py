@@ -349,19 +349,13 @@ def _lifted(
     return module, (*state, *(n.name for n in inputs))
 
 
-def _tag(node: torch.fx.Node) -> str:
-    """Where a node belongs that is not of the forward. A partitioner puts results of an op where the op is.
-
-    The op may become one with an equal one of the forward, where checkpointing runs it again.
-    """
-    return "is_backward" if node.target is operator.getitem else "must_be_in_backward"
-
-
 def _joint_of_step(program: TracedProgram, late: Collection[torch.fx.Node]) -> _Joint:
     outputs = _outputs(program.graph_module.graph)
     early = [i for i, n in enumerate(outputs) if n not in late]
     order = [*early, *(i for i, n in enumerate(outputs) if n in late)]
-    tags = {n: _tag(n) if n in late else "is_forward" for n in program.graph_module.graph.nodes}
+    tags = dict.fromkeys(program.graph_module.graph.nodes, "is_forward")
+    for node in late:  # a partitioner puts parts of results where the op is, which may be equal to one of the forward
+        tags[node] = "is_backward" if node.target is operator.getitem else "must_be_in_backward"
     module, primals = _lifted(program, sorted(tags, key=late.__contains__), [outputs[i] for i in order], tags)
     examples = [node_value(n) for n in module.graph.find_nodes(op="placeholder")]
     return _Joint(module, examples, primals, len(early), tuple(order.index(i) for i in range(len(outputs))))

@@ -122,7 +122,7 @@ class Assembler:
         assert self.translated.exported_program is not None
         self.sources = {node.name: node for node in self.translated.exported_program.graph.nodes}
         self._original: dict[torch.fx.Node, ir.Value] = {
-            **dict(zip(self.combined.inputs, self._graph.inputs, strict=True)),
+            **dict(zip(self.combined.graph.find_nodes(op="placeholder"), self._graph.inputs, strict=True)),
             **dict(zip(self.combined.outputs, self._graph.outputs, strict=True)),
         }
 

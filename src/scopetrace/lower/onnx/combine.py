@@ -63,16 +63,6 @@ class CallSite:
     """Placeholders of the combined graph, one for each output of the callee."""
 
     @property
-    def scope(self) -> str:
-        """The scope path of the module call that it stands for."""
-        return scope_path(self.node) or ""
-
-    @property
-    def fqn(self) -> str:
-        """The name of the module that it stands for."""
-        return next((fqn for fqn, _ in reversed(self.node.meta.get("nn_module_stack", {}).values())), "")
-
-    @property
     def function(self) -> Function:
         """The called function."""
         assert self.callee.function is not None
@@ -135,11 +125,6 @@ class CombinedGraph:
         self.main = Subgraph(None, main)
         self._add(self.main)
         self.outputs = self._close()
-
-    @property
-    def inputs(self) -> list[torch.fx.Node]:
-        """The placeholders of the combined graph."""
-        return [n for n in self.graph.nodes if n.op == "placeholder"]
 
     # ---------------------------------------------------------------- subgraphs
 
@@ -318,7 +303,7 @@ class CombinedGraph:
         leaving = [x for p in self.subgraphs for x in (*p.outputs, *(o for s in p.sites for o in s.operands))]
         nodes = list(dict.fromkeys(x for x in leaving if isinstance(x, torch.fx.Node) and x.op != "placeholder"))
         self.graph.erase_node(self._start)
-        for node in self.inputs:
+        for node in self.graph.find_nodes(op="placeholder"):
             if node.users or not nodes:  # torch.onnx takes no empty graph
                 set_node_value(node, self.fakes.like(self._subgraph_of[node], node_value(node)))
             else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import onnx_ir as ir
 import onnxscript
@@ -28,8 +28,6 @@ from scopetrace.lower.onnx import Table
 
 OpNames = Mapping[OpOverload, str | None]
 """By op, the name `"domain::Name"` that a dict gives it."""
-
-Script = onnxscript.OnnxFunction[..., Any]
 
 _KINDS = {"int": "INT", "bool": "INT", "float": "FLOAT", "str": "STRING"}
 
@@ -213,7 +211,7 @@ class OpFunctions:
     def of(cls, functions: OpNames, plugins: OpNames, table: Table | None) -> OpFunctions:
         """For the ops that `functions=` and `plugins=` name. Raises OnnxOptionError."""
         result = cls(dict(table or {}))
-        scripts: dict[Any, Script] = {target: form for target, form in result.table.items() if _is_script(form)}
+        scripts = {t: f for t, f in result.table.items() if isinstance(f, onnxscript.OnnxFunction) and not f.traceable}
         for target, name in plugins.items():
             if name is not None:
                 result.table[target] = _plugin_form(target, name)
@@ -261,11 +259,7 @@ class OpFunctions:
         InlinePass()(model)
 
 
-def _is_script(form: Any) -> TypeGuard[Script]:
-    return isinstance(form, onnxscript.OnnxFunction) and not form.traceable
-
-
-def _script_form(script: Script) -> Callable[..., Any]:
+def _script_form(script: onnxscript.OnnxFunction[..., Any]) -> Callable[..., Any]:
     """A form for torch.onnx that makes a node which calls the function of a script."""
     signature, kinds, defaults = script.op_signature, dict[str, ir.AttributeType | None](), dict[str, Any]()
     assert signature is not None

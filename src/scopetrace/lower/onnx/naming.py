@@ -77,7 +77,7 @@ def label_nodes(graph: ir.Graph, subgraph: Subgraph, sources: Mapping[str, torch
     """Set names and metadata of the nodes of a subgraph after the torch.fx nodes that they were translated from."""
     unique = _unique_names()
     home = Home.of(subgraph.function)
-    moved = {str(i): Home.of(site.function, site.scope, site.fqn) for i, site in enumerate(subgraph.sites)}
+    moved = {str(i): Home.of(site.function, site.node) for i, site in enumerate(subgraph.sites)}
     for node in graph.all_nodes():
         if SCOPE in node.metadata_props:  # a call
             node.name = unique(node.metadata_props[SCOPE])
@@ -122,12 +122,15 @@ class Home:
     new_fqn: str
 
     @classmethod
-    def of(cls, function: Function | None, scope: str | None = None, fqn: str | None = None) -> Home:
-        """For the body of a function, relative or as that of the call with this scope and name; or the main program."""
+    def of(cls, function: Function | None, call: torch.fx.Node | None = None) -> Home:
+        """For the body of a function, relative or as that of a call of it; or the main program."""
         if function is None:
             return cls("", "", "", "")
-        first = function.calls[0]
-        return cls(str(first.scope), scope or _class_name(function), first.fqn or "", fqn or "")
+        first, name, new_fqn = function.calls[0], _class_name(function), ""
+        if call is not None:
+            name = scope_path(call) or name
+            new_fqn = next((fqn for fqn, _ in reversed(call.meta.get("nn_module_stack", {}).values())), "")
+        return cls(str(first.scope), name, first.fqn or "", new_fqn)
 
     def label(self, node: ir.Node, source: torch.fx.Node | None, target: str) -> None:
         """Set `metadata_props`: scope, module classes and source lines of the torch.fx node."""

@@ -134,12 +134,10 @@ def _refuse_other_types(program: ExportedProgram, model: ir.Model) -> None:
     results: Any = output.args[0]
     for node, wanted, value in zip(results, output.meta[_ELEMENT_TYPES], model.graph.outputs, strict=True):
         if wanted is not None and value.dtype is not None and value.dtype != wanted:
-            raise OnnxExportError(
+            raise _error(
                 f"torch.onnx gives {value.dtype} for {wanted} of the model",
-                op=_op(node),
-                module=scope_path(node),
-                source=_source(node),
-                hint="cast what this op takes to float32 in the model, and its result back; or give its form in "
+                node,
+                "cast what this op takes to float32 in the model, and its result back; or give its form in "
                 "custom_translation_table=",
             )
 
@@ -180,6 +178,10 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     hint = None
     if any(isinstance(a, torch.fx.Node) for key, a in node.kwargs.items() if key in ("value", "alpha")):
         hint = "its number is a tensor here, as in the step of an optimizer: export `tr.decompose()`"
+    return _error(problem, node, hint)
+
+
+def _error(problem: str, node: torch.fx.Node, hint: str | None) -> OnnxExportError:
     return OnnxExportError(problem, op=_op(node), module=scope_path(node), source=_source(node), hint=hint)
 
 

@@ -96,8 +96,11 @@ def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
     tensors = []
     for value in tape.inputs:
         if value.storage not in memory:
-            length = max(_extent(v, size) for v in tape.inputs if v.storage == value.storage)
-            memory[value.storage] = _elements(value.fake, length, random)
+            lengths = [
+                offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+                for shape, stride, offset in (_place(v, size) for v in tape.inputs if v.storage == value.storage)
+            ]
+            memory[value.storage] = _elements(value.fake, max(lengths), random)
         whole, place = memory[value.storage], _place(value, size)
         if not (whole.dtype.is_floating_point or whole.dtype.is_complex) and place[0]:
             first = torch.arange(len(whole), device=whole.device).as_strided(*place)[..., :1]
@@ -112,12 +115,6 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 def _place(value: Value, size: Size) -> tuple[list[int], list[int], int]:
     return [size(n) for n in value.fake.size()], [size(n) for n in value.fake.stride()], int(value.offset)
-
-
-def _extent(value: Value, size: Size) -> int:
-    """The number of elements of its storage that a tensor needs."""
-    shape, stride, offset = _place(value, size)
-    return offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def _elements(fake: torch.Tensor, length: int, random: torch.Generator) -> torch.Tensor:
