@@ -155,22 +155,15 @@ def _chosen(frames: Iterable[ModuleCallFrame], signed: Sequence[str], modules: l
 
 
 def _refuse(tape: FunctionalTape) -> None:
-    leaf = next((op for op in tape.ops if op.kind == "call_module"), None)
-    if leaf is not None:
-        raise ExportError(
-            "a leaf module is no op of an ExportedProgram",
-            op=str(leaf.target),
-            module=leaf.scope.path,
-            hint="trace without leaf_modules=",
-        )
-    takes_object = next((op for op in tape.ops if any(isinstance(a, torch.ScriptObject) for a in flat(op.args))), None)
-    if takes_object is not None:
-        raise ExportError(
-            "an op takes an object that is no tensor, such as packed weights",
-            op=str(takes_object.target),
-            module=takes_object.scope.path,
-            hint="trace the model before it is quantized",
-        )
+    for op in tape.ops:
+        problem = hint = None
+        if op.kind == "call_module":
+            problem, hint = "a leaf module is no op of an ExportedProgram", "trace without leaf_modules="
+        elif any(isinstance(x, torch.ScriptObject) for x in flat(op.args)):
+            problem = "an op takes an object that is no tensor, such as packed weights"
+            hint = "trace the model before it is quantized"
+        if problem is not None:
+            raise ExportError(problem, op=str(op.target), module=op.scope.path, hint=hint)
 
 
 def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:

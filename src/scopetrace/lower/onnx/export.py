@@ -228,15 +228,17 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         is_plugin,
         flat,
     )
-    held = _Held(combined, wanted, results.state(), options)
-    input_names, output_names = _names(lowering, results, options, held.retained, tensors)
-    count = len(output_names) - len(held.retained)
+    weights, defaults, initializers = _split_held(combined, wanted, results.state(), options)
+    retained = [name for name in weights if options.retain_weights and name not in results.state()]
+    input_names, output_names = _names(lowering, results, options, retained, tensors)
+    count = len(output_names) - len(retained)
     model = assembler.model(input_names, output_names[:count])
     if main.tape.argument_numbers:
         numbers = {n.name: n.value for n in main.tape.argument_numbers}
         model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(numbers)
-    values = dict(zip(held.names, model.graph.inputs[len(model.graph.inputs) - len(held.names) :], strict=True))
-    constants = {values[name]: tensors[name] for name in held.constants}
+    held = list(combined.main.held)
+    values = dict(zip(held, model.graph.inputs[len(model.graph.inputs) - len(held) :], strict=True))
+    constants = {values[name]: tensors[name] for name in initializers}
     if options.export_params:
         attach(model.graph, constants, stay_inputs=False)
     if flat:
@@ -244,9 +246,9 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         assembler.functions.clear()
     if not options.export_params:
         attach(model.graph, constants, stay_inputs=False)
-    attach(model.graph, {values[name]: tensors[name] for name in held.defaults}, stay_inputs=True)
+    attach(model.graph, {values[name]: tensors[name] for name in defaults}, stay_inputs=True)
     model.functions.update({f.identifier(): f for f in ops.functions})
-    for held_name, name in zip(held.retained, output_names[count:], strict=True):  # a runtime keeps them
+    for held_name, name in zip(retained, output_names[count:], strict=True):  # a runtime keeps them
         model.graph.outputs.append(identity(model.graph, values[held_name], name))
     return Exported(
         model,
@@ -255,9 +257,9 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         [*assembler.plugins, *ops.plugins],
         sorted({*ops.without_form, *(f.name for subgraph, f in assembler.functions.items() if subgraph.unknown)}),
         results,
-        [tensors[name] for name in held.inputs],
-        [tensors[name] for name in held.retained],
-        set() if options.export_params else _without_data(program, [*held.constants, *held.defaults]),
+        [tensors[name] for name in weights],
+        [tensors[name] for name in retained],
+        set() if options.export_params else _without_data(program, [*initializers, *defaults]),
     )
 
 
@@ -282,26 +284,17 @@ def _flatten(model: ir.Model, assembler: Assembler, optimized: bool, outputs: Se
     name_values(model.graph, [str(v.name) for v in model.graph.inputs], outputs, names)
 
 
-class _Held:
-    """What becomes of the parameters, buffers and constants of the main program, by name.
-
-    Attributes:
-        inputs: those that stay inputs.
-        defaults: inputs with a default, which the model changes.
-        constants: the others, which become initializers.
-        retained: inputs that are outputs as well.
-    """
-
-    def __init__(self, combined: CombinedGraph, wanted: set[str], changed: Container[str], options: Options) -> None:
-        self.names = list(combined.main.held)
-        as_inputs = {combined.held_name(name) for name in wanted}
-        if options.export_params:
-            as_inputs |= {name for name in self.names if combined.main.tensor(name).device.type == "meta"}
-        self.inputs = [name for name in self.names if name in as_inputs]
-        others = [name for name in self.names if name not in as_inputs]
-        self.defaults = [name for name in others if name in changed]
-        self.constants = [name for name in others if name not in changed]
-        self.retained = [name for name in self.inputs if options.retain_weights and name not in changed]
+def _split_held(
+    combined: CombinedGraph, wanted: set[str], changed: set[str], options: Options
+) -> tuple[list[str], list[str], list[str]]:
+    """Of the tensors of the main program, those that stay inputs, inputs with a default, and initializers."""
+    names = list(combined.main.held)
+    as_inputs = {combined.held_name(name) for name in wanted}
+    if options.export_params:
+        as_inputs |= {name for name in names if combined.main.tensor(name).device.type == "meta"}
+    others = [name for name in names if name not in as_inputs]
+    defaults = [name for name in others if name in changed]
+    return [name for name in names if name in as_inputs], defaults, [name for name in others if name not in changed]
 
 
 def _without_data(program: TracedProgram, names: Sequence[str]) -> set[str]:
