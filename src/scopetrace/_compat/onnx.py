@@ -21,7 +21,7 @@ from torch._decomp import get_decompositions
 from torch._export.utils import _collect_all_valid_cia_ops
 from torch.export import decomp_utils, exported_program
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
-from torch.onnx._internal.exporter._torchlib.ops.hop import call_op
+from torch.onnx._internal.exporter._torchlib.ops.hop import call_op as call_op
 
 from scopetrace._compat import manifest
 from scopetrace._compat.decompositions import core_aten

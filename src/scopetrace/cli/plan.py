@@ -11,7 +11,7 @@ import torch
 
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, json_text, progress, quiet, takes_json, takes_model
-from scopetrace.distributed.plan import Plan
+from scopetrace.distributed.planning import Plan
 from scopetrace.distributed.planning import plan as make_plan
 from scopetrace.distributed.simulation import Simulation, simulate
 from scopetrace.errors import UsageError

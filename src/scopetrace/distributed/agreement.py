@@ -34,16 +34,16 @@ def check_groups(groups: Sequence[Any], group: Any = None) -> None:
     """Compare the groups of a plan on all ranks: modules, parameters and prefetch lists. As `check_order` otherwise."""
     plans = _of_all_ranks(list(groups), group)
     for rank, other in enumerate(plans):
-        for i, (mine, theirs) in enumerate(itertools.zip_longest(plans[0], other)):
-            if mine != theirs:
-                here, there = (", ".join(x[0]) or "the root's" if x else "missing" for x in (mine, theirs))
+        for i, pair in enumerate(itertools.zip_longest(plans[0], other)):
+            if pair[0] != pair[1]:
+                first, second = (", ".join(x[0]) or "the root's" if x else "missing" for x in pair)
                 raise OrderMismatchError(
-                    f"ranks 0 and {rank} have different plans: group {i} is {here}, in the other {there}"
-                    + (" with other parameters or prefetch lists" if here == there else "")
+                    f"ranks 0 and {rank} have different plans: group {i} is {first}, in the other {second}"
+                    + (" with other parameters or prefetch lists" if first == second else "")
                 )
 
 
 def _of_all_ranks(x: Any, group: Any) -> list[Any]:
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, x, group)
-    return found
+    objects = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, x, group)
+    return objects

@@ -20,11 +20,8 @@ def nbytes(value: Value) -> int:
 
 def params_read(tape: ProgramTape) -> list[set[str]]:
     """For each op, the names of the parameters that it reads."""
-    names = {}
-    for attribute, value in tape.attribute_reads():
-        name = tape.registered.param(attribute)
-        if name is not None:
-            names[value] = name
+    named = ((value, tape.registered.param(attribute)) for attribute, value in tape.attribute_reads())
+    names = {value: name for value, name in named if name is not None}
     return [{names[v] for v in op.inputs() if v in names} for op in tape.ops]
 
 
@@ -35,8 +32,8 @@ def op_params(tape: ProgramTape) -> list[int]:
 
 def op_bytes(tape: ProgramTape) -> list[int]:
     """For each op, the bytes of the parameters that it is the first to read, and of the storages that it allocates."""
-    read = zip(_first_read(tape), op_results(tape), strict=True)
-    return [sum(param.nbytes for param in params) + made for params, made in read]
+    costs = zip(_first_read(tape), op_results(tape), strict=True)
+    return [sum(param.nbytes for param in params) + allocated for params, allocated in costs]
 
 
 def _first_read(tape: ProgramTape) -> Iterator[list[RegisteredParam]]:
@@ -50,13 +47,13 @@ def _first_read(tape: ProgramTape) -> Iterator[list[RegisteredParam]]:
 def op_results(tape: ProgramTape) -> list[int]:
     """For each op, the bytes of the storages that it allocates; 0 for a view."""
     known = {v.storage for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()}
-    found = [0] * len(tape.ops)
+    sizes = [0] * len(tape.ops)
     for i, op in enumerate(tape.ops):
         for value in op.values():
             if value.storage not in known:
                 known.add(value.storage)
-                found[i] += nbytes(value)
-    return found
+                sizes[i] += nbytes(value)
+    return sizes
 
 
 def op_flops(tape: ProgramTape) -> list[int]:
@@ -72,10 +69,10 @@ def op_flops(tape: ProgramTape) -> list[int]:
     def flops(op: Op) -> int:
         if op.kind != "call_function" or op.bodies() or not op.values():
             return 0
-        found = counts.of(op.target, op.args, op.kwargs, op.outputs)
+        count = counts.of(op.target, op.args, op.kwargs, op.outputs)
         sizes = [size for v in op.inputs() for size in v.fake.shape]
-        if found and any(isinstance(x, Symbolic) for x in (*flat((op.args, op.kwargs)), *sizes)):
+        if count and any(isinstance(x, Symbolic) for x in (*flat((op.args, op.kwargs)), *sizes)):
             raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")
-        return found
+        return count
 
     return list(map(flops, tape.ops))

@@ -25,6 +25,9 @@ Group = tuple[str, ...]
 ROOT: Group = ("",)
 
 
+Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Grouping:
     """Groups of modules, the root last, and the group that manages each parameter."""
@@ -44,7 +47,8 @@ class Grouping:
 
     def merged(self, one: Group, other: Group) -> Grouping:
         """The same with two groups merged, in the place of the later one."""
-        joined = tuple(_outermost(dict.fromkeys([*one, *other]), self.registered))
+        both = dict.fromkeys([*one, *other])
+        joined = tuple(m for m in both if not any(contains(self.registered, x, m) for x in both if x != m))
         kept = [g for g in self.groups if g not in (one, other)]
         at = max(self.groups.index(one), self.groups.index(other)) - 1
         return Grouping((*kept[:at], joined, *kept[at:]), self.registered)
@@ -55,13 +59,6 @@ def modules_around(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _outermost(modules: Iterable[str], registered: Registered) -> Iterator[str]:
-    known = list(modules)
-    for module in known:
-        if not any(contains(registered, other, module) for other in known if other != module):
-            yield module
 
 
 def contains(registered: Registered, outer: str, inner: str) -> bool:
@@ -84,6 +81,17 @@ def without_ties(grouping: Grouping) -> Grouping:
 # ---------------------------------------------------------------- from classes
 
 
+def read_classes(classes: Classes) -> tuple[type[torch.nn.Module], ...]:
+    """The classes, one or several. Raises PlanError for what is no class."""
+    kinds = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
+    for kind in kinds:
+        if not isinstance(kind, type):
+            raise PlanError(
+                f"classes= takes classes of modules, such as nn.Linear, and {kind!r} is a {type(kind).__name__}"
+            )
+    return kinds
+
+
 def by_classes(order: ExecutionOrder, units: set[str]) -> Grouping:
     """A group for each of the chosen modules, `units`, and groups of the modules called between them.
 
@@ -92,22 +100,13 @@ def by_classes(order: ExecutionOrder, units: set[str]) -> Grouping:
     """
     registered = order.registered
     _refuse_uncallable(order, units)
-
     dtypes = _dtypes(registered)
 
-    def is_apart(name: str) -> bool:
+    def is_whole(name: str) -> bool:
         return len(dtypes[name]) == 1 and not any(contains(registered, name, unit) for unit in units)
 
-    rest = [m for m in _cut(order, is_apart) if m not in units and not any(contains(registered, u, m) for u in units)]
-    groups: list[list[str]] = []
-    last_is_open = False
-    for module in sorted([*units, *rest], key=first_call(order).__getitem__):
-        if last_is_open and module not in units and dtypes[groups[-1][0]] == dtypes[module]:
-            groups[-1].append(module)
-        else:
-            groups.append([module])
-        last_is_open = module not in units
-    return Grouping((*map(tuple, groups), ROOT), registered)
+    rest = [m for m in _cut(order, is_whole) if m not in units and not any(contains(registered, u, m) for u in units)]
+    return _in_runs(order, [(m,) for m in (*units, *rest)], lambda group: units.isdisjoint(group))
 
 
 def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
@@ -145,25 +144,25 @@ def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
     sizes = {name: sum(registered.params[p].nbytes for p in registered.inside(name)) for name in registered.modules}
     dtypes = _dtypes(registered)
     fits = [(name,) for name in _cut(order, lambda m: sizes[m] <= target_bytes and len(dtypes[m]) == 1)]
-    parts = Grouping((*fits, ROOT), registered)
-    first = first_call(order)
-    groups: list[list[str]] = []
-    filled = target_bytes
-    for part in sorted(without_ties(parts).groups, key=lambda group: first[group[0]]):
-        if len(part) > 1:  # tied: alone, so that it does not hold others from its first module to its last
-            groups.append([*part])
-            filled = target_bytes
-        elif part != ROOT:
-            is_full = filled + sizes[part[0]] > target_bytes
-            if not groups or is_full or dtypes[groups[-1][0]] != dtypes[part[0]]:
-                groups.append([])
-                filled = 0
-            groups[-1] += part
-            filled += sizes[part[0]]
-    return Grouping((*map(tuple, groups), ROOT), registered)
+    parts = without_ties(Grouping((*fits, ROOT), registered)).groups[:-1]
+    tied = {module for part in parts for module in part if len(part) > 1}
+    # Tied ones stay alone, so that they do not hold others from their first module to their last.
+    return _in_runs(order, parts, lambda group: tied.isdisjoint(group) and sum(sizes[m] for m in group) <= target_bytes)
 
 
 # ---------------------------------------------------------------- both
+
+
+def _in_runs(order: ExecutionOrder, parts: Iterable[Group], is_group: Callable[[Group], bool]) -> Grouping:
+    """Parts in execution order, each in the group before it where both have one dtype and are a group together."""
+    first, dtypes = first_call(order), _dtypes(order.registered)
+    groups: list[Group] = []
+    for part in sorted(parts, key=lambda part: first[part[0]]):
+        if groups and dtypes[groups[-1][0]] == dtypes[part[0]] and is_group((*groups[-1], *part)):
+            groups[-1] += part
+        else:
+            groups.append(part)
+    return Grouping((*groups, ROOT), order.registered)
 
 
 def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
@@ -184,11 +183,10 @@ def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
 
 
 def _children(registered: Registered) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in registered.modules:
-        if name:
-            found.setdefault(str(registered.module(name.rpartition(".")[0])), []).append(name)
-    return found
+    children: dict[str, list[str]] = {}
+    for name in filter(None, registered.modules):
+        children.setdefault(str(registered.module(name.rpartition(".")[0])), []).append(name)
+    return children
 
 
 def disjoint(grouping: Grouping) -> dict[Group, list[str]]:
@@ -212,11 +210,11 @@ def disjoint(grouping: Grouping) -> dict[Group, list[str]]:
 
 def _dtypes(registered: Registered) -> dict[str | None, set[torch.dtype]]:
     """By module, the dtypes of its parameters: FSDP2 reduces the gradients of a group as one tensor."""
-    found: dict[str | None, set[torch.dtype]] = {name: set() for name in registered.modules}
+    dtypes: dict[str | None, set[torch.dtype]] = {name: set() for name in registered.modules}
     for param in registered.params.values():
         for module in itertools.chain.from_iterable(map(modules_around, param.names)):
-            found[registered.module(module)].add(param.dtype)
-    return found
+            dtypes[registered.module(module)].add(param.dtype)
+    return dtypes
 
 
 def called_modules(order: ExecutionOrder) -> set[str]:

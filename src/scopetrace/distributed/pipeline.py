@@ -14,15 +14,15 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.containers.structure import leaves
-from scopetrace.distributed.classes import Classes, read_classes
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
+from scopetrace.distributed.groups import Classes, read_classes
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, columns
 from scopetrace.ir.tape import Call, Op, ProgramTape, Value
@@ -125,15 +125,7 @@ def split_points(
     for a model that reads its inputs in another order than that of its signature; for dynamic sizes; for a model that
     was split before.
     """
-    if balance not in _COSTS:
-        raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
-    if not isinstance(stages, int):
-        raise PlanError(f"stages={stages!r}: write the number of stages, 2 or more")
-    if stages < 2:
-        raise PlanError(f"stages={stages}: write 2 or more")
-    if not isinstance(tr, Trace):
-        raise PlanError(f"split_points takes a trace, st.trace(model, args), not {type(tr).__name__}")
-    _refuse_split(tr)
+    _refuse_arguments(tr, stages, balance)
     tape = program_of(tr).without_regions().functional().tape
     if tape.sizes is not None:
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
@@ -155,10 +147,17 @@ def split_points(
     return SplitPoints(picked, [b - a for a, b in itertools.pairwise(bounds)], balance, _shared(tape, picked))
 
 
-def _refuse_split(tr: Trace) -> None:
-    """torch's `pipeline` leaves split points in the model, and calls itself without end for the same ones again."""
-    modules = tr.model.named_modules() if isinstance(tr.model, torch.nn.Module) else ()
-    for name, module in modules:
+def _refuse_arguments(tr: Any, stages: Any, balance: Any) -> None:
+    """Raise PlanError. For a model that was split before, `pipeline` would call itself without end."""
+    if balance not in _COSTS:
+        raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
+    if not isinstance(stages, int):
+        raise PlanError(f"stages={stages!r}: write the number of stages, 2 or more")
+    if stages < 2:
+        raise PlanError(f"stages={stages}: write 2 or more")
+    if not isinstance(tr, Trace):
+        raise PlanError(f"split_points takes a trace, st.trace(model, args), not {type(tr).__name__}")
+    for name, module in tr.model.named_modules() if isinstance(tr.model, torch.nn.Module) else ():
         forward = vars(module).get("forward")
         if getattr(forward, "__module__", "").startswith("torch.distributed.pipelining"):
             raise PlanError(
@@ -210,9 +209,9 @@ def _refuse_few(tape: ProgramTape, alive: Alive, places: Places, cuts: Sequence[
             f"{_cloned(_inputs(tape))}, which are sent on"
         )
     if early:
-        made = ", ".join(dict.fromkeys(map(_call_of, early)))
+        modules = ", ".join(dict.fromkeys(map(_call_of, early)))
         reasons.append(
-            f"torch returns what the last stage returns, and a result is made before it, in {made}: end the forward "
+            f"torch returns what the last stage returns, and a result is made before it, in {modules}: end the forward "
             "with a clone() of it"
         )
     raise PlanError(f"{text}, with all inputs used before and all results made after: " + "; ".join(reasons))
@@ -228,14 +227,19 @@ def _tie(tape: ProgramTape, places: Places) -> str:
     )
 
 
-def _trained(tape: ProgramTape) -> dict[str, list[int]]:
-    """By parameter that requires grad, the ops that read it."""
+def _uses(tape: ProgramTape) -> dict[str, list[int]]:
+    """By parameter, the ops that read it."""
     uses: dict[str, list[int]] = {}
     for i, names in enumerate(params_read(tape)):
         for name in names:
             uses.setdefault(name, []).append(i)
+    return uses
+
+
+def _trained(tape: ProgramTape) -> dict[str, list[int]]:
+    """By parameter that requires grad, the ops that read it."""
     held = tape.attributes
-    return {name: at for name, at in uses.items() if name not in held or held[name].requires_grad}
+    return {name: at for name, at in _uses(tape).items() if name not in held or held[name].requires_grad}
 
 
 def _possible_cuts(tape: ProgramTape, alive: Alive, places: Places, *, in_ties: bool = False) -> list[Cut]:
@@ -296,21 +300,21 @@ def _between_layers(tape: ProgramTape, cuts: list[Cut], stages: int, before: Seq
 
 def _alive(tape: ProgramTape) -> Alive:
     """By value, the op that makes it and the last one that reads it; without parameters, buffers and constants."""
-    made = {v: i for i, op in enumerate(tape.ops) if op.kind != "get_attr" for v in op.values()}
-    last = dict.fromkeys(made, -1)
+    first = {v: i for i, op in enumerate(tape.ops) if op.kind != "get_attr" for v in op.values()}
+    last = dict.fromkeys(first, -1)
     for i, op in enumerate(tape.ops):
         last |= {v: i for v in op.inputs() if v in last}
     last |= {v: len(tape.ops) for v in leaves(tape.outputs, Value) if v in last}
-    return {v: (start, last[v]) for v, start in made.items()}
+    return {v: (start, last[v]) for v, start in first.items()}
 
 
 def _crossing(alive: Alive, places: Sequence[int]) -> dict[int, list[Value]]:
     """For each place, the values made before it and read at or after it."""
-    found: dict[int, list[Value]] = {place: [] for place in places}
+    crossing: dict[int, list[Value]] = {place: [] for place in places}
     for value, (start, stop) in alive.items():
         for place in places[bisect.bisect_right(places, start) : bisect.bisect_right(places, stop)]:
-            found[place].append(value)
-    return found
+            crossing[place].append(value)
+    return crossing
 
 
 def _with_what_is_sent(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut]) -> list[Cut]:
@@ -334,10 +338,7 @@ def _call_of(op: Op) -> str:
 
 def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:
     places = [cut.at for cut in cuts]
-    users: dict[str, dict[int, None]] = {}
-    for i, names in enumerate(params_read(tape)):
-        for name in names:
-            users.setdefault(name, {})[bisect.bisect_right(places, i)] = None
+    users = {n: dict.fromkeys(bisect.bisect_right(places, i) for i in at) for n, at in _uses(tape).items()}
     return {name: list(stages) for name, stages in users.items() if len(stages) > 1}
 
 

@@ -7,7 +7,6 @@ group at the end. Backward goes through the forward passes of the groups in reve
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,101 +24,89 @@ class Pass(NamedTuple):
     stop: int
 
 
-@dataclasses.dataclass(repr=False)
 class Schedule:
-    """What FSDP2 does in one forward."""
+    """What FSDP2 does in one forward, up to the first use of a parameter that is not gathered.
 
-    gathers: list[tuple[Group, int]] = dataclasses.field(default_factory=list)
-    """The all-gathers in order, each with the step that issues it."""
-    passes: list[Pass] = dataclasses.field(default_factory=list)
-    """The passes in the order in which they end."""
-    missing: tuple[Group, Group] | None = None
-    """Of the first use of a parameter that is not gathered: the group that has it, and the innermost one in whose pass
-    it is used."""
+    Attributes:
+        gathers: the all-gathers in order, each with the step that issues it.
+        passes: the passes in the order in which they end.
+        missing: of the first use of a parameter that is not gathered, the group that has it, and the innermost one in
+            whose pass it is used; None where there is none.
+    """
 
-    def __repr__(self) -> str:
-        return f"<Schedule: {len(self.gathers)} all-gathers, {len(self.passes)} passes>"
-
-
-def forward_schedule(order: ExecutionOrder, grouping: Grouping, prefetch: Prefetch) -> Schedule:
-    """Simulate the steps of a forward, up to the first use of a parameter that is not gathered."""
-    return _Forward(order, grouping, prefetch).run()
-
-
-class _Forward:
     def __init__(self, order: ExecutionOrder, grouping: Grouping, prefetch: Prefetch) -> None:
-        self.order = order
-        self.grouping = grouping
-        self.prefetch = prefetch
-        self.group_of = grouping.group_of()
-        self.manager = {param: grouping.managers(param)[0] for param in order.param_first_use}
-        self.gathered: set[Group] = set()
-        self.ready: dict[Group, int] = {}  # by group, the step in which its pass began
-        self.to_run: dict[Group, set[str | None]] = {}
-        self.open: list[Group] = []  # the groups of the modules that are being called
-        self.schedule = Schedule()
-
-    def run(self) -> Schedule:
-        for i, step in enumerate(self.order.steps):
-            call = self.order.calls[step.call]
+        self.gathers: list[tuple[Group, int]] = []
+        self.passes: list[Pass] = []
+        self.missing: tuple[Group, Group] | None = None
+        self._grouping, self._prefetch = grouping, prefetch
+        self._manager = {param: grouping.managers(param)[0] for param in order.param_first_use}
+        self._gathered: set[Group] = set()
+        self._ready: dict[Group, int] = {}  # by group, the step in which its pass began
+        self._to_run: dict[Group, set[str | None]] = {}
+        self._open: list[Group] = []  # the groups of the modules that are being called
+        group_of = grouping.group_of()
+        for i, step in enumerate(order.steps):
+            call = order.calls[step.call]
             if step.kind == "call":
-                self._arguments(call)
+                self._read_arguments(call)
             self._use(step.params)
-            if self.schedule.missing is not None:
-                return self.schedule
-            module = None if call.direct or call.in_op else self.order.registered.module(call.fqn)
-            group = self.group_of.get(module)
+            if self.missing is not None:
+                return
+            module = None if call.direct or call.in_op else order.registered.module(call.fqn)
+            group = group_of.get(module)
             if group is not None and step.kind == "call":
                 self._enter(group, i)
             elif group is not None and step.kind == "return":
                 self._leave(group, module, i)
-        for group in [g for g in self.grouping.groups if g in self.ready]:  # modules of them never ran
-            self._complete(group, len(self.order.steps) - 1)
-        return self.schedule
+        for group in [g for g in grouping.groups if g in self._ready]:  # modules of them never ran
+            self._complete(group, len(order.steps) - 1)
+
+    def __repr__(self) -> str:
+        return f"<Schedule: {len(self.gathers)} all-gathers, {len(self.passes)} passes>"
 
     def _gather(self, group: Group, at: int) -> None:
-        if group not in self.gathered:
-            self.gathered.add(group)
-            self.schedule.gathers.append((group, at))
+        if group not in self._gathered:
+            self._gathered.add(group)
+            self.gathers.append((group, at))
 
     def _enter(self, group: Group, at: int) -> None:
-        self.open.append(group)
+        self._open.append(group)
         self._gather(group, at)
-        if not self.to_run.get(group):
-            self.to_run[group] = set(group)
-        if group not in self.ready:
-            self.ready[group] = at
-            for other in self.prefetch.get(group, ()):
+        if not self._to_run.get(group):
+            self._to_run[group] = set(group)
+        if group not in self._ready:
+            self._ready[group] = at
+            for other in self._prefetch.get(group, ()):
                 self._gather(other, at)
 
     def _leave(self, group: Group, module: str | None, at: int) -> None:
-        self.open.pop()
-        self.to_run[group].discard(module)
-        if not self.to_run[group] and group in self.ready:
+        self._open.pop()
+        self._to_run[group].discard(module)
+        if not self._to_run[group] and group in self._ready:
             self._complete(group, at)
 
     def _complete(self, group: Group, at: int) -> None:
-        self.schedule.passes.append(Pass(group, self.ready.pop(group), at))
+        self.passes.append(Pass(group, self._ready.pop(group), at))
         if group != ROOT:
-            self.gathered.discard(group)
+            self._gathered.discard(group)
 
-    def _arguments(self, call: CallUsage) -> None:
+    def _read_arguments(self, call: CallUsage) -> None:
         """The parameters among a call's arguments are read before it.
 
         Tensors that replace parameters (`functional_call`) stay only where these are gathered already, since gathering
         assigns the parameters.
         """
         for param in call.replaced:
-            group = self.grouping.managers(param)[0]
+            group = self._grouping.managers(param)[0]
             if group != ROOT:
-                self.schedule.missing = group, ROOT
-        if self.open:
-            self._use(name for name in call.given if name in self.manager)
+                self.missing = group, ROOT
+        if self._open:
+            self._use(name for name in call.argument_params if name in self._manager)
 
     def _use(self, params: Iterable[str]) -> None:
-        group = next((self.manager[param] for param in params if self.manager[param] not in self.ready), None)
+        group = next((self._manager[param] for param in params if self._manager[param] not in self._ready), None)
         if group is not None:
-            self.schedule.missing = group, next(g for g in reversed(self.open) if g in self.ready)
+            self.missing = group, next(g for g in reversed(self._open) if g in self._ready)
 
 
 class BackwardEvent(NamedTuple):
@@ -137,9 +124,9 @@ class BackwardEvent(NamedTuple):
 def backward_events(order: ExecutionOrder, grouping: Grouping, passes: Sequence[Pass]) -> list[BackwardEvent]:
     """The events of a backward in order: that of a traced training step, else the forward passes in reverse."""
     if not order.backwards:
-        ends = [(p.stop, "result", i) for i, p in enumerate(passes)]
-        mirrored = sorted([*ends, *((p.start, "arguments", i) for i, p in enumerate(passes))], key=_latest_first)
-        return [BackwardEvent(kind, passes[i].group, i, at) for at, kind, i in mirrored]
+        ends = [(-p.stop, 0, -i) for i, p in enumerate(passes)]
+        mirrored = sorted([*ends, *((-p.start, 1, -i) for i, p in enumerate(passes))])
+        return [BackwardEvent(("result", "arguments")[kind], passes[-i].group, -i, -at) for at, kind, i in mirrored]
     group_of = grouping.group_of()
     begins = {step.call: at for at, step in enumerate(order.steps) if step.kind == "call"}
     returns = {step.call: at for at, step in enumerate(order.steps) if step.kind == "return"}
@@ -155,57 +142,36 @@ def backward_events(order: ExecutionOrder, grouping: Grouping, passes: Sequence[
     return events
 
 
-def _latest_first(event: tuple[int, str, int]) -> tuple[int, bool, int]:
-    at, kind, number = event
-    return -at, kind != "result", -number
+def backward_gathers(
+    events: Iterable[BackwardEvent], passes: Sequence[Pass], forward: Prefetch, backward: Prefetch
+) -> list[tuple[Group, int]]:
+    """The all-gathers of a backward in order, each with the `BackwardEvent.at` that issues it.
 
-
-class BackwardSchedule:
-    """What FSDP2 does in one backward.
-
-    Attributes:
-        gathers: the all-gathers in order, each with the `BackwardEvent.at` that issues it.
+    `passes` are those of groups with parameters. A group without a backward prefetch list prefetches the group whose
+    forward pass ended before its own, which is FSDP2's default.
     """
-
-    def __init__(
-        self, events: Sequence[BackwardEvent], passes: Sequence[Pass], forward: Prefetch, backward: Prefetch
-    ) -> None:
-        """Simulate the backward of some passes, those of groups with parameters.
-
-        A group without a backward prefetch list prefetches the group whose forward pass ended before its own, which is
-        FSDP2's default.
-        """
-        self.gathers: list[tuple[Group, int]] = []
-        self._prefetch = backward
-        self._passes = passes
-        self._gathered = {ROOT}
-        self._active: set[Group] = set()
-        self._begun: set[Group] = set()
-        self._left: dict[Group, list[int]] = {}
-        for number, p in enumerate(passes):
-            self._left.setdefault(p.group, []).append(number)
-        for event in events:
-            if event.kind == "result":
-                self._begin(event)
-            elif event.kind == "again":
-                ahead = () if event.group in self._begun else forward.get(event.group, ())
-                self._gather((event.group, *ahead), event.at)
-            else:
-                self._active.discard(event.group)
-                self._gathered -= {event.group} - {ROOT}
-
-    def _begin(self, event: BackwardEvent) -> None:
+    gathers: list[tuple[Group, int]] = []
+    gathered, active, begun = {ROOT}, set[Group](), set[Group]()
+    left: dict[Group, list[int]] = {}
+    for number, p in enumerate(passes):
+        left.setdefault(p.group, []).append(number)
+    for event in events:
         group = event.group
-        ahead = self._prefetch.get(group, ())
-        if not ahead and group not in self._active and self._left[group]:
-            before = self._left[group].pop() - 1
-            ahead = (self._passes[before].group,) if before >= 0 else ()
-        self._active.add(group)
-        self._begun.add(group)
-        self._gather((group, *ahead), event.at)
-
-    def _gather(self, groups: Iterable[Group], at: int) -> None:
-        for group in groups:
-            if group not in self._gathered:
-                self._gathered.add(group)
-                self.gathers.append((group, at))
+        if event.kind == "result":
+            ahead = backward.get(group, ())
+            if not ahead and group not in active and left[group]:
+                before = left[group].pop() - 1
+                ahead = (passes[before].group,) if before >= 0 else ()
+            active.add(group)
+            begun.add(group)
+        elif event.kind == "again":
+            ahead = () if group in begun else forward.get(group, ())
+        else:
+            active.discard(group)
+            gathered -= {group} - {ROOT}
+            continue
+        for other in (group, *ahead):
+            if other not in gathered:
+                gathered.add(other)
+                gathers.append((other, event.at))
+    return gathers

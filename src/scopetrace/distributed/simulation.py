@@ -24,10 +24,9 @@ from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.distributed.costs import op_flops, op_results
 from scopetrace.distributed.groups import ROOT, Group
-from scopetrace.distributed.plan import Plan, ShardGroup, call_of, order_of
+from scopetrace.distributed.planning import Plan, ShardGroup, call_of, order_of
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns, duration
-from scopetrace.ir.tape import ProgramTape
 
 
 class Transfer(NamedTuple):
@@ -120,8 +119,8 @@ def simulate(
             raise PlanError(f"{name}={number} must be positive")
     shards = {g.modules: _shards(plan, g, ranks) for g in plan.groups}
     sizes = {
-        group: sum(ranks * rows * width * (param_dtype or own).itemsize for rows, width, own in found)
-        for group, found in shards.items()
+        group: sum(ranks * rows * width * (param_dtype or dtype).itemsize for rows, width, dtype in parts)
+        for group, parts in shards.items()
     }
     before, before_event, total = _flops(tr, plan)
     rank = _Rank(flops, bandwidth * ranks / max(ranks - 1, 1), latency, sizes)
@@ -150,19 +149,16 @@ def _memory(
     plan: Plan, tr: Trace, shards: Iterable[Shard], sizes: Mapping[Group, int], optimizer_bytes: int
 ) -> dict[str, int]:
     owned = sum(rows * width * dtype.itemsize for rows, width, dtype in shards)
+    tape = program_of(tr).tape
+    results = zip(tape.ops, op_results(tape), strict=True)
     return {
         "sharded parameters": owned,
         "sharded gradients": owned,
         "optimizer": sum(rows * width * optimizer_bytes for rows, width, _ in shards),
         "gathered parameters, at most": _peak(plan, sizes),
         "gradients of a group, at most": max(sizes.values(), default=0),
-        "results of ops, without recomputation": _results(program_of(tr).tape),
+        "results of ops, without recomputation": sum(n for op, n in results if op.phase is None),
     }
-
-
-def _results(tape: ProgramTape) -> int:
-    made = zip(tape.ops, op_results(tape), strict=True)
-    return sum(size for op, size in made if op.phase is None)
 
 
 def _peak(plan: Plan, sizes: Mapping[Group, int]) -> int:
@@ -182,17 +178,17 @@ def _flops(tr: Trace, plan: Plan) -> tuple[list[int], Callable[[int], int], int]
     at_op = [0, *itertools.accumulate(op_flops(tape))]
     first = call_of(plan.model, tr.order)
     calls = [tape.calls[call.position] for call in tr.calls[first:]]
-    found: list[int] = []
+    before: list[int] = []
     for step in plan.order.steps:
-        known = found[-1] if found else 0
+        flops = before[-1] if before else 0
         if step.kind != "use" and step.call < len(calls):
             call = calls[step.call]
-            known = max(known, at_op[call.start if step.kind == "call" else call.stop])
-        found.append(known)
+            flops = max(flops, at_op[call.start if step.kind == "call" else call.stop])
+        before.append(flops)
     if not plan.order.backwards:
-        return found, lambda at: 3 * found[-1] - 2 * found[at], 3 * found[-1]
+        return before, lambda at: 3 * before[-1] - 2 * before[at], 3 * before[-1]
     ends = [i for i, op in enumerate(tape.ops, 1) if op.phase is not None and op.phase.name == "backward"]
-    return found, at_op.__getitem__, at_op[ends[-1]]
+    return before, at_op.__getitem__, at_op[ends[-1]]
 
 
 @dataclasses.dataclass
@@ -208,19 +204,18 @@ class _Rank:
     """By group, when its last transfer is done."""
     free: float = 0.0
     """When the link has done all transfers."""
-    now: float = 0.0
+    time: float = 0.0
     done: int = 0
     """The FLOPs that the processor has done."""
 
     def compute_to(self, flops: int) -> None:
-        """Compute until so many FLOPs of the step are done."""
-        self.now += max(flops - self.done, 0) / self.flops
+        self.time += max(flops - self.done, 0) / self.flops
         self.done = max(flops, self.done)
 
     def wait_until(self, time: float) -> float:
-        """Wait; returns the seconds waited."""
-        waited = max(time - self.now, 0.0)
-        self.now += waited
+        """The seconds waited."""
+        waited = max(time - self.time, 0.0)
+        self.time += waited
         return waited
 
     def reduce(self, group: Group) -> None:
@@ -229,10 +224,9 @@ class _Rank:
         self.arrives.pop(group, None)
 
     def send(self, kind: str, group: Group) -> None:
-        """Queue a collective."""
-        start = max(self.free, self.now)
+        start = max(self.free, self.time)
         self.free = self.arrives[group] = start + self.latency + self.sizes[group] / self.bandwidth
-        self.transfers.append(Transfer(kind, group, self.sizes[group], self.now, start, self.free))
+        self.transfers.append(Transfer(kind, group, self.sizes[group], self.time, start, self.free))
 
 
 def _run_forward(plan: Plan, rank: _Rank, before: list[int]) -> float:

@@ -1,11 +1,9 @@
 """Traces as files: a zip archive with a header, the tapes as JSON, and the tensors' memory.
 
-archive   entries of the zip file
-tensors   parameters, buffers and constants, over shared storages
-records   the classes that a file may have
+archive   entries of the zip file: JSON, and tensors over shared storages
+records   the classes that a file may have, and the types of their fields
 encoder   tapes -> tables of rows
 decoder   tables of rows -> tapes
-types     the types of fields
 names     what of a tape would be code
 
     scopetrace/header.json     {"format": "scopetrace trace", "version": 2, "scopetrace": "0.1.0", "torch": "2.13.0"}
@@ -22,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
@@ -35,7 +34,6 @@ from scopetrace.files.archive import ArchiveReader, ArchiveWriter
 from scopetrace.files.decoder import Decoder
 from scopetrace.files.encoder import Encoder, NoForm
 from scopetrace.files.names import refuse_code
-from scopetrace.files.tensors import TensorReader, TensorWriter
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.verify import verify
 
@@ -51,60 +49,41 @@ def write(recorded: ProgramTape, tape: ProgramTape, file: IO[bytes], foreign: li
 
     Raises TraceFileError for what a file cannot hold.
     """
-    with contextlib.closing(ArchiveWriter(file)) as archive:
-        _write(archive, recorded, tape, foreign)
-
-
-def _write(archive: ArchiveWriter, recorded: ProgramTape, tape: ProgramTape, foreign: list[Any] | None) -> None:
     versions = {"scopetrace": sys.modules["scopetrace"].__version__, "torch": torch.__version__}
-    archive.add_json("header.json", {"format": FORMAT, "version": VERSION, **versions, "byteorder": sys.byteorder})
-    encoder = Encoder(TensorWriter(archive), foreign)
-    try:
-        rows = {"recorded": encoder.row_of(recorded), "program": encoder.row_of(tape)}
-        environment = None if tape.shape_env is None else encode_environment(tape.shape_env)
-    except NoForm as error:
-        raise _refusal(error.args[0], recorded) from None
-    except ValueError as error:
-        raise TraceFileError(f"a size of the trace has no form in a file: {error}") from error
-    archive.add_json("program.json", {"tables": encoder.tables, "environment": environment, **rows})
+    with zipfile.ZipFile(file, "w") as entries:
+        archive = ArchiveWriter(entries)
+        archive.add_json("header.json", {"format": FORMAT, "version": VERSION, **versions, "byteorder": sys.byteorder})
+        encoder = Encoder(archive, foreign)
+        try:
+            rows = {"recorded": encoder.row_of(recorded), "program": encoder.row_of(tape)}
+            environment = None if tape.shape_env is None else encode_environment(tape.shape_env)
+        except NoForm as error:
+            raise _refusal(error.args[0], recorded) from None
+        except ValueError as error:
+            raise TraceFileError(f"a size of the trace has no form in a file: {error}") from error
+        archive.add_json("program.json", {"tables": encoder.tables, "environment": environment, **rows})
 
 
 def _refusal(x: Any, recorded: ProgramTape) -> TraceFileError:
     """The error for an object that has no form as data; it says where the object is."""
     name = f"a {type(x).__module__}.{type(x).__qualname__}"
+    way_out = "pickle.dumps(trace) keeps it, where pickle can"
     for fqn, module in recorded.modules.items():
         if module is x:
-            way_out = f"trace without leaf_modules=, or {_PICKLE}"
+            way_out = f"trace without leaf_modules=, or {way_out}"
             return TraceFileError(f"{fqn} is a leaf module, {name}, whose code cannot be in a file; {way_out}")
     where = next(_places(x, recorded), "a constant of the program")
-    return TraceFileError(f"{where} is {name}, which is no data that a file can hold; {_PICKLE}")
-
-
-_PICKLE = "pickle.dumps(trace) keeps it, where pickle can"
+    return TraceFileError(f"{where} is {name}, which is no data that a file can hold; {way_out}")
 
 
 def _places(x: Any, recorded: ProgramTape) -> Iterator[str]:
-    def paths(template: Any) -> Iterator[str]:
-        return (path for path, leaf in leaves_with_path(template) if leaf is x)
-
     args, kwargs = recorded.args
-    for i, arg in enumerate(args):
-        yield from (f"argument {i}{path}" for path in paths(arg))
-    for name, arg in kwargs.items():
-        yield from (f"{name}{path}" for path in paths(arg))
-    yield from (f"the result{path}" for path in paths(recorded.result))
-    for tape in recorded.walk():
-        for op in tape.ops:
-            yield from (f"an argument of {op.target} in {op.scope.path}" for _ in paths((op.args, op.kwargs)))
-
-
-def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, ProgramTape]:
-    """The tapes that `write` wrote: that of the recording, and that of the program.
-
-    Raises TraceFileError for anything else.
-    """
-    with as_damage(), building():
-        return _read(file, list(foreign))
+    named = [*((f"argument {i}", arg) for i, arg in enumerate(args)), *kwargs.items(), ("the result", recorded.result)]
+    for name, template in named:
+        yield from (f"{name}{path}" for path, leaf in leaves_with_path(template) if leaf is x)
+    for op in (op for tape in recorded.walk() for op in tape.ops):
+        if any(leaf is x for _, leaf in leaves_with_path((op.args, op.kwargs))):
+            yield f"an argument of {op.target} in {op.scope.path}"
 
 
 @contextlib.contextmanager
@@ -120,14 +99,18 @@ def as_damage() -> Iterator[None]:
         raise TraceFileError(f"the file is no trace, or damaged: {type(error).__name__}: {error}") from error
 
 
-def _read(file: IO[bytes], foreign: list[Any]) -> tuple[ProgramTape, ProgramTape]:
+@as_damage()
+@building()
+def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, ProgramTape]:
+    """The tapes that `write` wrote: that of the recording, and that of the program.
+
+    Raises TraceFileError for anything else.
+    """
     _refuse_pickle(file)
     archive = ArchiveReader(file)
-    if not archive.has("header.json"):
-        raise TraceFileError("this zip file is no trace: Trace.save did not write it")
-    _check_header(archive.json("header.json"))
+    _check_header(archive.json("header.json") if archive.has("header.json") else None)
     data = archive.json("program.json")
-    decoder = Decoder(data["tables"], data["environment"], TensorReader(archive), foreign)
+    decoder = Decoder(data["tables"], data["environment"], archive, list(foreign))
     recorded, tape = (decoder.row("tapes", data[name]) for name in ("recorded", "program"))
     holders: dict[str, torch.nn.Module] = {}
     for program in (recorded, tape):

@@ -1,8 +1,10 @@
 """The archive that a trace is written to: a zip file whose entries are not compressed.
 
 Data flow:
-    header, program as JSON; storages of tensors as raw bytes -> entries `scopetrace/...`
-    a file -> checked entries: known names, no compression, together no larger than the file -> JSON, storages
+    header, program as JSON -> entries `scopetrace/...`
+    tensor -> a row of metadata, with the number of its storage -> the tensor, over the storage that is read once
+    a tensor without plain storage (sparse, quantized) -> torch.save -> torch.load with weights_only=True
+    a file -> checked entries: known names, no compression, together no larger than the file -> JSON, tensors
 
 Python's zipfile checks the CRC of each entry. As nothing is compressed, no file is larger in memory than on disk.
 """
@@ -11,83 +13,145 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import json
 import os
 import zipfile
-from collections.abc import Iterator
 from typing import IO, Any
 
 import torch
 
+from scopetrace._compat.tensors import id_of_storage
+
 _PREFIX = "scopetrace/"
-_CHUNK = 1 << 20
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The classes of tensors that a file can have: subclasses have a meaning of their own."""
 
 
 class ArchiveWriter:
-    """Writes entries one after the other. The archive is complete after `close`."""
+    """Writes entries one after the other, and each storage once."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+    def __init__(self, entries: zipfile.ZipFile) -> None:
+        self._zip = entries
+        self._storages: dict[int, int] = {}
+        self._keep: list[torch.UntypedStorage] = []  # ids must not be used again
+        self._numbers = itertools.count()
 
-    def add(self, name: str, data: bytes | memoryview) -> None:
+    def add_json(self, name: str, data: Any) -> None:
+        """Write an entry of JSON."""
+        self._add(name, json.dumps(data, separators=(",", ":"), allow_nan=False).encode())
+
+    def add_tensor(self, t: torch.Tensor) -> dict[str, Any]:
+        """Write the tensor's memory, and return its metadata as JSON."""
+        row = {"requires_grad": t.requires_grad, "parameter": type(t) is torch.nn.Parameter}
+        t = t.detach()
+        if t.layout is not torch.strided or t.is_quantized or t.is_nested or t.is_conj() or t.is_neg():
+            name, file = f"tensors/{next(self._numbers)}.pt", io.BytesIO()
+            torch.save(t, file)
+            self._add(name, file.getbuffer())
+            return {**row, "saved": name}
+        return {
+            **row,
+            "storage": self._storage(t.untyped_storage()),
+            "dtype": str(t.dtype).removeprefix("torch."),
+            "device": str(t.device),
+            "size": list(t.size()),
+            "stride": list(t.stride()),
+            "offset": t.storage_offset(),
+            "nbytes": t.untyped_storage().nbytes(),
+        }
+
+    def _storage(self, storage: torch.UntypedStorage) -> int:
+        key = id_of_storage(storage)
+        if key not in self._storages:
+            number = self._storages[key] = len(self._storages)
+            self._keep.append(storage)
+            if storage.device.type != "meta":
+                on_cpu = storage.cpu()
+                self._add(f"storages/{number}", _bytes_of(on_cpu))
+        return self._storages[key]
+
+    def _add(self, name: str, data: bytes | memoryview) -> None:
         """Write an entry. `data` is not copied."""
         entry = zipfile.ZipInfo(_PREFIX + name)  # of a fixed date: equal traces are equal files
         with self._zip.open(entry, "w", force_zip64=len(data) > zipfile.ZIP64_LIMIT // 2) as file:
             file.write(data)
 
-    def add_json(self, name: str, data: Any) -> None:
-        """Write an entry of JSON."""
-        self.add(name, json.dumps(data, separators=(",", ":"), allow_nan=False).encode())
-
-    def add_storage(self, name: str, storage: torch.UntypedStorage) -> None:
-        """Write the bytes of a storage of any device."""
-        on_cpu = storage if storage.device.type == "cpu" else storage.cpu()
-        self.add(name, _bytes_of(on_cpu))
-
-    def close(self) -> None:
-        """Write the table of entries."""
-        self._zip.close()
-
 
 class ArchiveReader:
-    """The entries of an archive. Raises what zipfile and json raise, and ValueError, for a damaged one."""
+    """The entries of an archive. Raises what zipfile, json and torch raise, and ValueError, for a damaged one."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._zip = zipfile.ZipFile(file)
         self._entries = _checked_entries(self._zip, file.seek(0, os.SEEK_END))
-
-    def json(self, name: str) -> Any:
-        """An entry of JSON. Raises ValueError for one that is not."""
-        data = self.read(name)
-        content = json.loads(data, parse_constant=_refuse_constant)
-        if b"\\ud" in data.lower():  # halves of characters, which are no text where the other half is missing
-            json.dumps(content, ensure_ascii=False).encode()
-        return content
-
-    def read(self, name: str) -> bytes:
-        """The bytes of an entry. Raises KeyError where there is none."""
-        return self._zip.read(self._entries[_PREFIX + name])
+        self._storages: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
 
     def has(self, name: str) -> bool:
         """Whether there is an entry of this name."""
         return _PREFIX + name in self._entries
 
-    def storage(self, name: str) -> torch.UntypedStorage:
-        """A new storage with the bytes of an entry. Raises KeyError where there is none."""
-        entry = self._entries[_PREFIX + name]
-        storage = torch.empty(entry.file_size, dtype=torch.uint8, device="cpu").untyped_storage()
-        with self._zip.open(entry) as file:
-            for part in _parts(_bytes_of(storage)):
-                if file.readinto(part) != len(part):  # type: ignore[attr-defined]  # typeshed has IO[bytes]
-                    raise ValueError(f"the entry {name} is too short")
-            if file.read(1):
-                raise ValueError(f"the entry {name} is too long")
-        return storage
+    def json(self, name: str) -> Any:
+        """An entry of JSON. Raises ValueError for one that is not."""
+        data = self._read(name)
+        content = json.loads(data, parse_constant=_refuse_constant)
+        if b"\\ud" in data.lower():  # halves of characters, which are no text where the other half is missing
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
+
+    def tensor(self, row: dict[str, Any]) -> torch.Tensor:
+        """The tensor of the metadata that `add_tensor` gave."""
+        t = self._load(row["saved"]) if "saved" in row else self._view(row)
+        requires_grad = bool(row["requires_grad"])
+        if row["parameter"]:
+            return torch.nn.Parameter(t, requires_grad=requires_grad)
+        return t.requires_grad_(requires_grad)
+
+    def _read(self, name: str) -> bytes:
+        return self._zip.read(self._entries[_PREFIX + name])
+
+    def _load(self, name: str) -> torch.Tensor:
+        data = self._read(name)
+        _checked_entries(zipfile.ZipFile(io.BytesIO(data)), len(data))
+        tensor = torch.load(io.BytesIO(data), weights_only=True)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is no tensor")
+        return tensor
+
+    def _view(self, row: dict[str, Any]) -> torch.Tensor:
+        dtype, device = dtype_of(row["dtype"]), torch.device(row["device"])
+        size, stride = _whole_numbers(row["size"]), _whole_numbers(row["stride"])
+        offset, number, nbytes = _whole_numbers([row["offset"], row["storage"], row["nbytes"]])
+        end = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+        storage = self._storage(number, device, nbytes)
+        if 0 not in size and end * dtype.itemsize > storage.nbytes():
+            raise ValueError("a tensor is larger than its storage")
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
+
+    def _storage(self, number: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+        key = number, device
+        if key not in self._storages:
+            if device.type == "meta":  # of which the file has no bytes
+                self._storages[key] = torch.UntypedStorage(nbytes, device=device)
+            else:
+                data = self._read(f"storages/{number}")
+                storage = torch.empty(len(data), dtype=torch.uint8, device="cpu").untyped_storage()
+                _bytes_of(storage)[:] = data
+                self._storages[key] = storage if device.type == "cpu" else storage.to(device=device)
+        return self._storages[key]
 
 
-def check_archive(data: bytes) -> None:
-    """Raise ValueError for a zip file inside an archive that would be larger in memory than it is."""
-    _checked_entries(zipfile.ZipFile(io.BytesIO(data)), len(data))
+def dtype_of(name: Any) -> torch.dtype:
+    """The dtype of a name such as `float32`. Raises ValueError for another one."""
+    dtype = getattr(torch, name) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of this torch")
+    return dtype
+
+
+def _whole_numbers(data: Any) -> list[int]:
+    if not isinstance(data, list) or not all(type(n) is int and 0 <= n < 2**62 for n in data):
+        raise ValueError(f"{data!r} are no sizes")
+    return data
 
 
 def _checked_entries(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
@@ -108,12 +172,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
     if not count:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * count).from_address(storage.data_ptr())).cast("B")
-
-
-def _parts(view: memoryview) -> Iterator[memoryview]:
-    """Chunks, as a file makes a copy of what it is asked for."""
-    for start in range(0, len(view), _CHUNK):
-        yield view[start : start + _CHUNK]
 
 
 def _refuse_constant(name: str) -> Any:

@@ -27,9 +27,8 @@ from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.classes import NamedObject, class_of_name, look_up
 from scopetrace.containers.structure import Removed, rebuilt
 from scopetrace.errors import TraceFileError
-from scopetrace.files.records import LEFT_OUT, RECORDS
-from scopetrace.files.tensors import TensorReader, dtype_of
-from scopetrace.files.types import checked_fields
+from scopetrace.files.archive import ArchiveReader, dtype_of
+from scopetrace.files.records import LEFT_OUT, RECORDS, checked_fields
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
 from scopetrace.ir.tape import GIVEN_META, Call, Op, Signed, Tape, Value, flat
@@ -43,12 +42,12 @@ class Decoder:
     """Makes objects of the rows of `tables`. All fake tensors belong to one fake mode, all sizes to one environment."""
 
     def __init__(
-        self, tables: dict[str, list[Any]], environment: Any, tensors: TensorReader, foreign: list[Any]
+        self, tables: dict[str, list[Any]], environment: Any, archive: ArchiveReader, foreign: list[Any]
     ) -> None:
         self._tables = tables
-        self._tensors = tensors
+        self._archive = archive
         self._foreign = foreign
-        self._made: dict[str, list[Any]] = {name: [None] * len(rows) for name, rows in tables.items()}
+        self._objects: dict[str, list[Any]] = {name: [None] * len(rows) for name, rows in tables.items()}
         self._factory = FakeFactory()
         if environment is not None:
             restore_environment(self._factory.shape_env, environment)
@@ -58,15 +57,15 @@ class Decoder:
 
     def row(self, table: str, number: Any) -> Any:
         """What a row of a table stands for."""
-        made = self._made[table]
-        if type(number) is not int or not 0 <= number < len(made):
+        objects = self._objects[table]
+        if type(number) is not int or not 0 <= number < len(objects):
             raise ValueError(f"there is no row {number} of {table}")
-        if made[number] is _BUSY:
+        if objects[number] is _BUSY:
             raise ValueError(f"row {number} of {table} leads to itself")
-        if made[number] is None:
-            made[number] = _BUSY
-            made[number] = _ROWS[table](self, self._tables[table][number])
-        return made[number]
+        if objects[number] is None:
+            objects[number] = _BUSY
+            objects[number] = _ROWS[table](self, self._tables[table][number])
+        return objects[number]
 
     def data(self, x: Any) -> Any:
         """The object of what `Encoder.data` gave."""
@@ -179,11 +178,11 @@ class Decoder:
         return class_of_name(module, qualname, (torch.nn.Module,), {"forward": Signed(self._signature(signature))})
 
     def _signature(self, rows: Any) -> inspect.Signature:
-        parameters = [
-            inspect.Parameter(name, _kind(kind), default=self.data(default[0]) if default else inspect.Parameter.empty)
-            for name, kind, *default in rows
-        ]
-        return inspect.Signature(parameters)
+        def parameter(name: Any, kind: Any, *default: Any) -> inspect.Parameter:
+            defaults = {"default": self.data(default[0])} if default else {}
+            return inspect.Parameter(name, _kind(kind), **defaults)
+
+        return inspect.Signature([parameter(*row) for row in rows])
 
     def _container(self, data: Any) -> Any:
         kind, context, children = data
@@ -195,9 +194,9 @@ class Decoder:
     def _named(self, data: Any) -> Any:
         module, qualname, text = data
         _expect(str, module, qualname, text)
-        found = look_up(module, qualname)
-        if isinstance(found, (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)):
-            return found
+        named = look_up(module, qualname)
+        if isinstance(named, (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)):
+            return named
         return NamedObject(object, None, text, module, qualname)
 
     def _object(self, data: Any) -> NamedObject:
@@ -222,28 +221,28 @@ _kind: Callable[[int], Any] = type(inspect.Parameter.VAR_KEYWORD)
 def _op_of(decoder: Decoder, data: Any) -> Any:
     name, overload = data
     _expect(str, name, overload)
-    found = find_op(name, overload)
-    if found is None:
+    op = find_op(name, overload)
+    if op is None:
         full = f"{name.replace('::', '.')}.{overload or 'default'}"
         raise TraceFileError(
             f"the trace uses {full}, which torch {torch.__version__} does not have; "
             "import the library that registers it before the trace is loaded"
         )
-    return found
+    return op
 
 
 def _higher_order(decoder: Decoder, name: Any) -> Any:
-    found = find_higher_order(name)
-    if found is None:
+    op = find_higher_order(name)
+    if op is None:
         raise TraceFileError(f"the trace uses {name}, which torch {torch.__version__} does not have")
-    return found
+    return op
 
 
 def _torch_object(kind: type) -> Callable[[Decoder, Any], Any]:
     def of(decoder: Decoder, name: Any) -> Any:
-        found = getattr(torch, name)
-        _expect(kind, found)
-        return found
+        x = getattr(torch, name)
+        _expect(kind, x)
+        return x
 
     return of
 
@@ -256,7 +255,7 @@ _ROWS: dict[str, Callable[[Decoder, Any], Any]] = {
     "calls": Decoder._call,
     "ops": Decoder._op,
     "tapes": Decoder._tape,
-    "tensors": lambda decoder, row: decoder._tensors.tensor(row),
+    "tensors": lambda decoder, row: decoder._archive.tensor(row),
     "numbers": Decoder._number,
     "classes": Decoder._class,
 }

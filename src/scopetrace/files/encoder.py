@@ -30,8 +30,8 @@ from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, look_up
 from scopetrace.containers.structure import Removed, is_plain_object, taken_apart
 from scopetrace.errors import ScopetraceWarning
+from scopetrace.files.archive import PLAIN, ArchiveWriter
 from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
-from scopetrace.files.tensors import TensorWriter, can_hold
 from scopetrace.formatting import short_repr
 from scopetrace.ir.reads import in_a_file
 from scopetrace.ir.scopes import Frames, Scope
@@ -45,14 +45,14 @@ class NoForm(Exception):
 
 
 class Encoder:
-    """Writes objects into tables, and real tensors by `tensors`.
+    """Writes objects into tables, and real tensors into an archive.
 
     `foreign` takes what has no form as data; None: such objects raise NoForm, but for those that are only shown.
     """
 
-    def __init__(self, tensors: TensorWriter, foreign: list[Any] | None) -> None:
+    def __init__(self, archive: ArchiveWriter, foreign: list[Any] | None) -> None:
         self.tables: dict[str, list[Any]] = {}
-        self._tensors = tensors
+        self._archive = archive
         self._foreign = foreign
         self._only_shown = False
         self._rows: dict[tuple[str, Any], int] = {}
@@ -95,23 +95,18 @@ class Encoder:
 
     def row_of(self, x: Any) -> int:
         """The row of a value, op, call, tape or scope."""
-        if isinstance(x, Value):
-            return self._row("values", x, id(x), lambda: self._value(x))
-        if isinstance(x, Scope):
-            return self._row("scopes", x, id(x), lambda: [x.parent and self.row_of(x.parent), x.name, x.type_name])
-        if isinstance(x, Call):
-            if x.parent is not None:
-                self.row_of(x.parent)  # outer calls first, so that reading needs no deep recursion
-            return self._row("calls", x, id(x), lambda: self._call(x))
-        if isinstance(x, Tape):
-            return self._row("tapes", x, id(x), lambda: self._tape(x))
-        return self._row("ops", x, id(x), lambda: self._op(x))
+        if isinstance(x, Call) and x.parent is not None:
+            self.row_of(x.parent)  # outer calls first, so that reading needs no deep recursion
+        return self._row(TABLES[type(x)], x, id(x), lambda: _ROWS[TABLES[type(x)]](self, x))
 
-    def _fields(self, x: Any, **given: Any) -> dict[str, Any]:
-        """The fields that differ from their defaults; those that are given have another value in the file."""
+    def _scope(self, scope: Scope) -> list[Any]:
+        return [scope.parent and self.row_of(scope.parent), scope.name, scope.type_name]
+
+    def _fields(self, x: Any, **changed: Any) -> dict[str, Any]:
+        """The fields that differ from their defaults; those that are `changed` have another value in the file."""
         row = {}
         for name, field in fields_of(type(x)).items():
-            value = given.get(name, getattr(x, name))
+            value = changed.get(name, getattr(x, name))
             if not is_default(field, value):
                 row[name] = self._frames(value) if name == "frames" else self.data(value)
         return row
@@ -121,31 +116,29 @@ class Encoder:
             self.row_of(scope)
         for call in tape.calls:
             self.row_of(call)
-        given: dict[str, Any] = {"owners": {name: (None, at) for name, (_, at) in tape.owners.items()}}
+        changed: dict[str, Any] = {"owners": {name: (None, at) for name, (_, at) in tape.owners.items()}}
         if isinstance(tape, ProgramTape):
-            found = (in_a_file(read, tape.attributes.values()) for read in tape.reads)
-            given["reads"] = [read for read in found if read is not None]
+            reads = (in_a_file(read, tape.attributes.values()) for read in tape.reads)
+            changed["reads"] = [read for read in reads if read is not None]
         for name in ("uses_absolute_offset", "written"):
             if hasattr(tape, name):
-                given[name] = sorted(map(self._storage, getattr(tape, name)))
-        if isinstance(tape, BodyTape):
-            row = self._fields(tape, **given, context_fn=None) | self._policy(tape.context_fn)
-        else:
-            row = self._fields(tape, **given)
-        return [NAMES[type(tape)], row]
-
-    def _policy(self, context_fn: Any) -> dict[str, Any]:
-        """The field of a policy of selective checkpointing, for a pickle: it is code, which a file does not have."""
-        if context_fn is not None and self._foreign is None:
-            text = "a policy of selective checkpointing is not in the file: a loaded trace computes whole regions again"
-            warnings.warn(f"{text}, with equal results; pickle.dumps(trace) keeps it", ScopetraceWarning, stacklevel=2)
-        return {} if context_fn is None or self._foreign is None else {"context_fn": self._no_form(context_fn)}
+                changed[name] = sorted(map(self._storage, getattr(tape, name)))
+        policy: dict[str, Any] = {}
+        if isinstance(tape, BodyTape) and tape.context_fn is not None:
+            changed["context_fn"] = None
+            if self._foreign is not None:
+                policy["context_fn"] = self._no_form(tape.context_fn)
+            else:
+                text = "a policy of selective checkpointing is not in the file: a loaded trace computes whole regions "
+                text += "again, with equal results; pickle.dumps(trace) keeps it"
+                warnings.warn(text, ScopetraceWarning, stacklevel=2)
+        return [NAMES[type(tape)], self._fields(tape, **changed) | policy]
 
     def _op(self, op: Op) -> dict[str, Any]:
         row = self._fields(op, meta=None)
         if op.meta is None:
             return row
-        stacks = {key: _by_name(found) for key, found in op.meta.items() if key != "custom"}
+        stacks = {key: _by_name(stack) for key, stack in op.meta.items() if key != "custom"}
         with self._to_show():
             return {**row, "meta": self.data({**op.meta, **stacks})}
 
@@ -192,9 +185,9 @@ class Encoder:
     def _tensor(self, t: torch.Tensor) -> dict[str, Any]:
         if isinstance(t, FakeTensor):
             return {"fakes": self._fake(t)}
-        if not can_hold(t):
+        if type(t) not in PLAIN:
             return self._no_form(t)
-        return {"tensors": self._row("tensors", t, id(t), lambda: self._tensors.row(t))}
+        return {"tensors": self._row("tensors", t, id(t), lambda: self._archive.add_tensor(t))}
 
     def _number(self, number: Any) -> dict[str, int]:
         expr, pytype, hint = number_parts(number)
@@ -217,8 +210,8 @@ class Encoder:
 
         def make() -> list[Any]:
             forward = getattr(kind, "forward", None) if issubclass(kind, torch.nn.Module) else None
-            made = kind.__module__ == parametrize.__name__ and not hasattr(parametrize, kind.__name__)
-            base = self.class_row(kind.__base__) if made and kind.__base__ else None
+            is_of_torch = kind.__module__ == parametrize.__name__ and not hasattr(parametrize, kind.__name__)
+            base = self.class_row(kind.__base__) if is_of_torch and kind.__base__ else None
             return [kind.__module__, kind.__qualname__, base, forward and self._signature(forward)]
 
         return self._row("classes", kind, kind, make)
@@ -239,15 +232,15 @@ class Encoder:
         """A function, class, member of an enum, or an object that consists of its attributes."""
         if isinstance(x, (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)):
             kind = type(x)
-            named = (x.__module__, x.__qualname__) if not isinstance(x, enum.Enum) else _member(x)
+            if isinstance(x, enum.Enum):
+                named = kind.__module__, f"{kind.__qualname__}.{x.name}"
+            else:
+                named = x.__module__, x.__qualname__
             if look_up(*named) is x:
                 return {"named": [*named, kind.__name__]}
-        elif is_plain_object(x) and not self._only_shown and self._is_describable(vars(x)):
+        elif is_plain_object(x) and not self._only_shown and all(map(_is_describable, vars(x).values())):
             return {"object": [self.class_row(type(x)), self.data(vars(x)), short_repr(x)]}
         return self._no_form(x)
-
-    def _is_describable(self, attributes: dict[str, Any]) -> bool:
-        return all(is_plain(value) or isinstance(value, (list, dict, tuple)) for value in attributes.values())
 
     def _saved_object(self, x: NamedObject) -> dict[str, Any]:
         """An object of a trace that was itself loaded."""
@@ -264,14 +257,14 @@ class Encoder:
         return {"foreign": len(self._foreign) - 1}
 
 
+def _is_describable(x: Any) -> bool:
+    return is_plain(x) or isinstance(x, (list, dict, tuple))
+
+
 def _by_name(stack: dict[str, Any]) -> dict[str, Any]:
     """An `nn_module_stack` with the names of classes, as torch.export has it."""
     names = {cls: f"{cls.__module__}.{cls.__qualname__}" for _, cls in stack.values() if isinstance(cls, type)}
     return {key: (path, names.get(cls, cls)) for key, (path, cls) in stack.items()}
-
-
-def _member(x: enum.Enum) -> tuple[str, str]:
-    return type(x).__module__, f"{type(x).__qualname__}.{x.name}"
 
 
 def _name(x: Any) -> str:
@@ -279,16 +272,18 @@ def _name(x: Any) -> str:
     return str(x).removeprefix("torch.")
 
 
-def _float(encoder: Encoder, x: float) -> Any:
-    return x if math.isfinite(x) else {"float": str(x)}
-
-
 def _target(encoder: Encoder, x: Any) -> dict[str, Any]:
     return {"higher_order": x.name()} if is_higher_order(x) else {"op": [schema_of(x).name, schema_of(x).overload]}
 
 
+_ROWS: dict[str, Callable[[Encoder, Any], Any]] = {
+    **{"values": Encoder._value, "scopes": Encoder._scope, "calls": Encoder._call},
+    **{"ops": Encoder._op, "tapes": Encoder._tape},
+}
+"""By table, the row of an object."""
+
 _FORMS: dict[type, Callable[[Encoder, Any], Any]] = {
-    float: _float,
+    float: lambda encoder, x: x if math.isfinite(x) else {"float": str(x)},
     complex: lambda encoder, x: {"complex": [encoder.data(x.real), encoder.data(x.imag)]},
     bytes: lambda encoder, x: {"bytes": base64.b64encode(x).decode()},
     tuple: lambda encoder, x: {"tuple": [encoder.data(item) for item in x]},

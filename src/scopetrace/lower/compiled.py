@@ -58,7 +58,7 @@ class Piece:
         self.name = self.__name__ = name
         self.body, self.calls = body, 0
         self.forms: dict[frozenset[int], Callable[..., Any]] = {}
-        self._inputs = ExampleInputs(examples)
+        self._inputs = _ExampleInputs(examples)
         self._can_be_compiled = self._inputs.are_known and not any(n.target in _NOT_COMPILED for n in body.graph.nodes)
         self._backend = backend
         self._tensors = [i for i, x in enumerate(examples) if isinstance(x, torch.Tensor)]
@@ -91,22 +91,24 @@ class Piece:
     def _form(self, followed: frozenset[int]) -> Callable[..., Any]:
         """A form with gradients for these operands at least, whose other gradients autograd drops."""
         with COMPILING:
-            found = [form for known, form in self.forms.items() if known and followed and known >= followed]
-            if followed not in self.forms and not found:
+            if followed not in self.forms:
+                wider = [form for others, form in self.forms.items() if followed and others >= followed]
+                if wider:
+                    return wider[0]
                 self.forms[followed] = self._compile(followed)
-            return self.forms.get(followed) or found[0]
+            return self.forms[followed]
 
     def _compile(self, followed: frozenset[int]) -> Callable[..., Any]:
         graph = torch.fx.Graph()
         for i in range(len(self._inputs.sizes)):
             graph.placeholder(f"size_{i}")
-        graph.output(graph.graph_copy(self.body.graph, {}))  # a backend may change what it is given
+        graph.output(graph.graph_copy(self.body.graph, {}))  # a backend may change what it gets
         for node in graph.nodes:
             node.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
-        own = torch.fx.GraphModule(self.body, graph, class_name=self.name)
+        module = torch.fx.GraphModule(self.body, graph, class_name=self.name)
         try:
             with torch.set_grad_enabled(bool(followed)):
-                return self._backend(own, self._inputs.with_gradients(followed))
+                return self._backend(module, self._inputs.with_gradients(followed))
         except Exception as error:  # whatever a backend raises
             raise CompileError(
                 f"the backend failed on {self.name}, called {self.calls}×: {type(error).__name__}: {error}",
@@ -114,7 +116,7 @@ class Piece:
             ) from error
 
 
-class ExampleInputs:
+class _ExampleInputs:
     """What a piece is compiled for: fake tensors and sizes, with an environment of their own.
 
     Compilers assume more of sizes than the trace does, and what they assume is checked at each call. Equal sizes of the
@@ -127,7 +129,7 @@ class ExampleInputs:
 
     def __init__(self, examples: Sequence[Any]) -> None:
         self._factory = FakeFactory()
-        self._known: dict[Any, tuple[Any, Any]] = {}  # symbol and SymInt, by size of the trace
+        self._symbols: dict[Any, tuple[Any, Any]] = {}  # symbol and SymInt, by size of the trace
         self._places: list[tuple[int, int | None]] = []  # operand and dimension, of each size
         self._static_strides = [_static_strides(x) for x in examples]
         self._strides: list[tuple[int, int, Any]] = []  # operand, dimension, expression; of the other operands
@@ -137,8 +139,7 @@ class ExampleInputs:
 
     @property
     def sizes(self) -> list[Any]:
-        """One SymInt for each distinct symbolic size."""
-        return [size for _, size in self._known.values()]
+        return [size for _, size in self._symbols.values()]
 
     def with_gradients(self, followed: frozenset[int]) -> list[Any]:
         """Sizes and operands, of which these operands require gradients."""
@@ -149,24 +150,24 @@ class ExampleInputs:
         """The values of `sizes`; None where compiled code is not right for operands of these sizes and strides."""
         if not self.are_known:
             return None
-        for x, strides in zip(operands, self._static_strides, strict=True):
-            if strides and x.stride() != strides:
+        for x, static in zip(operands, self._static_strides, strict=True):
+            if static and x.stride() != static:
                 return None
         if not self._places and not self._strides:
             return []
         guards = self._factory.shape_env.guards
         if self._checked is None or self._checked[0] != len(guards):
             self._checked = len(guards), self._check([guard.expr for guard in guards])
-        found = [operands[i] if dim is None else operands[i].size(dim) for i, dim in self._places]
-        beside = [operands[i].stride(dim) for i, dim, _ in self._strides]
+        sizes = [operands[i] if dim is None else operands[i].size(dim) for i, dim in self._places]
+        strides = [operands[i].stride(dim) for i, dim, _ in self._strides]
         try:
-            return found if self._checked[1](*found, *beside) else None
-        except ZeroDivisionError:  # a guard divides by a size that is 0 now
+            return sizes if self._checked[1](*sizes, *strides) else None
+        except ZeroDivisionError:  # a guard divides by a size that is 0 in this call
             return None
 
     def _check(self, guards: list[Any]) -> Callable[..., bool]:
         """A function of sizes and strides: whether the strides follow from the sizes as in the examples, and guards."""
-        symbols = [symbol for symbol, _ in self._known.values()]
+        symbols = [symbol for symbol, _ in self._symbols.values()]
         strides = [sympy.Symbol(f"stride_{i}", integer=True) for i in range(len(self._strides))]
         are_same = [sympy.Eq(n, expr) for n, (_, _, expr) in zip(strides, self._strides, strict=True)]
         return all_hold([*symbols, *strides], [*are_same, *guards])
@@ -186,10 +187,10 @@ class ExampleInputs:
     def _size(self, i: int, dim: int | None, n: Any) -> Any:
         if type(n) is int:
             return n
-        if to_expr(n) not in self._known:
-            self._known[to_expr(n)] = new_size(self._factory.shape_env, hint_of(n), i, dim)
+        if to_expr(n) not in self._symbols:
+            self._symbols[to_expr(n)] = new_size(self._factory.shape_env, hint_of(n), i, dim)
             self._places.append((i, dim))
-        return self._known[to_expr(n)][1]
+        return self._symbols[to_expr(n)][1]
 
 
 def _is_known(example: Any) -> bool:
@@ -231,21 +232,20 @@ class Pieces:
         *,
         grad: bool,
     ) -> None:
-        self._graph_module, self._backend = graph_module, backend
-        self._grad = grad
-        self._known: dict[Any, Piece] = {}
+        self._graph_module, self._backend, self._grad = graph_module, backend, grad
+        self._pieces: dict[Any, Piece] = {}
         self._graph = torch.fx.Graph()
-        self._now: dict[torch.fx.Node, torch.fx.Node] = {}
+        self._copies: dict[torch.fx.Node, torch.fx.Node] = {}
         self._held: list[Table] = []
         graph = _without_single_ops(graph_module) if inlines_single_ops else graph_module.graph
         for node in graph.find_nodes(op="placeholder"):
-            self._now[node] = self._graph.node_copy(node)
+            self._copies[node] = self._graph.node_copy(node)
         for node in graph.find_nodes(op="get_attr"):
             table = table_of(str(node.target))
             if table is not None:
-                self._now[node] = self._graph.placeholder(node.name)
+                self._copies[node] = self._graph.placeholder(node.name)
                 self._held.append(table)
-        for nodes in _runs(graph, self._now):
+        for nodes in _runs(graph, self._copies):
             self._add(nodes)
         self._run = method_of(self._graph, graph_module)
 
@@ -264,39 +264,39 @@ class Pieces:
     @property
     def distinct(self) -> tuple[Piece, ...]:
         """The pieces, in the order of their first calls."""
-        return tuple(self._known.values())
+        return tuple(self._pieces.values())
 
     def _add(self, nodes: list[torch.fx.Node]) -> None:
         first = nodes[0]
         if first.target is _CALL:
             name = str(first.all_input_nodes[0].target)
-            self._now[first] = self._call(name, name, getattr(self._graph_module, name), list(first.args[2:]))
+            self._copies[first] = self._call(name, name, getattr(self._graph_module, name), list(first.args[2:]))
         elif _is_compiled(first) or len(nodes) > 1:
             self._add_between(nodes)
         else:
             if first.target is set_grad_enabled:
                 self._grad = bool(first.args[0])
-            self._now[first] = self._graph.node_copy(first, self._now.__getitem__)
+            self._copies[first] = self._graph.node_copy(first, self._copies.__getitem__)
 
     def _add_between(self, nodes: list[torch.fx.Node]) -> None:
         inside = set(nodes)
         operands = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
         results = [node for node in nodes if not inside.issuperset(node.users)]
         graph = torch.fx.Graph()
-        own = {operand: graph.placeholder(f"operand_{i}") for i, operand in enumerate(operands)}
+        copies = {operand: graph.placeholder(f"operand_{i}") for i, operand in enumerate(operands)}
         for node in nodes:
-            own[node] = graph.node_copy(node, own.__getitem__)
-        graph.output(tuple(own[result] for result in results))
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[result] for result in results))
         body = torch.fx.GraphModule({}, graph, class_name=BETWEEN)
         call = self._call(BETWEEN, body.code, body, operands)
         for i, result in enumerate(results):
-            self._now[result] = self._graph.call_function(operator.getitem, (call, i))
+            self._copies[result] = self._graph.call_function(operator.getitem, (call, i))
 
     def _call(self, name: str, code: str, body: torch.fx.GraphModule, operands: list[Any]) -> torch.fx.Node:
         examples = [x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in operands]
-        piece = self._known.setdefault((code, *map(_kind, examples)), Piece(name, body, examples, self._backend))
+        piece = self._pieces.setdefault((code, *map(_kind, examples)), Piece(name, body, examples, self._backend))
         piece.add_call(examples, self._grad)
-        return self._graph.call_function(piece, torch.fx.node.map_arg(tuple(operands), self._now.__getitem__))
+        return self._graph.call_function(piece, torch.fx.node.map_arg(tuple(operands), self._copies.__getitem__))
 
 
 def _kind(example: Any) -> Any:
@@ -310,58 +310,48 @@ def _kind(example: Any) -> Any:
 def _without_single_ops(graph_module: torch.fx.GraphModule) -> torch.fx.Graph:
     """The graph with the bodies of functions that have at most one op, beside views, in place of their calls."""
     graph = torch.fx.Graph()
-    now: dict[torch.fx.Node, Any] = {}
+    copies: dict[torch.fx.Node, Any] = {}
     for node in graph_module.graph.nodes:
         body = getattr(graph_module, node.args[0].target).graph if node.target is _CALL else None
         if body is not None and _is_single_op(body):
-            operands = torch.fx.node.map_arg(node.args[2:], now.__getitem__)
-            now[node] = graph.graph_copy(body, dict(zip(body.find_nodes(op="placeholder"), operands, strict=True)))
-        elif isinstance(now.get(node.args[0]) if node.target is operator.getitem else None, (tuple, list)):
-            now[node] = now[node.args[0]][node.args[1]]
-            now[node].meta["val"] = node.meta["val"]  # that of the body may have the sizes of another call
+            operands = torch.fx.node.map_arg(node.args[2:], copies.__getitem__)
+            copies[node] = graph.graph_copy(body, dict(zip(body.find_nodes(op="placeholder"), operands, strict=True)))
+        elif node.target is operator.getitem and isinstance(copies.get(node.args[0]), (tuple, list)):
+            copies[node] = copies[node.args[0]][node.args[1]]
+            copies[node].meta["val"] = node.meta["val"]  # that of the body may have the sizes of another call
         else:
-            now[node] = graph.node_copy(node, now.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     return graph
 
 
 def _is_single_op(body: torch.fx.Graph) -> bool:
     inner = [node for node in body.nodes if node.op not in ("placeholder", "output")]
-    return sum(map(_computes, inner)) < 2 and all(map(_is_compiled, inner))
+    ops = [node for node in inner if isinstance(node.target, OpOverload) and not node.target.is_view]
+    drops_nothing = [node for node in ops if node.target is torch.ops.aten.dropout.default and not node.args[2]]
+    return len(ops) - len(drops_nothing) < 2 and all(map(_is_compiled, inner))
 
 
-def _computes(node: torch.fx.Node) -> bool:
-    """Whether a node is an op that is no view, nor a dropout that drops nothing."""
-    drops_nothing = node.target is torch.ops.aten.dropout.default and not node.args[2]
-    return isinstance(node.target, OpOverload) and not node.target.is_view and not drops_nothing
-
-
-def _runs(graph: torch.fx.Graph, given: Container[torch.fx.Node]) -> Iterator[list[torch.fx.Node]]:
-    """The nodes that are not given, in order: alone calls, and nodes that stay as they are; the others together."""
+def _runs(graph: torch.fx.Graph, inputs: Container[torch.fx.Node]) -> Iterator[list[torch.fx.Node]]:
+    """The nodes beside inputs, in order: alone calls, and nodes that stay as they are; the others together."""
     between: dict[torch.fx.Node, None] = {}
     for node in graph.nodes:
-        if node in given or (node.op == "get_attr" and all(_is_call_of(node, user) for user in node.users)):
+        is_body = node.op == "get_attr" and all(u.target is _CALL and u.args[0] is node for u in node.users)
+        if node in inputs or is_body:
             continue
         waits = not between.keys().isdisjoint(node.all_input_nodes)
-        if _is_compiled(node) or (waits and _is_number(node)):
+        is_number = isinstance(node.meta.get("val"), Symbolic)
+        if _is_compiled(node) or (waits and is_number):
             between[node] = None
             continue
-        if between and (waits or not (_is_number(node) or node.op == "get_attr")):
+        if between and (waits or not (is_number or node.op == "get_attr")):
             yield list(between)
             between = {}
         yield [node]
-
-
-def _is_call_of(body: torch.fx.Node, node: torch.fx.Node) -> bool:
-    return node.target is _CALL and node.args[0] is body
 
 
 def _is_compiled(node: torch.fx.Node) -> bool:
     """Whether a node is an op that gives tensors, or one of its results."""
     if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
         return _is_compiled(node.args[0])
-    tensors = [x for x in leaves(node.meta.get("val"), torch.Tensor)]
+    tensors = leaves(node.meta.get("val"), torch.Tensor)
     return bool(tensors and node.users) and isinstance(node.target, OpOverload) and node.target not in _NOT_COMPILED
-
-
-def _is_number(node: torch.fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Symbolic)

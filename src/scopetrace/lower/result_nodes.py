@@ -37,12 +37,8 @@ _aten = torch.ops.aten
 class ResultNodes(Resolver[Any]):
     """The node, or plain number, of each source. New nodes stand before the output node, in the scope of the root.
 
-    Args:
-        lowering: the graph.
-        inputs: the nodes of the inputs.
-        state: gives the node of a parameter, buffer or constant.
-        values: what the graph returns.
-        lower: gives the nodes of symbolic numbers.
+    `state` gives the node of a parameter, buffer or constant; `values` are what the graph returns; `lower` gives the
+    nodes of symbolic numbers.
     """
 
     def __init__(
@@ -116,18 +112,18 @@ class ResultNodes(Resolver[Any]):
             return resolved(x, lambda n: self.values[n.index] if isinstance(n, FromGraph) else self.lower(n))
 
     def _laid_out(self, node: torch.fx.Node, stride: Sequence[Any]) -> torch.fx.Node:
-        """A copy with the given strides. Raises ExportError for strides with gaps or overlaps."""
+        """A copy with these strides. Raises ExportError for strides with gaps or overlaps."""
         order = in_memory_order(stride)
         inner = self.node(_aten.permute.default, (node, order))
         copy = self.node(_aten.clone.default, (inner,), {"memory_format": torch.contiguous_format})
-        found = self.node(_aten.permute.default, (copy, [order.index(d) for d in range(len(order))]))
-        if to_expr(node_value(found).stride()) != to_expr(tuple(stride)):
+        result = self.node(_aten.permute.default, (copy, [order.index(d) for d in range(len(order))]))
+        if to_expr(node_value(result).stride()) != to_expr(tuple(stride)):
             raise ExportError(
                 "a result is made with as_strided from a tensor that does not fill its memory",
                 module=self._lowering.tape.root.path,
                 hint="clone() that tensor first",
             )
-        return found
+        return result
 
 
 def write_back_of(tape: ProgramTape) -> WriteBack:

@@ -61,26 +61,28 @@ class _Scatter:
 
     def __init__(self, gm: torch.fx.GraphModule, node: torch.fx.Node, fake_mode: Any) -> None:
         self._gm, self._node, self._fake_mode = gm, node, fake_mode
-        given = by_name(node.target, node.args, node.kwargs)
-        self.base, self.src = given["self"], given["src"]
+        operands = by_name(node.target, node.args, node.kwargs)
+        self.base, self.src = operands["self"], operands["src"]
         fake = self.base.meta["val"]
-        self.block: range | None = None
-        """The indices of a slice or select."""
         self.is_flat = node.target not in (_aten.select_scatter.default, _aten.slice_scatter.default)
+        self.dim = 0 if self.is_flat else operands["dim"] % fake.dim()
+        self.length = fake.numel() if self.is_flat else fake.shape[self.dim]
+        every = torch.arange(self.length, device="cpu")
         if self.is_flat:
-            self.dim, self.length, self.indices = 0, fake.numel(), _positions(node, fake)
+            self.indices = _positions(node, fake)
             self.base, self.src = (self.emit(_aten.reshape.default, x, [-1]) for x in (self.base, self.src))
-            return
-        self.dim = given["dim"] % fake.dim()
-        self.length = fake.shape[self.dim]
-        if node.target is _aten.select_scatter.default:
-            index = given["index"] % self.length
-            self.block = range(index, index + 1)
+        elif node.target is _aten.select_scatter.default:
+            self.indices = every[operands["index"]].reshape(1)
             self.src = self.emit(_aten.unsqueeze.default, self.src, self.dim)
         else:
-            start, stop, step = slice(given["start"], given["end"], given["step"]).indices(self.length)
-            self.block = range(start, max(start, stop), step)
-        self.indices = torch.tensor(list(self.block), dtype=torch.int64)
+            self.indices = every[operands["start"] : operands["end"] : operands["step"]]
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Start and stop of the indices, where they are one after the other."""
+        start, count = int(self.indices[0]) if len(self.indices) else 0, len(self.indices)
+        is_block = self.indices.equal(torch.arange(start, start + count, device="cpu"))
+        return (start, start + count) if is_block else None
 
     def emit(self, func: Any, *args: Any) -> torch.fx.Node:
         """A new node with the scope of the scatter, and its fake value."""
@@ -111,10 +113,9 @@ def _positions(node: torch.fx.Node, base: torch.Tensor) -> torch.Tensor:
 
 
 def _slice_scatter(scatter: _Scatter) -> torch.fx.Node:
-    block = scatter.block
-    if block is None:
+    if scatter.block is None:
         return _index_put(scatter)
-    return scatter.emit(_aten.slice_scatter.default, scatter.base, scatter.src, scatter.dim, block.start, block.stop)
+    return scatter.emit(_aten.slice_scatter.default, scatter.base, scatter.src, scatter.dim, *scatter.block)
 
 
 def _index_put(scatter: _Scatter) -> torch.fx.Node:
@@ -137,17 +138,15 @@ def _where(scatter: _Scatter) -> torch.fx.Node:
 
 def _cat(scatter: _Scatter) -> torch.fx.Node:
     base, dim, block = scatter.base, scatter.dim, scatter.block
-    if block is None or block.step != 1:
+    if block is None:
         both = scatter.emit(_aten.cat.default, [base, scatter.src], dim)
         source = torch.arange(scatter.length)
         source[scatter.indices] = scatter.length + torch.arange(len(scatter.indices))
         return scatter.emit(_aten.index_select.default, both, dim, scatter.constant(source))
-    pieces = [scatter.src]
-    if block.start > 0:
-        pieces.insert(0, scatter.emit(_aten.slice.Tensor, base, dim, 0, block.start))
-    if block.stop < scatter.length:
-        pieces.append(scatter.emit(_aten.slice.Tensor, base, dim, block.stop, scatter.length))
-    return scatter.emit(_aten.cat.default, pieces, dim)
+    start, stop = block
+    before = [scatter.emit(_aten.slice.Tensor, base, dim, 0, start)] if start else []
+    after = [scatter.emit(_aten.slice.Tensor, base, dim, stop, scatter.length)] if stop < scatter.length else []
+    return scatter.emit(_aten.cat.default, [*before, scatter.src, *after], dim)
 
 
 _FORMS: dict[str, Callable[[_Scatter], torch.fx.Node]] = {

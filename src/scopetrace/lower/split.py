@@ -28,9 +28,9 @@ from scopetrace._compat.symbols import Symbolic, example, has_unbacked
 from scopetrace._compat.tensors import FakeFactory, dense_order, is_symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError, UnsupportedOpError
-from scopetrace.ir.conditions import DynamicInput, SizeRules
+from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import scope
-from scopetrace.ir.tape import Phase, RecordedTape
+from scopetrace.ir.tape import Phase
 from scopetrace.ir.write_back import CopyInto, StateRef
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import (
@@ -67,15 +67,9 @@ class SplitProgram:
     saved: tuple[Saved, ...]
     """What the forward keeps for the backward: its node, shape and bytes."""
     _program: TracedProgram
+    _joint: _Joint
     _places: tuple[int, ...]
     """Of each value that the backward takes from the forward, the position among those that the forward returns."""
-    _order: tuple[int, ...]
-    """Of each output of the program's graph, the position among the results, and after these those of a step's
-    backward."""
-    _differentiable: tuple[int, ...]
-    """The positions of the results that have a tangent."""
-    _sizes: SizeRules | None = None
-    """For which sizes of what the forward takes the backward holds too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As a call of the trace. Gradients of its results come from `backward`."""
@@ -84,31 +78,33 @@ class SplitProgram:
     def run_by(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the inputs of the program's graph, which runs compiled forms of both graphs."""
 
+        joint = self._joint
+
         def run(*inputs: Any) -> list[Any]:
-            given = self.inputs_of_forward(inputs)
-            if self._sizes is not None:
-                tensors = [x for x in given if isinstance(x, torch.Tensor)]
-                self._sizes.check(tensors, given[len(tensors) :])
-            if self._differentiable and torch.is_grad_enabled():
-                self._check_requires_grad(given)
-                values = list(_Differentiable.apply(self, forward, backward, *given))
+            primals = self.inputs_of_forward(inputs)
+            if joint.sizes is not None:
+                tensors = [x for x in primals if isinstance(x, torch.Tensor)]
+                joint.sizes.check(tensors, primals[len(tensors) :])
+            if joint.differentiable and torch.is_grad_enabled():
+                self._check_requires_grad(primals)
+                values = list(_Differentiable.apply(self, forward, backward, *primals))
             else:
-                values = list(forward(*map(_detached, given)))
-            if not self._differentiable:
+                values = list(forward(*map(_detached, primals)))
+            if not joint.differentiable:
                 values = [*values[: self.results], *backward(*(values[i] for i in self._places))]
-            return [values[i] for i in self._order]
+            return [values[i] for i in joint.order]
 
         return run
 
     def inputs_of_forward(self, inputs: Sequence[Any]) -> list[Any]:
-        """What the forward takes: the state as it is now, then the inputs of the program's graph."""
+        """What the forward takes: the current state, then the inputs of the program's graph."""
         names = self.primals[: len(self.primals) - len(inputs)]
         return [*(look_up(self._program.graph_module, name) for name in names), *inputs]
 
-    def _check_requires_grad(self, given: list[Any]) -> None:
-        then = map(node_value, self.forward.graph.find_nodes(op="placeholder"))
-        for name, t, old in zip(self.primals, given, then, strict=True):
-            if isinstance(t, torch.Tensor) and t.requires_grad and not old.requires_grad:
+    def _check_requires_grad(self, primals: list[Any]) -> None:
+        placeholders = self.forward.graph.find_nodes(op="placeholder")
+        for name, t, node in zip(self.primals, primals, placeholders, strict=True):
+            if isinstance(t, torch.Tensor) and t.requires_grad and not node_value(node).requires_grad:
                 raise StateMismatchError(
                     f"{name} requires grad, and backward does not give its gradient; trace again, and split that"
                 )
@@ -120,13 +116,13 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: SplitProgram, forward: Any, backward: Any, *primals: Any) -> Any:
         with torch.enable_grad():  # without it, a kernel of LSTMs gives nothing for its backward
-            found = forward(*map(_detached, primals))
-        results = tuple(found[: split.results])
-        kept = [found[i] for i in split._places]
+            values = forward(*map(_detached, primals))
+        results = tuple(values[: split.results])
+        kept = [values[i] for i in split._places]
         ctx.save_for_backward(*(x for x in kept if isinstance(x, torch.Tensor)))
         ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in kept]
         ctx.split, ctx.run = split, backward
-        constant = [t for i, t in enumerate(results) if i not in split._differentiable]
+        constant = [t for i, t in enumerate(results) if i not in split._joint.differentiable]
         ctx.mark_non_differentiable(*(t for t in constant if isinstance(t, torch.Tensor)))
         return results
 
@@ -135,14 +131,14 @@ class _Differentiable(torch.autograd.Function):
         split, create_graph = ctx.split, torch.is_grad_enabled()
         like = [node_value(n) for n in split.backward.graph.find_nodes(op="placeholder")[len(split._places) :]]
         with torch.no_grad():
-            given = [_laid_out(tangents[i], t) for i, t in zip(split._differentiable, like, strict=True)]
+            laid_out = [_laid_out(tangents[i], t) for i, t in zip(split._joint.differentiable, like, strict=True)]
             tensors = iter(ctx.saved_tensors)
             kept = [next(tensors) if x is None else x for x in ctx.numbers]
-            gradients = ctx.run(*kept, *given)
+            gradients = ctx.run(*kept, *laid_out)
         if create_graph:
             gradients = _DifferentiatedOnce.apply(torch.empty(0, requires_grad=True), *gradients)
-        found = dict(zip(split.gradients, gradients, strict=True))
-        return None, None, None, *(found.get(name) for name in split.primals)
+        by_name = dict(zip(split.gradients, gradients, strict=True))
+        return None, None, None, *(by_name.get(name) for name in split.primals)
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
@@ -200,23 +196,20 @@ def split_backward(
         joint.module.graph.erase_node(node)
     forward, backward = partition_fn(joint.module, joint.examples, num_fwd_outputs=joint.results)
     _erase_needless_forward(backward)
-    returned = [n.name for n in _outputs(forward.graph)]
-    after = {name: i for i, name in reversed([*enumerate(returned)])}
-    given = (str(n.target) for n in backward.graph.find_nodes(op="placeholder"))  # a node's name has no capitals
-    taken = [name for name in given if not name.startswith("tangents_")]
-    made = {n.name: n for n in forward.graph.nodes}
+    after = {n.name: i for i, n in reversed([*enumerate(_outputs(forward.graph))])}
+    names = (str(n.target) for n in backward.graph.find_nodes(op="placeholder"))  # a node's name has no capitals
+    taken = [name for name in names if not name.startswith("tangents_")]
+    nodes = {n.name: n for n in forward.graph.nodes}
     return SplitProgram(
         forward,
         backward,
         joint.primals,
         joint.results,
         joint.gradients,
-        tuple(Saved.among(map(made.__getitem__, taken))),
+        tuple(Saved.among(map(nodes.__getitem__, taken))),
         program,
+        joint,
         tuple(map(after.__getitem__, taken)),
-        joint.order,
-        joint.differentiable,
-        joint.sizes,
     )
 
 
@@ -236,15 +229,20 @@ class _Joint(NamedTuple):
     primals: tuple[str, ...]
     results: int
     order: tuple[int, ...]
+    """Of each output of the program's graph, the position among the results, and after these those of a step's
+    backward."""
     differentiable: tuple[int, ...] = ()
+    """The positions of the results that have a tangent."""
     gradients: tuple[str, ...] = ()
     sizes: SizeRules | None = None
+    """For which sizes of what the forward takes the backward holds too."""
 
 
 def _refuse_unbacked(program: TracedProgram) -> None:
     for node in program.graph_module.graph.nodes:
         values = leaves(node_value(node), (*Symbolic, torch.Tensor))
-        if any(has_unbacked(n.node.expr) for x in values for n in _numbers(x)):
+        sizes = [n for x in values for n in (x.size() if isinstance(x, torch.Tensor) else [x])]
+        if any(isinstance(n, Symbolic) and has_unbacked(n.node.expr) for n in sizes):
             raise DynamicShapeError(
                 "split_backward() of a forward with sizes that depend on data",
                 op=str(node.target),
@@ -252,35 +250,31 @@ def _refuse_unbacked(program: TracedProgram) -> None:
             )
 
 
-def _numbers(x: Any) -> list[Any]:
-    numbers = x.size() if isinstance(x, torch.Tensor) else [x]
-    return [n for n in numbers if isinstance(n, Symbolic)]
-
-
-def _dynamic_shapes(program: TracedProgram, given: int, first: int) -> tuple[Any, ...]:
-    """The `dynamic_shapes` of a program for `given` inputs, of which its own begin at `first`."""
-    found: list[Any] = [None] * given
+def _dynamic_shapes(program: TracedProgram, count: int) -> tuple[Any, ...]:
+    """The `dynamic_shapes` of a program for `count` inputs, of which the last are its own."""
+    shapes: list[Any] = [None] * count
     rules = program.tape.sizes
     if rules is None:
-        return tuple(found)
+        return tuple(shapes)
     bounds, tensors = rules.bounds(), len(program.tape.inputs)
+    first = count - len(program.graph_module.graph.find_nodes(op="placeholder"))
     for d in rules.dynamic:
         expr = rules.env.replace(d.expr)  # that of another size, where the model made both equal
         if expr.is_number:
             continue
         (symbol,) = expr.free_symbols
         if d.dim is None:
-            found[first + tensors + d.index] = Dim.DYNAMIC
+            shapes[first + tensors + d.index] = Dim.DYNAMIC
             continue
         lower, upper = bounds[symbol]
         derive = None if expr.is_Symbol else functools.partial(expr.subs, symbol)
-        sizes = found[first + d.index] = found[first + d.index] or {}
+        sizes = shapes[first + d.index] = shapes[first + d.index] or {}
         sizes[d.dim] = DimSpec(str(symbol), lower, upper, derive=derive)
-    return tuple(found)
+    return tuple(shapes)
 
 
 def _late(program: TracedProgram) -> set[torch.fx.Node]:
-    """What is not of the forward: ops of backward and of what follows, and all that reads them."""
+    """Ops of backward and of what follows, and all that reads them."""
     late: set[torch.fx.Node] = set()
     for node in program.graph_module.graph.nodes:
         is_size = node.target is torch.ops.aten.sym_size.int  # backward may ask for a size of the forward
@@ -304,30 +298,25 @@ def _is_step(program: TracedProgram, late: Collection[torch.fx.Node]) -> bool:
 
 
 def _outputs(graph: torch.fx.Graph) -> list[Any]:
-    found: Any = next(iter(reversed(graph.nodes))).args[0]
-    return list(found)
-
-
-def _state_of(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
-    """The parameters, buffers and constants that a graph reads, by name."""
-    return {str(n.target): n for n in graph.find_nodes(op="get_attr") if isinstance(node_value(n), torch.Tensor)}
+    outputs: Any = graph.output_node().args[0]
+    return list(outputs)
 
 
 def _with_inputs(
     source: torch.fx.GraphModule,
     nodes: Sequence[torch.fx.Node],
-    given: Sequence[torch.fx.Node],
+    inputs: Sequence[torch.fx.Node],
     names: Sequence[str],
     outputs: Sequence[Any],
     tags: Mapping[torch.fx.Node, str],
 ) -> torch.fx.GraphModule:
-    """A graph of `nodes` of another, whose inputs are the nodes `given` under new names.
+    """A graph of `nodes` of another, whose `inputs` are nodes of that under new names.
 
     `tags` say to torch's partitioners where nodes belong.
     """
     graph = torch.fx.Graph()
     new: dict[Any, torch.fx.Node] = {}
-    for node, name in zip(given, names, strict=True):
+    for node, name in zip(inputs, names, strict=True):
         new[_key(node)] = graph.placeholder(name)
         new[_key(node)].meta = dict(node.meta)
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -354,25 +343,20 @@ def _lifted(
 ) -> tuple[torch.fx.GraphModule, tuple[str, ...]]:
     """The graph with state as inputs, and the names of all inputs."""
     graph = program.graph_module.graph
-    state, inputs = _state_of(graph), list(graph.find_nodes(op="placeholder"))
+    tensors = [n for n in graph.find_nodes(op="get_attr") if isinstance(node_value(n), torch.Tensor)]
+    state, inputs = {str(n.target): n for n in tensors}, graph.find_nodes(op="placeholder")
     names = [f"primals_{i + 1}" for i in range(len(state) + len(inputs))]
     module = _with_inputs(program.graph_module, nodes, [*state.values(), *inputs], names, outputs, tags)
     return module, (*state, *(n.name for n in inputs))
-
-
-def _tag(node: torch.fx.Node) -> str:
-    """Where a node belongs that is not of the forward. A partitioner puts results of an op where the op is.
-
-    The op may become one with an equal one of the forward, where checkpointing runs it again.
-    """
-    return "is_backward" if node.target is operator.getitem else "must_be_in_backward"
 
 
 def _joint_of_step(program: TracedProgram, late: Collection[torch.fx.Node]) -> _Joint:
     outputs = _outputs(program.graph_module.graph)
     early = [i for i, n in enumerate(outputs) if n not in late]
     order = [*early, *(i for i, n in enumerate(outputs) if n in late)]
-    tags = {n: _tag(n) if n in late else "is_forward" for n in program.graph_module.graph.nodes}
+    tags = dict.fromkeys(program.graph_module.graph.nodes, "is_forward")
+    for node in late:  # a partitioner puts parts of results where the op is, which may be equal to one of the forward
+        tags[node] = "is_backward" if node.target is operator.getitem else "must_be_in_backward"
     module, primals = _lifted(program, sorted(tags, key=late.__contains__), [outputs[i] for i in order], tags)
     examples = [node_value(n) for n in module.graph.find_nodes(op="placeholder")]
     return _Joint(module, examples, primals, len(early), tuple(order.index(i) for i in range(len(outputs))))
@@ -404,21 +388,23 @@ def _joint_of_forward(
     by = [i for i, t in enumerate(examples) if isinstance(t, torch.Tensor) and t.requires_grad]
     reached: list[bool] = []
 
-    def joint(*given: torch.Tensor) -> Any:
-        values = _InScopes(module).run(*given)
+    def joint(*inputs: torch.Tensor) -> Any:
+        values = _InScopes(module).run(*inputs)
         results, tangents = [values[i] for i in differentiable], []
         for i, result in enumerate(results):
             with scope(_TANGENTS + str(i + 1)), torch.no_grad():  # an input of the graph in the end, of symbolic sizes
                 tangents.append(torch.empty_like(result))
-        found = torch.autograd.grad(results, [given[i] for i in by], tangents, allow_unused=True)
-        reached[:] = [gradient is not None for gradient in found]
-        return values, found
+        gradients = torch.autograd.grad(results, [inputs[i] for i in by], tangents, allow_unused=True)
+        reached[:] = [gradient is not None for gradient in gradients]
+        return values, gradients
 
     with torch.enable_grad():
-        shapes = _dynamic_shapes(program, len(examples), len(examples) - _input_count(program))
-        tape = record(joint, tuple(examples), {}, dynamic_shapes={"given": shapes} if any(shapes) else None)
+        shapes = _dynamic_shapes(program, len(examples))
+        tape = record(joint, tuple(examples), {}, dynamic_shapes={"inputs": shapes} if any(shapes) else None)
     if tape.sizes is not None:
-        tape.sizes.dynamic = [dataclasses.replace(d, path=primals[_position(tape, d)]) for d in tape.sizes.dynamic]
+        positions = [d.index + (len(tape.inputs) if d.dim is None else 0) for d in tape.sizes.dynamic]
+        named = zip(tape.sizes.dynamic, positions, strict=True)
+        tape.sizes.dynamic = [dataclasses.replace(d, path=primals[i]) for d, i in named]
         tape.sizes.where = {s: d.text for d in reversed(tape.sizes.dynamic) for s in d.expr.free_symbols}
     traced = TracedProgram(tape, functional_tape(tape), joint)
     if decompositions is not None:
@@ -429,10 +415,10 @@ def _joint_of_forward(
     paths = {n: str(scope_path(n)) for n in graph.nodes}
     _place(graph, program)
     names = [str(n.target) for n in module.graph.find_nodes(op="placeholder")]
-    made = {path.rpartition("/")[2]: n for n, path in paths.items() if isinstance(node_value(n), torch.Tensor)}
-    tangents = {f"{_TANGENTS}{i + 1}": made[f"{_TANGENTS}{i + 1}"] for i in range(len(differentiable))}
+    last = {path.rpartition("/")[2]: n for n, path in paths.items() if isinstance(node_value(n), torch.Tensor)}
+    tangents = [f"{_TANGENTS}{i + 1}" for i in range(len(differentiable))]
     names += tangents
-    inputs = [*graph.find_nodes(op="placeholder"), *tangents.values()]
+    inputs = [*graph.find_nodes(op="placeholder"), *map(last.__getitem__, tangents)]
     differentiated = [primals[i] for i, is_reached in zip(by, reached, strict=True) if is_reached]
     return _Joint(
         _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags),
@@ -449,15 +435,6 @@ def _joint_of_forward(
 _TANGENTS = "tangents_"
 
 
-def _input_count(program: TracedProgram) -> int:
-    return len(program.graph_module.graph.find_nodes(op="placeholder"))
-
-
-def _position(tape: RecordedTape, d: DynamicInput) -> int:
-    """Among what the program takes: tensors, then numbers."""
-    return d.index if d.dim is not None else len(tape.inputs) + d.index
-
-
 def _like(factory: FakeFactory, x: Any) -> Any:
     """An example of an input, of the sizes of the example."""
     if not isinstance(x, torch.Tensor):
@@ -470,7 +447,6 @@ class _InScopes(torch.fx.Interpreter):
     """Runs each node in a scope of its name, by which its op and those of its backward are known afterwards."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """As the base's."""
         with scope(n.name):
             return super().run_node(n)
 

@@ -57,7 +57,7 @@ class CallUsage:
     """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
     raised: bool = False
     """Whether it ended with an exception, which an outer module caught."""
-    given: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    argument_params: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The parameters among its arguments, which its caller has read."""
     replaced: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The module's parameters that other tensors replaced, as in `torch.func.functional_call`."""
@@ -370,7 +370,7 @@ def _renamed(call: CallUsage, name: Callable[[str], str | None], first: int = 0,
         call,
         parent=None if call.parent is None or call.parent < first else call.parent - first,
         steps=tuple(step for step in steps if step != ()),
-        given=_names(call.given, name),
+        argument_params=_names(call.argument_params, name),
         replaced=_names(call.replaced, name),
         **changed,
     )

@@ -75,7 +75,7 @@ class _Reader:
 
     def _begin(self, call: Call, params: _Params) -> None:
         parent = None if call.parent is None else self.numbers[call.parent]
-        given = [params.names[v] for v in values_in((call.args, call.kwargs)) if v in params.names]
+        arguments = [params.names[v] for v in values_in((call.args, call.kwargs)) if v in params.names]
         replaced = map(self.registered.param, call.replaced)
         usage = CallUsage(
             call.fqn,
@@ -84,7 +84,7 @@ class _Reader:
             parent,
             direct=call.direct,
             raised=call.raised is not None,
-            given=tuple(dict.fromkeys(given)),
+            argument_params=tuple(dict.fromkeys(arguments)),
             replaced=tuple(name for name in replaced if name is not None),
             in_op=self._bodies > 0,
             writes_input=call in self._writers,

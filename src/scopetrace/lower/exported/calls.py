@@ -41,8 +41,7 @@ from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
-from scopetrace.lower.exported.frames import ModuleCallFrame
-from scopetrace.lower.exported.identities import Identities, casts
+from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, casts
 from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import call_position, has_effect, live_ops, node_value
 
@@ -55,11 +54,11 @@ class _Passed:
     def __init__(self, frame: ModuleCallFrame, identities: Identities, lower: Callable[[Any], Any]) -> None:
         call = frame.call
         assert frame.parent is not None
-        given = identities.seen_from(frame.parent, (call.args, call.kwargs))
-        flat, in_spec = pytree.tree_flatten(_plain(lower(given)))
+        arguments = identities.seen_from(frame.parent, (call.args, call.kwargs))
+        flat, in_spec = pytree.tree_flatten(_plain(lower(arguments)))
         out, out_spec = pytree.tree_flatten(_plain(lower(identities.seen_from(frame, call.outputs))))
         self.taken = {x for x in flat if isinstance(x, Node)}
-        self.given = {x for x in out if isinstance(x, Node)}
+        self.returned = {x for x in out if isinstance(x, Node)}
         inputs, outputs = [argument_of(x) for x in flat], [argument_of(x) for x in out]
         can_be_said = None not in (*inputs, *outputs) and can_be_saved(in_spec) and can_be_saved(out_spec)
         self.signature = ModuleCallSignature(inputs, outputs, in_spec, out_spec) if can_be_said else None
@@ -87,10 +86,12 @@ class ModuleCalls:
         seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
         self._passed = {f: _Passed(f, identities, lower) for f in inside if f in seen & chosen}
-        said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.given)}
+        said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.returned)}
         self._unsigned = {f.fqn for f in inside if f not in said}
-        while not self._settle():
-            pass
+        before = -1
+        while len(self._unsigned) != before:
+            before = len(self._unsigned)
+            self._drop_bypassed()
 
     def entries(self, fqns: list[str], renamed: dict[str, str]) -> list[ModuleCallEntry]:
         """An entry for each module of `fqns`, then one for each second and later call of a module.
@@ -101,22 +102,18 @@ class ModuleCalls:
             for x in [*passed.signature.inputs, *passed.signature.outputs] if passed.signature else ():
                 x.name = renamed.get(x.name, x.name)
         signed = {f.name: p.signature for f, p in self._passed.items() if f.fqn not in self._unsigned}
-        found = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
-        return found + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
+        entries = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
+        return entries + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
 
     # ---------------------------------------------------------------- values that bypass arguments and results
 
-    def _settle(self) -> bool:
-        """Drop the signatures of calls that values bypass; True when no signature was dropped."""
-        before = len(self._unsigned)
+    def _drop_bypassed(self) -> None:
+        """Drop the signatures of calls that values bypass."""
         for frame, node in self._reads():
             self._read(node, frame)
         for frame, passed in self._passed.items():
-            if self._is_signed(frame):
-                for node in passed.given - passed.taken:
-                    if node.op == "placeholder":
-                        self._unsigned.add(frame.fqn)
-        return len(self._unsigned) == before
+            if self._is_signed(frame) and any(n.op == "placeholder" for n in passed.returned - passed.taken):
+                self._unsigned.add(frame.fqn)
 
     def _reads(self) -> Iterator[tuple[ModuleCallFrame, Node]]:
         """(frame, value) for each read: by a node, as argument of an inner call, or as result of the frame."""
@@ -128,16 +125,16 @@ class ModuleCalls:
                 assert frame.parent is not None
                 for node in passed.taken:
                     yield frame.parent, node
-                for node in passed.given:
+                for node in passed.returned:
                     yield frame, node
 
     def _read(self, node: Node, reader: ModuleCallFrame) -> None:
         if node.op == "placeholder" or self._place[node] is reader or node in self._in_buffers:
             return
-        made_in = list(self._place[node].chain())
+        around = list(self._place[node].chain())
         for frame in reader.chain():
-            if frame in made_in:
-                self._leave(node, made_in[: made_in.index(frame)], reader)
+            if frame in around:
+                self._leave(node, around[: around.index(frame)], reader)
                 return
             if self._is_signed(frame):
                 if node in self._passed[frame].taken:
@@ -149,10 +146,10 @@ class ModuleCalls:
                 self._unsigned.add(frame.fqn)
 
     def _leave(self, node: Node, frames: list[ModuleCallFrame], reader: ModuleCallFrame) -> None:
-        """`node` is made inside `frames`, and read outside of them by `reader`."""
+        """Drop signatures for a node inside `frames` that is read outside of them by `reader`."""
         for frame in frames:
             if self._is_signed(frame):
-                if node not in self._passed[frame].given:
+                if node not in self._passed[frame].returned:
                     self._unsigned.add(frame.fqn)
             elif all(user in self._place and frame in self._place[user].chain() for user in node.users):
                 self._unsigned.add(reader.fqn)  # unflatten returns values that nodes outside read, and there are none
@@ -173,25 +170,24 @@ def _values_between(first: Node, last: Node) -> list[Node]:
     read after the next one was made, and each is the first argument of the op that makes the next, also decomposed.
     """
     order = {node: i for i, node in enumerate(first.graph.nodes)}
-    found, node = list[Node](), last
+    values, node = list[Node](), last
     while node is not first:
         old = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(old, Node) or not is_op(node.target) or torch.Tag.core not in node.target.tags:
             return []
-        now, before = node_value(node), node_value(old)
-        same = isinstance(before, torch.Tensor) and before.shape == now.shape and before.dtype == now.dtype
+        after, before = node_value(node), node_value(old)
+        same = isinstance(before, torch.Tensor) and before.shape == after.shape and before.dtype == after.dtype
         if not same or any(order[user] > order[node] for user in old.users):
             return []
-        found.append(node)
+        values.append(node)
         node = old
-    return found
+    return values
 
 
 def _can_be_repeated(node: Node) -> bool:
     """Whether the node is a symbolic size or arithmetic of sizes, which unflatten computes again where it is read."""
-    return (
-        node.target is torch.ops.aten.sym_size.int or getattr(node.target, "__module__", "") == operator.add.__module__
-    )
+    in_python = getattr(node.target, "__module__", "") == operator.add.__module__
+    return in_python or node.target is torch.ops.aten.sym_size.int
 
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
@@ -259,9 +255,9 @@ def is_erased(call: Op | torch.fx.Node) -> bool:
         return all(type(n) is int for n in bounds) and bounds == (0, sys.maxsize)
     if not is_op(op) or schema_of(op).name not in CURRENT.erased_ops:
         return False
-    given = by_name(op, call.args, call.kwargs)
-    if "train" in given:
-        return not given["train"] or given["p"] == 0
+    operands = by_name(op, call.args, call.kwargs)
+    if "train" in operands:
+        return not operands["train"] or operands["p"] == 0
     tensor = tensor_of(call.args[0])
     return not (tensor.is_complex() or tensor.is_neg())
 
@@ -280,57 +276,45 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
 
     A node that stands after the end of its call gets the innermost frame that is still open.
     """
-    at = {call.position: frame for call, frame in frames.items()}
+    at: dict[int | None, ModuleCallFrame] = {call.position: frame for call, frame in frames.items()}
     current = at[0]
     closed: set[ModuleCallFrame] = set()
-    found: dict[Node, ModuleCallFrame] = {}
+    placed: dict[Node, ModuleCallFrame] = {}
     hidden: set[Node] = set()
-    for region, is_apart in _mode_regions([n for n in graph.nodes if n.op not in ("placeholder", "output")]):
-        wanted = [_wanted(node, at) for node in region]
-        known = [f for f in wanted if f is not None]
-        around = _common(known) if is_apart and known else None
-        for node, own in zip(region, wanted, strict=True):
-            frame = next(f for f in (around or own or current).chain() if f not in closed)
+    for region, is_moved in _mode_regions([n for n in graph.nodes if n.op not in ("placeholder", "output")]):
+        called_in = [at.get(call_position(n)) if "nn_module_stack" in n.meta else None for n in region]
+        around = _common([f for f in called_in if f is not None]) if is_moved else None
+        for node, wanted in zip(region, called_in, strict=True):
+            frame = next(f for f in (around or wanted or current).chain() if f not in closed)
             inside = set(frame.chain())
             closed.update(f for f in current.chain() if f not in inside)
-            current = found[node] = frame
-            if own is not None and own.is_graph:
+            current = placed[node] = frame
+            if wanted is not None and isinstance(wanted.call.module, torch.fx.GraphModule):
                 continue  # it has the module stack of the graph that was traced
-            node.meta["nn_module_stack"] = (own or frame if is_apart else frame).module_stack()
-        if is_apart:
+            node.meta["nn_module_stack"] = (wanted or frame if is_moved else frame).module_stack()
+        if is_moved:
             hidden.update(region)
-    return found, hidden
+    return placed, hidden
 
 
 def _mode_regions(nodes: list[Node]) -> list[tuple[list[Node], bool]]:
     """The nodes from one switch of a mode to the next, and whether a mode differs from that at the start."""
     other = next((n.args[0] for n in nodes if n.target is set_grad_enabled), None)
-    found: list[tuple[list[Node], bool]] = [([], False)]
+    regions: list[tuple[list[Node], bool]] = [([], False)]
     grad = autocast = False
     for node in nodes:
-        if node.target in _SWITCHES:
+        if node.target in (set_grad_enabled, enter_autocast, exit_autocast):
             grad = node.args[0] is other if node.target is set_grad_enabled else grad
             autocast = node.target is enter_autocast or (autocast and node.target is set_grad_enabled)
-            found.append(([], grad or autocast))
-        found[-1][0].append(node)
-    return found
+            regions.append(([], grad or autocast))
+        regions[-1][0].append(node)
+    return regions
 
 
-_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast)
-
-
-def _wanted(node: torch.fx.Node, at: dict[int, ModuleCallFrame]) -> ModuleCallFrame | None:
-    position = call_position(node)
-    return None if position is None or "nn_module_stack" not in node.meta else at[position]
-
-
-def _common(frames: list[ModuleCallFrame]) -> ModuleCallFrame:
-    """The innermost frame that contains all of them."""
-    shared = list(frames[0].chain())
-    for frame in frames[1:]:
-        around = set(frame.chain())
-        shared = [f for f in shared if f in around]
-    return shared[0]
+def _common(frames: list[ModuleCallFrame]) -> ModuleCallFrame | None:
+    """The innermost frame that contains all of them; None for no frames."""
+    chains = [list(frame.chain()) for frame in frames]
+    return next((frame for frame in chains[0] if all(frame in chain for chain in chains)), None) if chains else None
 
 
 PLAIN = (bool, int, float, str, type(None))

@@ -29,17 +29,17 @@ def size_guards(sizes: SizeRules) -> list[str]:
     Where no size is the root, torch writes the guard between two sizes that are derived from it.
     """
     plain = {d.expr: _symbol_of(d) for d in reversed(sizes.dynamic) if d.expr.is_Symbol}
-    found = []
+    guards = []
     for d, root in sizes.derived():
         factor, offset = d.expr.diff(root), d.expr.subs(root, 0)
         size = _symbol_of(d)
         if root not in plain:
-            found.append(sympy.Eq(sympy.Mod(size - offset, factor), 0))
+            guards.append(sympy.Eq(sympy.Mod(size - offset, factor), 0))
         elif factor == 1:
-            found.append(sympy.Eq(plain[root], size - offset))
+            guards.append(sympy.Eq(plain[root], size - offset))
         else:
-            found.append(sympy.Eq(factor * plain[root] + offset, size))
-    return [python_text(condition) for condition in found if condition is not sympy.true]
+            guards.append(sympy.Eq(factor * plain[root] + offset, size))
+    return [python_text(condition) for condition in guards if condition is not sympy.true]
 
 
 def _symbol_of(size: DynamicInput) -> sympy.Symbol:

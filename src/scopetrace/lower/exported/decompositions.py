@@ -36,16 +36,16 @@ class TracedExportedProgram(ExportedProgram):
         guards = guards_of(self)
         with outside_modes(), without_guards(self):  # a FakeTensorMode of the user is not that of the program
             if next(_tensors_of_calls(self), None) is None:  # clients put what no verifier takes into such a program
-                found = done = super().run_decompositions(*args, **kwargs)
+                result = decomposed = super().run_decompositions(*args, **kwargs)
             else:
                 program = _copied(self, ExportedProgram)
                 added = _add_aliases(program)
-                done = program.run_decompositions(*args, **kwargs)
-                _remove_aliases(done, added)
-                found = _copied(done, TracedExportedProgram)
-        _remove_copies(found)
-        set_guards(found, [*guards_of(done), *guards])
-        return found
+                decomposed = program.run_decompositions(*args, **kwargs)
+                _remove_aliases(decomposed, added)
+                result = _copied(decomposed, TracedExportedProgram)
+        _remove_copies(result)
+        set_guards(result, [*guards_of(decomposed), *guards])
+        return result
 
 
 def _copied(program: ExportedProgram, kind: type[ExportedProgram]) -> ExportedProgram:

@@ -71,9 +71,9 @@ def _path(keys: pytree.KeyPath, names: list[str]) -> str:
 
 
 def states(
-    tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], graph: torch.fx.Graph, given: list[tuple[str, Any]]
+    tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], graph: torch.fx.Graph, arguments: list[tuple[str, Any]]
 ) -> dict[str, State]:
-    """By name on the tape, the state of the program: parameters, then buffers, then constants; then what is `given`.
+    """By name on the tape, the state of the program: parameters, then buffers, then constants, then module arguments.
 
     For a traced module all its parameters and buffers; for a function or a loaded trace, those that the tape reads.
     Constants that no node of `graph` reads and that nothing changes are left out.
@@ -83,25 +83,25 @@ def states(
     module = tape.calls[0].module if tape.calls else None
     readers = _readers(tape, frames)
     once = {id(tape.attributes[n]): n for n in written}
-    found = {s.fqn: s for s in _of_module(module, once)} if module is not None else {}
+    state = {s.fqn: s for s in _of_module(module, once)} if module is not None else {}
     if tape.edited:  # an edit may have put other tensors in the place of the model's
-        now = {id(s.tensor): tape.attributes.get(n, s.tensor) for n, s in reversed(found.items()) if n in readers}
-        found = {n: dataclasses.replace(s, tensor=now.get(id(s.tensor), s.tensor)) for n, s in found.items()}
+        new = {id(s.tensor): tape.attributes.get(n, s.tensor) for n, s in reversed(state.items()) if n in readers}
+        state = {n: dataclasses.replace(s, tensor=new.get(id(s.tensor), s.tensor)) for n, s in state.items()}
     on_tape = {id(t): n for n, t in tape.attributes.items()}
-    for path, tensor in given:
+    for path, tensor in arguments:
         if isinstance(tensor, torch.Tensor):
             name = on_tape.get(id(tensor), path)
-            if name in found:
+            if name in state:
                 raise ExportError(
                     f"the argument {path} is a tensor of the model, or of another argument",
                     module=tape.root.path,
                     hint="give a module of its own, or none",
                 )
-            found[name] = State(InputKind.USER_INPUT, path, tensor)
+            state[name] = State(InputKind.USER_INPUT, path, tensor)
     for name, tensor in tape.attributes.items():
-        if name in readers and name not in found and (name in tape.owners or name in needed | written):
-            found[name] = _beside(tape, name, tensor, readers[name])
-    return dict(sorted(found.items(), key=lambda item: list(_PREFIX).index(item[1].kind)))
+        if name in readers and name not in state and (name in tape.owners or name in needed | written):
+            state[name] = _beside(tape, name, tensor, readers[name])
+    return dict(sorted(state.items(), key=lambda item: list(_PREFIX).index(item[1].kind)))
 
 
 def _of_module(root: torch.nn.Module, written: dict[int, str]) -> Iterator[State]:
@@ -123,14 +123,12 @@ def _of_module(root: torch.nn.Module, written: dict[int, str]) -> Iterator[State
 
 def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
     """By name on the tape, the fqns of the modules whose ops read a tensor."""
-    found: dict[str, list[str]] = {name: [] for name, _ in tape.attribute_reads()}
+    readers: dict[str, dict[str, None]] = {name: {} for name, _ in tape.attribute_reads()}
     for op in tape.ops:
         for value in op.inputs():
             if value.op.kind == "get_attr":
-                fqn = frames[op.call].fqn if op.call is not None else ""
-                if fqn not in found[value.op.name]:
-                    found[value.op.name].append(fqn)
-    return found
+                readers[value.op.name][frames[op.call].fqn if op.call is not None else ""] = None
+    return {name: list(fqns) for name, fqns in readers.items()}
 
 
 def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list[str]) -> State:
@@ -155,9 +153,9 @@ def _other_names(tape: FunctionalTape, name: str, tensor: torch.Tensor) -> Itera
     """The further attributes of the model that are this tensor."""
     root = tape.calls[0].module
     for fqn, module in root.named_modules(remove_duplicate=False) if root is not None else ():
-        for attribute, found in vars(module).items():
+        for attribute, value in vars(module).items():
             path = f"{fqn}.{attribute}" if fqn else attribute
-            if found is tensor and path != name:
+            if value is tensor and path != name:
                 yield path
 
 
@@ -172,7 +170,7 @@ class Lifted:
     """
 
     def __init__(
-        self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], given: list[tuple[str, Any]]
+        self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], arguments: list[tuple[str, Any]]
     ) -> None:
         self._program, self._tape, self._graph = program, tape, program.graph
         self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -180,21 +178,18 @@ class Lifted:
         self.inputs, self._numbers = nodes[: len(tape.inputs)], nodes[len(tape.inputs) :]
         read = {n.target: n for n in self._graph.find_nodes(op="get_attr") if n.target in held}
         self.state = {name: (state, self._lift(state, read.get(name))) for name, state in held.items()}
-        own = [(s, node) for s, node in self.state.values() if s.kind is not InputKind.USER_INPUT]
-        self.specs = [InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in own]
+        of_model = [(s, node) for s, node in self.state.values() if s.kind is not InputKind.USER_INPUT]
+        self.specs = [InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in of_model]
         self.guards: list[str] = []
-        arguments = list(self._arguments(given))
-        for node in reversed([*(node for _, node in own), *arguments]):
+        of_arguments = list(self._arguments(arguments))
+        for node in reversed([*(node for _, node in of_model), *of_arguments]):
             next(iter(self._graph.nodes)).prepend(node)
         for node in list(self._graph.nodes):
             if node.op == "call_function" and (is_erased(node) or _detaches_constant(node)):
                 self._move(node, node.all_input_nodes[0])
-        if self._changes_parameters():
+        written = [n for n, v in tape.attribute_reads() if v.storage in tape.written_storages()]
+        if any(self.state[n][0].kind is InputKind.PARAMETER for n in written if n in self.state):
             self._drop_hidden_writes()
-
-    def _changes_parameters(self) -> bool:
-        written = [n for n, v in self._tape.attribute_reads() if v.storage in self._tape.written_storages()]
-        return any(self.state[n][0].kind is InputKind.PARAMETER for n in written if n in self.state)
 
     def _drop_hidden_writes(self) -> None:
         """Replace `scopetrace::overwrite`, which says where gradients go, in a program that runs without gradients."""
@@ -212,17 +207,15 @@ class Lifted:
 
         Symbolic numbers without a node in the graph stay as they are.
         """
-        known = map_structure(lambda n: self._program.lower(n) if self._program.has(n) else n, x, (Value, *Symbolic))
-        return map_structure(lambda n: self._moved.get(n, n), known, torch.fx.Node)
+        nodes = map_structure(lambda n: self._program.lower(n) if self._program.has(n) else n, x, (Value, *Symbolic))
+        return map_structure(lambda n: self._moved.get(n, n), nodes, torch.fx.Node)
 
     def _lift(self, state: State, read: torch.fx.Node | None) -> torch.fx.Node:
-        if read is None:
-            assert self._tape.fake_mode is not None
-            return self._placeholder(
-                state.placeholder, self._tape.fake_mode.from_tensor(state.tensor, static_shapes=True)
-            )
-        node = self._placeholder(state.placeholder, node_value(read))
-        self._move(read, node)
+        mode: Any = self._tape.fake_mode
+        value = mode.from_tensor(state.tensor, static_shapes=True) if read is None else node_value(read)
+        node = self._placeholder(state.placeholder, value)
+        if read is not None:
+            self._move(read, node)
         return node
 
     def _move(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
@@ -240,11 +233,11 @@ class Lifted:
         set_node_value(node, value)
         return node
 
-    def _arguments(self, given: list[tuple[str, Any]]) -> Iterator[torch.fx.Node]:
+    def _arguments(self, arguments: list[tuple[str, Any]]) -> Iterator[torch.fx.Node]:
         tensors, numbers = iter(self.inputs), iter(self._numbers)
         of_modules = (node for state, node in self.state.values() if state.kind is InputKind.USER_INPUT)
         spec: Any
-        for path, leaf in given:
+        for path, leaf in arguments:
             if isinstance(leaf, (Value, torch.SymInt, torch.Tensor)):
                 is_input, is_number = isinstance(leaf, Value), isinstance(leaf, torch.SymInt)
                 node = next(tensors if is_input else numbers if is_number else of_modules)

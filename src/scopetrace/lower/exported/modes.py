@@ -18,7 +18,7 @@ import torch
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, renamed
-from scopetrace.lower.exported.identities import CASTS
+from scopetrace.lower.exported.frames import CASTS
 from scopetrace.program.graph import FxLowering, set_node_value, set_place
 
 _T = TypeVar("_T", FunctionalTape, BodyTape)
@@ -38,10 +38,10 @@ def _is_cast(op: Op) -> bool:
 
 
 def _uncast(op: Op, source: dict[Value, Value]) -> Op:
-    now: dict[Any, Any] = {body: without_casts(body) for body in op.bodies()}
+    new: dict[Any, Any] = {body: without_casts(body) for body in op.bodies()}
     if op.autocast is not None and op.autocast.casts and not _is_cast(op):
-        now |= {v: source[v] for v in op.inputs() if v in source}
-    return op.replace(args=renamed(op.args, now), kwargs=renamed(op.kwargs, now)) if now else op
+        new |= {v: source[v] for v in op.inputs() if v in source}
+    return op.replace(args=renamed(op.args, new), kwargs=renamed(op.kwargs, new)) if new else op
 
 
 def switch_modes(program: FxLowering) -> None:
@@ -49,39 +49,34 @@ def switch_modes(program: FxLowering) -> None:
     for lowered in program.walk():
         for node in lowered.graph.find_nodes(op="call_function", target=set_grad_enabled):
             lowered.graph.erase_node(node)
-        switches = _Switches(lowered)
-        for node in list(lowered.graph.nodes):
-            op = lowered.op_of.get(node)
-            if node.op == "output":
-                switches.to(node, lowered.tape.outer_grad, None)
-            elif op is not None and op.kind == "call_function" and op.values():
-                switches.to(node, op.grad, op.autocast)
+        _switch_in(lowered)
 
 
-class _Switches:
-    """Writes the switches into a graph, in order."""
+def _switch_in(lowered: FxLowering) -> None:
+    graph, outer, place = lowered.graph, lowered.tape.outer_grad, str(lowered.tape.root)
+    grad, state, entered = outer, (), None
 
-    def __init__(self, lowered: FxLowering) -> None:
-        self._graph, self._place = lowered.graph, str(lowered.tape.root)
-        self._grad = lowered.tape.outer_grad
-        self._state: tuple[Any, ...] | None = None
-        self._entered: torch.fx.Node | None = None
-
-    def to(self, node: torch.fx.Node, grad: bool, autocast: Autocast | None) -> None:
-        """Switch before `node` to these modes."""
-        state = None if autocast is None else (autocast.device, autocast.dtype, True, False)
-        with self._graph.inserting_before(node):
-            if self._entered is not None and (grad != self._grad or state != self._state):
-                self._call(exit_autocast, self._entered)
-                self._entered = self._state = None
-            if grad != self._grad:
-                self._call(set_grad_enabled, grad)
-                self._grad = grad
-            if state != self._state:
-                self._entered, self._state = self._call(enter_autocast, *state or ()), state
-
-    def _call(self, switch: Any, *args: Any) -> torch.fx.Node:
-        node = self._graph.call_function(switch, args)
-        set_place(node, self._place, 0)
+    def call(switch: Any, *args: Any) -> torch.fx.Node:
+        node = graph.call_function(switch, args)
+        set_place(node, place, 0)
         set_node_value(node, None)
         return node
+
+    for node in list(graph.nodes):
+        op = lowered.op_of.get(node)
+        if node.op != "output" and (op is None or op.kind != "call_function" or not op.values()):
+            continue
+        wanted = (outer, ()) if op is None else (op.grad, _arguments(op.autocast))
+        with graph.inserting_before(node):
+            if entered is not None and wanted != (grad, state):
+                call(exit_autocast, entered)
+                state, entered = (), None
+            if wanted[0] != grad:
+                call(set_grad_enabled, wanted[0])
+            if wanted[1] != state:
+                entered = call(enter_autocast, *wanted[1])
+        grad, state = wanted
+
+
+def _arguments(autocast: Autocast | None) -> tuple[Any, ...]:
+    return () if autocast is None else (autocast.device, autocast.dtype, True, False)

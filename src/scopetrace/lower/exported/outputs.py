@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, OutputSpec
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.symbols import Symbolic
@@ -61,12 +61,14 @@ class Outputs(ResultNodes):
         self._bound: set[Any] = set()
         """The memory of buffers that are bound to other tensors: an ExportedProgram overwrites it."""
         self._changes = self._find_changes()
-        results, self.spec = self._flat_results()
+        results = iter(self.all_results(self._write_back))
+        out = map_structure(lambda _: next(results), tape.outputs, (Value, *Symbolic))
+        flat, self.spec = pytree.tree_flatten_with_path(out)
         values = self._new_values()
         changes = zip(self._changes.values(), values, strict=True)
         self.specs = [OutputSpec(c.kind, argument_of(node), c.target) for c, node in changes]
-        self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in results]
-        program.output.args = ((*values, *(x for _, x in results)),)
+        self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in flat]
+        program.output.args = ((*values, *(x for _, x in flat)),)
         program.output.meta.pop("val", None)  # as in torch.export
         self.buffers = [
             (c.placeholder, c.value) for c in self._changes.values() if c.kind is OutputKind.BUFFER_MUTATION
@@ -76,7 +78,7 @@ class Outputs(ResultNodes):
 
     def _find_changes(self) -> dict[Any, _Change]:
         """By GraphInput or StateRef, the changes, in the order of the placeholders."""
-        found: dict[Any, _Change] = {}
+        changes: dict[Any, _Change] = {}
         for update in self._write_back.updates:
             if not isinstance(update, CopyInto) or isinstance(update.target, ViewOf):
                 raise ExportError(
@@ -84,13 +86,13 @@ class Outputs(ResultNodes):
                     module=self._tape.root.path,
                     hint="an ExportedProgram can only give it new values: let the model return a new tensor",
                 )
-            found[update.target] = self._change(update.target, self.values[update.value.index])
-            self.now[update.target] = found[update.target].value
+            changes[update.target] = self._change(update.target, self.values[update.value.index])
+            self.now[update.target] = changes[update.target].value
         for write in self._tape.attribute_writes:
             name = f"{write.fqn}.{write.name}" if write.fqn else write.name
             change = self._binding(name, self.lower(write.value)) if name in self._state else None
             if change is not None:
-                found[StateRef(name)] = change
+                changes[StateRef(name)] = change
                 self._bound.add(self._storage(change.placeholder))
             else:
                 text = (
@@ -98,7 +100,7 @@ class Outputs(ResultNodes):
                 )
                 warnings.warn(f"{text}: register it as a buffer, or return the tensor", SideEffectWarning, stacklevel=6)
         order = {node: i for i, node in enumerate(self._graph.nodes)}
-        return dict(sorted(found.items(), key=lambda item: order[item[1].placeholder]))
+        return dict(sorted(changes.items(), key=lambda item: order[item[1].placeholder]))
 
     def _change(self, target: GraphInput | StateRef, value: torch.fx.Node) -> _Change:
         if isinstance(target, GraphInput):
@@ -164,12 +166,6 @@ class Outputs(ResultNodes):
 
     # ---------------------------------------------------------------- results
 
-    def _flat_results(self) -> tuple[list[tuple[str, Any]], Any]:
-        found = iter(self.all_results(self._write_back))
-        out = map_structure(lambda _: next(found), self._tape.outputs, (Value, *Symbolic))
-        flat, spec = pytree.tree_flatten_with_path(out)
-        return [(pytree.keystr(path), leaf) for path, leaf in flat], spec
-
     def value(self, source: FromGraph) -> Any:
         """A value that the graph returns, copied where it is the new value of a parameter, buffer or input as well."""
         value = super().value(source)
@@ -180,14 +176,13 @@ class Outputs(ResultNodes):
         node = self._state[name][1]
         return self.copied(node) if self._storage(node) in self._bound else node
 
-    def _argument(self, path: str, x: Any) -> Any:
-        found = argument_of(x)
-        if found is None:
+    def _argument(self, path: pytree.KeyPath, x: Any) -> Any:
+        spec = argument_of(x)
+        if spec is None:
+            name = container_type(x).__name__
             raise ExportError(
-                f"the result{path} is a {container_type(x).__name__}, which is no tensor, number, text or None",
+                f"the result{pytree.keystr(path)} is a {name}, which is no tensor, number, text or None",
                 module=self._tape.root.path,
                 hint="register its class with torch.utils._pytree.register_pytree_node, or do not return it",
             )
-        if isinstance(found, ConstantArgument):
-            found.name = ""
-        return found
+        return spec

@@ -30,8 +30,7 @@ from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat
 from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
-from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
-from scopetrace.lower.exported.identities import Identities
+from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, frames_of
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
 from scopetrace.lower.exported.modes import switch_modes, without_casts
 from scopetrace.lower.exported.outputs import Outputs
@@ -49,7 +48,7 @@ from scopetrace.session import argument_names
 
 
 def to_exported_program(
-    program: TracedProgram, signed: Sequence[str] = (), *, deferred: bool = False, modes: bool = False
+    program: TracedProgram, signed: Sequence[str], *, deferred: bool, modes: bool
 ) -> ExportedProgram:
     """The ExportedProgram of a functional program; it shares the model's parameters and buffers.
 
@@ -83,21 +82,18 @@ def _build(
     if modes:
         switch_modes(program)
     names = argument_names(forward, len(tape.args[0]))
-    given, in_spec = flat_arguments(marked, names)
-    tensors = states(tape, frames, program.graph, given)
+    arguments, in_spec = flat_arguments(marked, names)
+    tensors = states(tape, frames, program.graph, arguments)
     refuse_names([n for n, s in tensors.items() if s.kind is not InputKind.USER_INPUT], tape.root.path)
-    lifted = Lifted(program, marked, tensors, given)
+    lifted = Lifted(program, marked, tensors, arguments)
     outputs = Outputs(program, marked, lifted)
     _share_regions(program)
     for lowered in program.walk():
         _sort_operands(lowered)
-        _drop_unread_parts(lowered.graph)
-        _fill_values(lowered.graph)
-        _drop_replaced_symbols(lowered.graph, tape.shape_env)
-        _name_functions(lowered.graph)
+        _finish_nodes(lowered.graph, tape.shape_env)
     place = place_nodes(program.graph, frames)
-    own = [f for c, f in frames.items() if f.call is c]
-    calls = ModuleCalls(place, own, chosen, identities, lifted.lower, outputs.buffers)
+    framed = [f for c, f in frames.items() if f.call is c]
+    calls = ModuleCalls(place, framed, chosen, identities, lifted.lower, outputs.buffers)
     for lowered in program.walk():
         leave_custom_to_users(lowered.graph)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
@@ -159,48 +155,42 @@ def _chosen(frames: Iterable[ModuleCallFrame], signed: Sequence[str], modules: l
 
 
 def _refuse(tape: FunctionalTape) -> None:
-    leaf = next((op for op in tape.ops if op.kind == "call_module"), None)
-    if leaf is not None:
-        raise ExportError(
-            "a leaf module is no op of an ExportedProgram",
-            op=str(leaf.target),
-            module=leaf.scope.path,
-            hint="trace without leaf_modules=",
-        )
-    takes_object = next((op for op in tape.ops if any(isinstance(a, torch.ScriptObject) for a in flat(op.args))), None)
-    if takes_object is not None:
-        raise ExportError(
-            "an op takes an object that is no tensor, such as packed weights",
-            op=str(takes_object.target),
-            module=takes_object.scope.path,
-            hint="trace the model before it is quantized",
-        )
+    for op in tape.ops:
+        problem = hint = None
+        if op.kind == "call_module":
+            problem, hint = "a leaf module is no op of an ExportedProgram", "trace without leaf_modules="
+        elif any(isinstance(x, torch.ScriptObject) for x in flat(op.args)):
+            problem = "an op takes an object that is no tensor, such as packed weights"
+            hint = "trace the model before it is quantized"
+        if problem is not None:
+            raise ExportError(problem, op=str(op.target), module=op.scope.path, hint=hint)
 
 
-def _fill_values(graph: torch.fx.Graph) -> None:
-    """Compute `tensor_meta`, and `val` of the nodes of symbolic-size arithmetic, which lowering leaves without."""
-    for node in graph.nodes:
+def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
+    """Give the nodes what torch.export gives them beside what lowering does.
+
+    That is `val` of arithmetic of symbolic sizes; `tensor_meta`; `torch_fn`, by which quantizers find the nodes of one
+    call of a function; and no `unbacked_bindings` of symbols that equal a number or another symbol. Parts of results
+    that nobody reads are erased: some clients know the first part only.
+    """
+    count: collections.Counter[str] = collections.Counter()
+    for node in list(graph.nodes):
+        if node.target is operator.getitem and not node.users:
+            graph.erase_node(node)
+            continue
         if node.op == "call_function" and "val" not in node.meta:
             args = torch.fx.map_arg(node.args, node_value)
             symbolic = node.target is not torch.ops.aten._assert_scalar.default
             set_node_value(node, node.target(*args) if symbolic and callable(node.target) else None)
         if node.op != "output":
             compat.set_tensor_meta(node)
-
-
-def _drop_replaced_symbols(graph: torch.fx.Graph, env: Any) -> None:
-    """Leave symbols that equal a number or another symbol out of `unbacked_bindings`, as torch.export does."""
-    for node in graph.nodes:
         bindings = node.meta.pop("unbacked_bindings", {})
         if kept := {s: path for s, path in bindings.items() if s not in env.replacements}:
             set_unbacked_bindings(node, kept)
-
-
-def _drop_unread_parts(graph: torch.fx.Graph) -> None:
-    """Erase what takes a part of a result that nobody reads, of which some clients know the first part only."""
-    for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        if not node.users:
-            graph.erase_node(node)
+        if is_op(node.target):
+            name = schema_of(node.target).op_name
+            count[name] += 1
+            node.meta["torch_fn"] = f"{name}_{count[name]}", f"function.{name}"
 
 
 def _sort_operands(lowered: FxLowering) -> None:
@@ -212,19 +202,9 @@ def _sort_operands(lowered: FxLowering) -> None:
             node.args = (pred, *branches, tuple([operands[i] for i in order]))
             for branch in branches:
                 graph = lowered.bodies[branch.target].graph
-                given = graph.find_nodes(op="placeholder")
+                placeholders = graph.find_nodes(op="placeholder")
                 for i in reversed(order):
-                    next(iter(graph.nodes)).prepend(given[i])
-
-
-def _name_functions(graph: torch.fx.Graph) -> None:
-    """Write `meta["torch_fn"]` as torch.export does: quantizers find the nodes of one call of a function by it."""
-    count: collections.Counter[str] = collections.Counter()
-    for node in graph.nodes:
-        if is_op(node.target):
-            name = schema_of(node.target).op_name
-            count[name] += 1
-            node.meta["torch_fn"] = f"{name}_{count[name]}", f"function.{name}"
+                    next(iter(graph.nodes)).prepend(placeholders[i])
 
 
 def _module_names(tape: FunctionalTape) -> list[str]:

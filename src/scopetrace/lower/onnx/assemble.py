@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -19,8 +19,17 @@ import torch
 import torch.fx
 
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Operand, Results, Subgraph
-from scopetrace.lower.onnx.naming import SITE, FunctionNames, Labels, SizeNames, forget_sizes_made_inside, output_names
-from scopetrace.lower.onnx.weights import onnx_tensor
+from scopetrace.lower.onnx.naming import (
+    SITE,
+    FunctionNames,
+    Home,
+    SizeNames,
+    forget_inner_sizes,
+    label_nodes,
+    name_values,
+    output_names,
+)
+from scopetrace.lower.onnx.weights import identity, onnx_tensor
 from scopetrace.program.graph import node_value
 from scopetrace.program.outlined import Function
 
@@ -59,9 +68,6 @@ def _attribute_key(attribute: ir.Attr, numbers: dict[ir.Value, int]) -> Any:
 IR_VERSION = 10
 """The first version with `metadata_props` and value types in functions."""
 
-_ANY_VERSION = 1
-
-
 Attributes = Callable[[Subgraph, CallSite, Container[str]], dict[str, Any]]
 """Gives the ONNX attributes of a call, among them those with names that the function reads."""
 
@@ -69,14 +75,14 @@ Attributes = Callable[[Subgraph, CallSite, Container[str]], dict[str, Any]]
 def refer(graph: ir.Graph, attributes: Mapping[str, Any]) -> set[str]:
     """Let nodes read the attributes of their function, in place of equal numbers; gives the names that are read."""
     names = set()
-    for node in ir.traversal.RecursiveGraphIterator(graph):
+    for node in graph.all_nodes():
         for attribute in list(node.attributes.values()):
             key, number = attribute.name, attribute.value
             if node.op_type == "Constant" and key == "value" and number.dtype == ir.DataType.FLOAT and number.size == 1:
                 key, number = ("value_float", number.numpy().item()) if not number.shape.rank() else (key, None)
-            found = [n for n, v in attributes.items() if _is_number(number, v)]
-            if found:
-                name = key if key in found else found[0]
+            equal = [name for name, value in attributes.items() if _is_number(number, value)]
+            if equal:
+                name = key if key in equal else equal[0]
                 del node.attributes[attribute.name]
                 kind = ir.AttributeType.FLOAT if isinstance(number, float) else ir.AttributeType.INT
                 node.attributes.add(ir.RefAttr(key, name, kind))
@@ -104,7 +110,7 @@ class Assembler:
     """The names of attributes that bodies read from their calls."""
     is_plugin: Callable[[Function], bool]
     flat: bool
-    """The functions are to be inlined (flatten.py): they are not shared by calls of other sizes, and not labelled."""
+    """The functions are to be inlined at last: they are not shared by calls of other sizes, and not labelled."""
     functions: dict[Subgraph, ir.Function] = dataclasses.field(default_factory=dict)
     """By subgraph, its ONNX function; subgraphs with equal bodies share one."""
     plugins: list[ir.Function] = dataclasses.field(default_factory=list)
@@ -114,9 +120,9 @@ class Assembler:
         self._read: dict[ir.Function, set[str]] = {}
         self._graph = self.translated.model.graph
         assert self.translated.exported_program is not None
-        self.labels = Labels(self.translated.exported_program.graph)
+        self.sources = {node.name: node for node in self.translated.exported_program.graph.nodes}
         self._original: dict[torch.fx.Node, ir.Value] = {
-            **dict(zip(self.combined.inputs, self._graph.inputs, strict=True)),
+            **dict(zip(self.combined.graph.find_nodes(op="placeholder"), self._graph.inputs, strict=True)),
             **dict(zip(self.combined.outputs, self._graph.outputs, strict=True)),
         }
 
@@ -130,17 +136,16 @@ class Assembler:
         body = _Body(self, main)
         graph = body.graph
         if not self.flat:
-            self.labels.write(main, graph)
-        self.labels.name_values(graph, [*input_names, *main.held], output_names)
-        unique = list(dict.fromkeys(self.functions.values()))
-        functions = [f for f in unique if not any(f is p for p in self.plugins)]
-        self._import_domains([*unique, graph], graph)
+            label_nodes(graph, main, self.sources)
+        name_values(graph, [*input_names, *main.held], output_names)
+        functions = list(dict.fromkeys(self.functions.values()))
+        self._import_domains(graph, functions)
         return ir.Model(
             graph,
             ir_version=IR_VERSION,
             producer_name="scopetrace",
-            producer_version=_version(),
-            functions=functions,
+            producer_version=sys.modules["scopetrace"].__version__,
+            functions=[f for f in functions if f not in self.plugins],
         )
 
     def _add_function(self, subgraph: Subgraph, function: Function, known: dict[Hashable, ir.Function]) -> None:
@@ -154,30 +159,23 @@ class Assembler:
         if key in known:
             self.functions[subgraph] = _without_shapes(known[key])
             return
-        forget_sizes_made_inside(body.graph)
+        forget_inner_sizes(body.graph)
         if not self.flat:
-            self.labels.write(subgraph, body.graph)
-            self.labels.name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
+            label_nodes(body.graph, subgraph, self.sources)
+            name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
         domain, name = self.names.take(function)
-        made = ir.Function(domain, name, graph=body.graph, attributes=[])
-        self._read[made] = read
-        known[key] = self.functions[subgraph] = made if subgraph.fits_all else _without_shapes(made)
-        self._import_domains([body.graph], body.graph)
+        new = ir.Function(domain, name, graph=body.graph, attributes=[])
+        self._read[new] = read
+        known[key] = self.functions[subgraph] = new if subgraph.fits_all else _without_shapes(new)
+        self._import_domains(body.graph)
         if self.is_plugin(function):
-            self.plugins.append(made)
+            self.plugins.append(new)
 
-    def _import_domains(self, users: Iterable[Any], into: ir.Graph) -> None:
-        into.opset_imports[""] = self._version("")
-        for user in users:
-            for node in ir.traversal.RecursiveGraphIterator(user):
-                into.opset_imports[node.domain] = self._version(node.domain)
-            if isinstance(user, ir.Function):
-                into.opset_imports[user.domain] = self._version(user.domain)
-                for domain in user.opset_imports:
-                    into.opset_imports[domain] = self._version(domain)
-
-    def _version(self, domain: str) -> int:
-        return self._graph.opset_imports.get(domain, _ANY_VERSION)
+    def _import_domains(self, graph: ir.Graph, functions: Sequence[ir.Function] = ()) -> None:
+        """Import the domains of the nodes of a graph, and of functions."""
+        domains = ["", *(domain for f in functions for domain in (*f.opset_imports, f.domain))]
+        domains += [node.domain for node in graph.all_nodes()]
+        graph.opset_imports.update({domain: self._graph.opset_imports.get(domain, 1) for domain in domains})
 
     # ---------------------------------------------------------------- used by bodies
 
@@ -195,21 +193,16 @@ class Assembler:
                 self._graph, [self._original[n] for n in read], [self._original[n] for n in outputs]
             )
             values |= dict(zip([*read, *outputs], [*graph.inputs, *graph.outputs], strict=True))
-            self._sort_constants(graph)
+            order = {name: i for i, name in enumerate(self._graph.initializers)}  # `extract` returns those of a set
+            constants = sorted(graph.initializers.values(), key=lambda value: order[value.name or ""])
+            graph.initializers.clear()
+            graph.initializers.update({str(value.name): value for value in constants})
         else:
             graph = ir.Graph([], [], nodes=[])
         graph.name, graph.inputs[:], graph.outputs[:] = "main_graph", [], []
         graph.opset_imports.clear()
         graph.metadata_props.clear()
         return graph, values
-
-    def _sort_constants(self, graph: ir.Graph) -> None:
-        """Order the constants as in the translated graph: `extract` returns them in the order of a set."""
-        order = {name: i for i, name in enumerate(self._graph.initializers)}
-        constants = sorted(graph.initializers.values(), key=lambda value: order[value.name or ""])
-        graph.initializers.clear()
-        for value in constants:
-            graph.initializers.add(value)
 
     def call(self, subgraph: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
         """The node that calls the function of a site."""
@@ -224,7 +217,7 @@ class Assembler:
             for output, named in zip(node.outputs, callee.outputs, strict=True):
                 output.name = named.name
         else:
-            self.labels.label_call(subgraph, site, node)
+            Home.of(subgraph.function).label(node, site.node, f"{node.domain}::{node.op_type}")
         return node
 
 
@@ -246,11 +239,8 @@ class _Body:
 
     def _initializers_to_constants(self) -> None:
         """ONNX functions have no initializers, nor have graphs in them: make Constant nodes of them."""
-        nodes = list(ir.traversal.RecursiveGraphIterator(self.graph))
-        inner = [a.as_graph() for n in nodes for a in n.attributes.values() if a.type is ir.AttributeType.GRAPH]
-        for graph in (self.graph, *inner):
+        for graph in (self.graph, *self.graph.subgraphs()):
             for value in list(graph.initializers.values()):
-                assert value.const_value is not None
                 self._replace(value, self._constant(value.const_value, graph))
             graph.initializers.clear()
 
@@ -262,10 +252,8 @@ class _Body:
         return new
 
     def _replace(self, old: ir.Value, new: ir.Value) -> None:
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        for node, value in self._values.items():
-            if value is old:
-                self._values[node] = new
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        self._values = {node: new if value is old else value for node, value in self._values.items()}
 
     def _insert_call(self, assembler: Assembler, site: CallSite) -> None:
         operands = iter(site.operands)
@@ -287,16 +275,15 @@ class _Body:
         return self._values[x] if isinstance(x, torch.fx.Node) else self._constant(ir.tensor(x))
 
     def _set_inputs(self) -> None:
-        own = [self._values[n] for n in self.subgraph.inputs]
+        inputs, held = [self._values[n] for n in self.subgraph.inputs], self.subgraph.held
         if self.subgraph.function is None:
-            self.graph.inputs[:] = [*own, *(self._values[n] for n in self.subgraph.held.values())]
+            self.graph.inputs[:] = [*inputs, *(self._values[n] for n in held.values())]
             return
-        for name, node in self.subgraph.held.items():  # a lifted constant
+        for name, node in held.items():  # a lifted constant
             self._replace(self._values[node], self._constant(onnx_tensor(self.subgraph.tensor(name))))
-        given = iter(own)
-        self.graph.inputs[:] = [
-            ir.Value() if i.kind == "absent" else next(given) for i in self.subgraph.function.inputs
-        ]
+        present = iter(inputs)
+        kinds = [i.kind for i in self.subgraph.function.inputs]
+        self.graph.inputs[:] = [ir.Value() if kind == "absent" else next(present) for kind in kinds]
 
     def _substitute_plugin_body(self) -> None:
         """A placeholder node for the body of a plugin, so that its outputs have a producer."""
@@ -310,20 +297,13 @@ class _Body:
 
     def _outputs(self) -> list[ir.Value]:
         """The outputs in order; an Identity for one that is an input or equal to another, which ONNX does not allow."""
-        found: list[ir.Value] = []
+        outputs: list[ir.Value] = []
         for x in self.subgraph.outputs:
             value = self._value(x)
-            if value.producer() is None or any(value is other for other in found):
-                node = ir.node("Identity", [value])
-                node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
-                self.graph.append(node)
-                value = node.outputs[0]
-            found.append(value)
-        return found
-
-
-def _version() -> str:
-    return str(sys.modules[__name__.partition(".")[0]].__version__)
+            if value.producer() is None or value in outputs:
+                value = identity(self.graph, value)
+            outputs.append(value)
+        return outputs
 
 
 def _prepend(graph: ir.Graph, node: ir.Node) -> None:
@@ -335,10 +315,7 @@ def _prepend(graph: ir.Graph, node: ir.Node) -> None:
 
 def _without_shapes(function: ir.Function) -> ir.Function:
     """The function without shapes in it, since its calls have operands of different sizes."""
-    for node in ir.traversal.RecursiveGraphIterator(function):
-        for value in node.outputs:
-            value.shape = None
-    for value in function.inputs:
+    for value in (*function.inputs, *(output for node in function.all_nodes() for output in node.outputs)):
         value.shape = None
     return function
 
@@ -356,12 +333,8 @@ class Exported:
     """The functions whose bodies the model leaves out."""
     without_form: list[str]
     """The names of plugins whose bodies have no ONNX form."""
-    classes: dict[tuple[str, str], type | None]
-    """By domain and name, the module class of a function."""
     results: Results
-    expected_calls: Counter[type | None]
-    """By module class, how many calls of the trace became calls of functions."""
-    given_weights: list[torch.Tensor]
+    weight_inputs: list[torch.Tensor]
     """The weights that are inputs, in the order of these after those of the model."""
     retained: list[torch.Tensor]
     """Those of them that are outputs as well, in the order of these after those of the model."""
@@ -374,12 +347,8 @@ class Exported:
         """By domain and name, how often one run of the model calls each function."""
         bodies = {(f.domain, f.name): f for f in self.functions}
 
-        def count(graph: Any) -> Counter[tuple[str, str]]:
-            found: Counter[tuple[str, str]] = Counter()
-            for node in ir.traversal.RecursiveGraphIterator(graph):
-                key = (node.domain, node.op_type)
-                if key in bodies:
-                    found += Counter({key: 1}) + count(bodies[key])
-            return found
+        def count(graph: ir.Graph | ir.Function) -> Counter[tuple[str, str]]:
+            calls = Counter((n.domain, n.op_type) for n in graph.all_nodes() if (n.domain, n.op_type) in bodies)
+            return sum((count(bodies[key]) for key in calls.elements()), calls)
 
         return count(self.model.graph)

@@ -64,16 +64,6 @@ class CallSite:
     """Placeholders of the combined graph, one for each output of the callee."""
 
     @property
-    def scope(self) -> str:
-        """The scope path of the module call that it stands for."""
-        return scope_path(self.node) or ""
-
-    @property
-    def fqn(self) -> str:
-        """The name of the module that it stands for."""
-        return next((fqn for fqn, _ in reversed(self.node.meta.get("nn_module_stack", {}).values())), "")
-
-    @property
     def function(self) -> Function:
         """The called function."""
         assert self.callee.function is not None
@@ -125,7 +115,7 @@ class CombinedGraph:
         self._functions = functions
         self._is_left_out = is_left_out
         self._bodies: dict[Function, Subgraph] = {}
-        self._nodes: dict[tuple[Subgraph, torch.fx.Node], Operand] = {}
+        self._nodes: dict[torch.fx.Node, Operand] = {}
         self._tensors: dict[tuple[Subgraph, Hashable], str] = {}
         self._branches: dict[FxLowering, str] = {}
         self._subgraph_of: dict[torch.fx.Node, Subgraph] = {}
@@ -136,11 +126,6 @@ class CombinedGraph:
         self.main = Subgraph(None, main)
         self._add(self.main)
         self.outputs = self._close()
-
-    @property
-    def inputs(self) -> list[torch.fx.Node]:
-        """The placeholders of the combined graph."""
-        return [n for n in self.graph.nodes if n.op == "placeholder"]
 
     # ---------------------------------------------------------------- subgraphs
 
@@ -155,19 +140,19 @@ class CombinedGraph:
     def _leave_out(self, subgraph: Subgraph) -> None:
         nodes = subgraph.program.graph.nodes
         subgraph.inputs = [self._input(subgraph, node_value(n)) for n in nodes if n.op == "placeholder"]
-        given = pytree.tree_leaves(subgraph.program.output.args[0])
-        subgraph.unknown = [self._input(subgraph, node_value(n)) for n in given]
+        results = pytree.tree_leaves(subgraph.program.output.args[0])
+        subgraph.unknown = [self._input(subgraph, node_value(n)) for n in results]
         subgraph.outputs = list(subgraph.unknown)
 
     def _copy(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
             new = self._input(subgraph, node_value(node))
             subgraph.inputs.append(new)
-            self._nodes[subgraph, node] = new
+            self._nodes[node] = new
         elif node.op == "get_attr":
             self._attribute(subgraph, node)
         elif node.op == "output":
-            subgraph.outputs = pytree.tree_leaves(self._map(subgraph, node.args[0]))
+            subgraph.outputs = pytree.tree_leaves(self._map(node.args[0]))
         elif node.op == "call_module":
             raise OnnxExportError(
                 "a leaf module has no ONNX form",
@@ -178,24 +163,22 @@ class CombinedGraph:
         elif node.target is INVOKE:
             self._cut(subgraph, node)
         elif (same := _same_value(node)) is not None:
-            self._nodes[subgraph, node] = self._map(subgraph, same)
+            self._nodes[node] = self._map(same)
         elif node.target is _FLEX:
             self._expand(subgraph, node)
         elif node.target is _aten.as_strided.default:
-            self._nodes[subgraph, node] = self._strided(subgraph, node)
-        elif node.target is not set_grad_enabled and (subgraph, node) not in self._nodes:
-            args, kwargs = self._map(subgraph, _in_float32(node)), self._map(subgraph, node.kwargs)
-            new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-            new.meta = dict(node.meta)
-            self._nodes[subgraph, node] = new
+            self._nodes[node] = self._strided(node)
+        elif node.target is not set_grad_enabled and node not in self._nodes:
+            new = self._nodes[node] = self.graph.node_copy(node, self._nodes.__getitem__)
+            new.args = self._map(_in_float32(node))
 
     def _expand(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         """`flex_attention` as the ops that eager runs."""
         bodies, tape = subgraph.program.bodies, subgraph.program.tape
-        known: dict[Any, Any] = {
+        modules: dict[Any, Any] = {
             n: bodies[str(n.target)].graph_module() for n in node.all_input_nodes if n.target in bodies
         }
-        args = pytree.tree_map_only(torch.fx.Node, lambda n: known.get(n) or node_value(n), node.args)
+        args = pytree.tree_map_only(torch.fx.Node, lambda n: modules.get(n) or node_value(n), node.args)
         assert tape.fake_mode is not None
         with quiet():
             ops, assumes = eager_ops(tape.fake_mode, _FLEX, args)
@@ -206,8 +189,8 @@ class CombinedGraph:
                 module=scope_path(node),
                 hint="give it sizes that do not change",
             )
-        given = [n for n in pytree.tree_leaves(node.args) if isinstance(n, torch.fx.Node) and n not in known]
-        operands = iter(self._map(subgraph, given))
+        nodes = [n for n in pytree.tree_leaves(node.args) if isinstance(n, torch.fx.Node) and n not in modules]
+        operands = iter(self._map(nodes))
         copies: dict[torch.fx.Node, Any] = {}
         for inner in ops.graph.nodes:
             if inner.op == "placeholder":
@@ -223,10 +206,10 @@ class CombinedGraph:
                 copies[inner].meta = dict(node.meta)
         results: Any = torch.fx.map_arg(ops.graph.output_node().args[0], copies.__getitem__)
         for user in node.users:
-            result = self._nodes[subgraph, user] = results[user.args[1]]
+            result = self._nodes[user] = results[user.args[1]]
             set_node_value(result, node_value(user))
 
-    def _strided(self, subgraph: Subgraph, node: torch.fx.Node) -> torch.fx.Node:
+    def _strided(self, node: torch.fx.Node) -> torch.fx.Node:
         """`as_strided`, on a row-major copy of its base in the order of memory: ONNX knows no strides."""
         base, view = node_value(node.all_input_nodes[0]), node_value(node)
         order, shift = in_memory_order(base.stride()), view.storage_offset() - base.storage_offset()
@@ -246,8 +229,8 @@ class CombinedGraph:
             new.meta = dict(node.meta)
             return new
 
-        given, size, stride, *offset = self._map(subgraph, node.args)
-        ordered = add(_aten.permute.default, given, order)
+        tensor, size, stride, *offset = self._map(node.args)
+        ordered = add(_aten.permute.default, tensor, order)
         rows = add(_aten.clone.default, ordered, memory_format=torch.contiguous_format)
         return add(_aten.as_strided.default, rows, size, stride, shift if type(shift) is int else offset[0])
 
@@ -261,11 +244,9 @@ class CombinedGraph:
     def _attribute(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         name, program = str(node.target), subgraph.program
         if name in program.tape.attributes:
-            self._nodes[subgraph, node] = self._held(subgraph, name, subgraph.tensor(name), node_value(node))
+            self._nodes[node] = self._held(subgraph, name, subgraph.tensor(name), node_value(node))
         elif name in program.bodies and any(user.target not in (INVOKE, _FLEX) for user in node.users):
-            self._nodes[subgraph, node] = self._branch(
-                program.bodies[name]
-            )  # a body of a cond, which torch.onnx translates
+            self._nodes[node] = self._branch(program.bodies[name])  # of a cond, which torch.onnx translates
         elif name not in program.bodies and (user := next(iter(node.users))).op == "call_function":
             raise OnnxExportError(
                 "an op takes an object that is no tensor, such as packed weights",
@@ -301,16 +282,16 @@ class CombinedGraph:
         if callee is None:
             callee = self._bodies[function] = Subgraph(function, function.lowering)
             self._add(callee)
-        operands = [self._map(subgraph, a) for a in node.args[2:]]
+        operands = [self._map(a) for a in node.args[2:]]
         callee.fits_all &= list(map(_kind, operands)) == list(map(_kind, callee.inputs))
         results = [self._input(subgraph, value) for value in node_value(node)]
         for user in node.users:
             assert user.target is operator.getitem
-            self._nodes[subgraph, user] = results[user.args[1]]  # type: ignore[index]
+            self._nodes[user] = results[user.args[1]]  # type: ignore[index]
         subgraph.sites.append(CallSite(node, callee, operands, results))
 
-    def _map(self, subgraph: Subgraph, x: Any) -> Any:
-        return torch.fx.node.map_arg(x, lambda n: self._nodes[subgraph, n])
+    def _map(self, x: Any) -> Any:
+        return torch.fx.node.map_arg(x, self._nodes.__getitem__)
 
     # ---------------------------------------------------------------- outputs
 
@@ -323,7 +304,7 @@ class CombinedGraph:
         leaving = [x for p in self.subgraphs for x in (*p.outputs, *(o for s in p.sites for o in s.operands))]
         nodes = list(dict.fromkeys(x for x in leaving if isinstance(x, torch.fx.Node) and x.op != "placeholder"))
         self.graph.erase_node(self._start)
-        for node in self.inputs:
+        for node in self.graph.find_nodes(op="placeholder"):
             if node.users or not nodes:  # torch.onnx takes no empty graph
                 set_node_value(node, self.fakes.like(self._subgraph_of[node], node_value(node)))
             else:
@@ -374,20 +355,16 @@ class Results:
     def __init__(self, tape: ProgramTape) -> None:
         self._tape, self._write_back = tape, write_back_of(tape)
         self._changed = list(dict.fromkeys(map(_target, self._write_back.updates)))
-        found = [path for path, leaf in leaves_with_path(tape.outputs) if isinstance(leaf, (Value, *Symbolic))]
-        self._all = [
-            (path, not ("." in path and source in self._changed))
-            for path, source in zip(found, self._write_back.results, strict=True)
-        ]
+        paths = [path for path, leaf in leaves_with_path(tape.outputs) if isinstance(leaf, (Value, *Symbolic))]
+        sources = zip(paths, self._write_back.results, strict=True)
+        self._listed = {p: i for i, (p, source) in enumerate(sources) if "." not in p or source not in self._changed}
+        """By path, the indices of the results that are outputs."""
 
     def names(self) -> list[str]:
         """Names of the outputs: `logits` or `output_0` from paths in the result, `fc.count_updated` for state."""
         changed = [target.name for target in self._changed]
         changed += [f"{w.fqn}.{w.name}" if w.fqn else w.name for w in self._tape.attribute_writes]
-        return [*map(result_name, self._paths()), *(f"{name}_updated" for name in changed)]
-
-    def _paths(self) -> list[str]:
-        return [path for path, is_listed in self._all if is_listed]
+        return [*map(result_name, self._listed), *(f"{name}_updated" for name in changed)]
 
     def state(self) -> set[str]:
         """The names of the parameters and buffers that change."""
@@ -395,23 +372,22 @@ class Results:
 
     def of_run(self, result: Any, inputs: Sequence[torch.Tensor], held: Callable[[str], torch.Tensor]) -> list[Any]:
         """The values of the outputs, read from the result, the inputs and the tensors of a run of the model."""
-        given = dict(leaves_with_path(result, "", tensor_holders(result)))
+        leaves = dict(leaves_with_path(result, "", tensor_holders(result)))
         changed = [inputs[t.index] if isinstance(t, GraphInput) else held(t.name) for t in self._changed]
         bound = [getattr(w.module, w.name) for w in self._tape.attribute_writes]
-        return [*(given[path] for path in self._paths()), *changed, *bound]
+        return [*(leaves[path] for path in self._listed), *changed, *bound]
 
     def lowering(self) -> FxLowering:
         """The graph of the program, with the outputs of the model in place of its own."""
-        found = FxLowering(self._tape)
-        values = list(found.output.args[0])
-        count = len(self._tape.graph_outputs())
-        nodes = ResultNodes.of(found)
+        lowering = FxLowering(self._tape)
+        bound: Any = lowering.output.args[0][len(self._tape.graph_outputs()) :]
+        nodes = ResultNodes.of(lowering)
         for update in self._write_back.updates:
             nodes.now[_target(update)] = _updated(nodes, update)
-        every = nodes.all_results(self._write_back)
-        results = [node for node, (_, is_listed) in zip(every, self._all, strict=True) if is_listed]
-        found.output.args = ((*results, *(nodes.now[t] for t in self._changed), *values[count:]),)
-        return found
+        results = nodes.all_results(self._write_back)
+        listed = [results[i] for i in self._listed.values()]
+        lowering.output.args = ((*listed, *(nodes.now[t] for t in self._changed), *bound),)
+        return lowering
 
 
 def _target(update: Update) -> GraphInput | StateRef:

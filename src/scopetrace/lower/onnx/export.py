@@ -2,39 +2,49 @@
 
 Data flow:
     arguments of `Trace.to_onnx` -> checked -> outlined program -> combine -> translate -> assemble -> Exported
+    a flat model: outlined by its layers, so that each distinct one is translated and optimized once; then weights are
+    initializers, functions inlined, what depends on weights alone folded, and nodes named after the call they came from
     Exported -> verify (on request) -> file
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 import torch.fx
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveUnusedOpsetsPass
 
-from scopetrace._compat.ops import building
-from scopetrace.errors import ArgumentTypeError, FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
+from scopetrace._compat.onnx import optimize
+from scopetrace._compat.ops import CustomOpDef, OpOverloadPacket, building, is_op
+from scopetrace.errors import (
+    ArgumentTypeError,
+    FixedValueWarning,
+    OnnxExportError,
+    OnnxOpError,
+    OnnxOptionError,
+    OutlineError,
+)
 from scopetrace.ir.selection import is_named
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
-from scopetrace.lower.onnx.flatten import flatten, outlined_layers
-from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames
-from scopetrace.lower.onnx.ops import OpFunctions, split_ops
-from scopetrace.lower.onnx.translate import exported_program, translate
+from scopetrace.lower.onnx.forms import OpFunctions, OpNames
+from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames, label_nodes, name_values
+from scopetrace.lower.onnx.translate import exported_program, quiet, translate
 from scopetrace.lower.onnx.verify import verify
-from scopetrace.lower.onnx.weights import add_outputs, attach, chosen, onnx_tensor, save
+from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
-from scopetrace.program.outlined import Function, OutlineTarget, outline_calls
+from scopetrace.program.outlined import OUTERMOST, Function, OutlinedTrace, OutlineTarget, outline_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
@@ -42,50 +52,55 @@ _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
 _OF_RUNTIMES = frozenset({"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"})
 
 
-def read_targets(targets: Targets, where: str) -> tuple[list[OutlineTarget], dict[type, str]]:
-    """The targets for `Trace.outline`, and the names given to classes. Raises OnnxOptionError."""
-    if isinstance(targets, Mapping):
-        for cls, name in targets.items():
-            if not isinstance(cls, type):
-                raise OnnxOptionError(
-                    f"{where}: {cls!r} is no class; a dict names classes, {{Block: 'my.domain::Block'}}"
-                )
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise OnnxOptionError(f"{where}: {name!r} is no name of a function; write 'my.domain::{cls.__name__}'")
-            if where == "functions" and name.partition("::")[0] in _OF_RUNTIMES:
-                raise OnnxOptionError(
-                    f"{where}: {name!r} is in a domain of ops that runtimes have, and these win over a function: "
-                    f"write 'my.domain::{cls.__name__}', or name it in plugins="
-                )
-            if where == "functions" and name.partition("::")[2] in TAKEN_FOR_OPS:
-                raise OnnxOptionError(
-                    f"{where}: ONNX Runtime takes {name!r} for the op of that name, and aborts: write '{name}Module'"
-                )
-        return list(targets), dict(targets)
-    if isinstance(targets, (list, tuple, set, frozenset)):
-        return list(targets), {}
-    single: Any = targets
-    return [] if targets is False else [single], {}
+def _read_targets(targets: Targets, where: str) -> tuple[list[OutlineTarget], dict[type, str], OpNames]:
+    """The targets for `Trace.outline`, the names of classes, and the ops with their names. Raises OnnxOptionError."""
+    names: Any = targets if isinstance(targets, Mapping) else {}
+    several = isinstance(targets, (list, tuple, set, frozenset, Mapping))
+    listed: list[Any] = list(targets) if several else [] if targets is False else [targets]  # type: ignore[arg-type]
+    for target in listed:
+        if isinstance(target, (OpOverloadPacket, CustomOpDef)):
+            raise OnnxOptionError(f"{where}: {target!r} may have several forms: name one, as torch.ops.my.op.default")
+        if isinstance(targets, Mapping) and not is_op(target):
+            _check_name(target, names[target], where)
+    ops = {target: names.get(target) for target in listed if is_op(target)}
+    return [t for t in listed if not is_op(t)], {t: name for t, name in names.items() if not is_op(t)}, ops
 
 
-def read_names(given: Names | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:
-    """Names of inputs or outputs: those `given`, and their own for the rest.
+def _check_name(cls: Any, name: Any, where: str) -> None:
+    if not isinstance(cls, type):
+        raise OnnxOptionError(f"{where}: {cls!r} is no class; a dict names classes, {{Block: 'my.domain::Block'}}")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise OnnxOptionError(f"{where}: {name!r} is no name of a function; write 'my.domain::{cls.__name__}'")
+    domain, _, op_type = name.partition("::")
+    if where == "functions" and domain in _OF_RUNTIMES:
+        raise OnnxOptionError(
+            f"{where}: {name!r} is in a domain of ops that runtimes have, and these win over a function: "
+            f"write 'my.domain::{cls.__name__}', or name it in plugins="
+        )
+    if where == "functions" and op_type in TAKEN_FOR_OPS:
+        raise OnnxOptionError(
+            f"{where}: ONNX Runtime takes {name!r} for the op of that name, and aborts: write '{name}Module'"
+        )
+
+
+def read_names(asked: Names | None, defaults: Sequence[str], where: str, taken: Container[str]) -> list[str]:
+    """Names of inputs or outputs: those that the caller asked for, and default names for the rest.
 
     Raises OnnxOptionError for names that are `taken` by tensors of the model, as well.
     """
-    if given is None:
-        return list(own)
-    if isinstance(given, Mapping):
-        unknown = [name for name in given if name not in own]
+    if asked is None:
+        return list(defaults)
+    if isinstance(asked, Mapping):
+        unknown = [name for name in asked if name not in defaults]
         if unknown:
-            raise OnnxOptionError(f"{where} names {unknown[0]!r}; the model has {', '.join(own)}")
-        names = [given.get(name, name) for name in own]
-    elif callable(given):
-        names = [given(name) for name in own]
-    elif isinstance(given, str) or len(given) > len(own):
-        raise OnnxOptionError(f"{where} has {len(given)} names for {len(own)}: {', '.join(own)}")
+            raise OnnxOptionError(f"{where} names {unknown[0]!r}; the model has {', '.join(defaults)}")
+        names = [asked.get(name, name) for name in defaults]
+    elif callable(asked):
+        names = list(map(asked, defaults))
+    elif isinstance(asked, str) or len(asked) > len(defaults):
+        raise OnnxOptionError(f"{where} has {len(asked)} names for {len(defaults)}: {', '.join(defaults)}")
     else:
-        names = [*given, *own[len(given) :]]
+        names = [*asked, *defaults[len(asked) :]]
     if len(set(names)) != len(names):
         raise OnnxOptionError(f"{where} has a name twice; names of {where.split('_')[0]}s have to differ")
     for name in names:
@@ -107,14 +122,15 @@ def paired(names: Sequence[str], new: str | None = None) -> list[str]:
 
     `new` is the name of the caches among the outputs.
     """
-    found = []
-    for name in names:
+
+    def pair(name: str) -> str:
         match = _IN_CACHE.fullmatch(_REGISTERED.sub(r"\1_layers_\3_\2", name))
-        if match is not None:
-            cache, side, layer, part, _ = match.groups()
-            name = f"{new or cache}.{layer}{_SHORT[side]}.{_SHORT.get(part, part)}"
-        found.append(name)
-    return found
+        if match is None:
+            return name
+        cache, side, layer, part, _ = match.groups()
+        return f"{new or cache}.{layer}{_SHORT[side]}.{_SHORT.get(part, part)}"
+
+    return list(map(pair, names))
 
 
 def read_attributes(attributes: CallAttributes) -> Callable[[ModuleCall], dict[str, Any]]:
@@ -126,29 +142,27 @@ def read_attributes(attributes: CallAttributes) -> Callable[[ModuleCall], dict[s
     wanted = None if attributes is True else set(attributes or ())
 
     def of(call: ModuleCall) -> dict[str, Any]:
-        found = call.attributes.items()
-        return {n: v for n, v in found if (wanted is None or n in wanted) and is_onnx_attribute(v)}
+        plain = {n: v for n, v in call.attributes.items() if is_onnx_attribute(v)}
+        return {n: v for n, v in plain.items() if wanted is None or n in wanted}
 
     return of
 
 
 def _said_by(attributes: Callable[[ModuleCall], Mapping[str, Any]], call: ModuleCall) -> dict[str, Any]:
-    found = dict(attributes(call))
-    for name, value in found.items():
+    said = dict(attributes(call))
+    for name, value in said.items():
         if not isinstance(value, torch.Tensor) and not is_onnx_attribute(value):
             raise OnnxOptionError(
                 f"attributes gives {name}={value!r} for {call.fqn}: an ONNX attribute is an int, float, str, bool, a "
                 "list of one of these, or a tensor"
             )
-    return found
+    return said
 
 
 def is_onnx_attribute(value: Any) -> bool:
     """Whether ONNX attributes can hold the value: int, float, str, bool, or a list of one of them."""
-    if isinstance(value, (list, tuple)):
-        kinds = {type(item) for item in value}
-        return len(kinds) == 1 and kinds <= {int, float, str, bool}
-    return type(value) in (int, float, str, bool)
+    kinds = {type(item) for item in value} if isinstance(value, (list, tuple)) else {type(value)}
+    return len(kinds) == 1 and kinds <= {int, float, str, bool}
 
 
 Say = Callable[[str], None]
@@ -176,19 +190,17 @@ class Options:
 def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
     program = program.without_regions()
-    calls, op_functions = split_ops(options.functions, "functions")
-    plugin_calls, op_plugins = split_ops(options.plugins, "plugins")
+    functions, names, op_functions = _read_targets(options.functions, "functions")
+    plugins, plugin_names, op_plugins = _read_targets(options.plugins, "plugins")
     ops = OpFunctions.of(op_functions, op_plugins, options.custom_translation_table)
-    functions, names = read_targets(calls, "functions")
-    plugins, plugin_names = read_targets(plugin_calls, "plugins")
     flat = not functions and not plugins
     say("outlining")
-    outlined = outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
+    outlined = _outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
     main = program if outlined is None else outlined
-    results = Results(main.tape)
-    lowering, wanted = results.lowering(), chosen(main.tape.attributes, options.weight_inputs)
-
     bodies = {} if outlined is None else {function.identifier: function for function in outlined.functions}
+    tensors = main.tape.attributes
+    results, wanted = Results(main.tape), chosen(tensors, options.weight_inputs)
+    lowering = results.lowering()
 
     def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, torch.onnx.ONNXProgram]:
         combined = CombinedGraph(lowering, bodies, is_left_out)
@@ -196,9 +208,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         exported = exported_program(combined.root, combined.graph)
         return combined, translate(exported, options.opset_version, options.optimize, ops)
 
-    def is_plugin(function: Function) -> bool:
-        return _is_plugin(function, plugins)
-
+    is_plugin = functools.partial(_is_plugin, plugins)
     try:
         combined, translated = convert(lambda function: False)
     except OnnxOpError:
@@ -218,59 +228,73 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         is_plugin,
         flat,
     )
-    held = _Held(combined, wanted, results.state(), options)
-    input_names, output_names = _names(lowering, results, options, held.retained, main.tape.attributes)
-    count = len(output_names) - len(held.retained)
+    weights, defaults, initializers = _split_held(combined, wanted, results.state(), options)
+    retained = [name for name in weights if options.retain_weights and name not in results.state()]
+    input_names, output_names = _names(lowering, results, options, retained, tensors)
+    count = len(output_names) - len(retained)
     model = assembler.model(input_names, output_names[:count])
     if main.tape.argument_numbers:
-        model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(
-            {n.name: n.value for n in main.tape.argument_numbers}
-        )
-    values = dict(zip(held.names, model.graph.inputs[len(model.graph.inputs) - len(held.names) :], strict=True))
-    constants = {values[name]: held.tensor(name) for name in held.constants}
-    if flat:
-        flatten(model, assembler, constants if options.export_params else {}, options.optimize, output_names[:count])
-        assembler.functions.clear()
-        outlined = None
-    if not flat or not options.export_params:
+        numbers = {n.name: n.value for n in main.tape.argument_numbers}
+        model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(numbers)
+    held = list(combined.main.held)
+    values = dict(zip(held, model.graph.inputs[len(model.graph.inputs) - len(held) :], strict=True))
+    constants = {values[name]: tensors[name] for name in initializers}
+    if options.export_params:
         attach(model.graph, constants, stay_inputs=False)
-    attach(model.graph, {values[name]: held.tensor(name) for name in held.defaults}, stay_inputs=True)
+    if flat:
+        _flatten(model, assembler, options.optimize, output_names[:count])
+        assembler.functions.clear()
+    if not options.export_params:
+        attach(model.graph, constants, stay_inputs=False)
+    attach(model.graph, {values[name]: tensors[name] for name in defaults}, stay_inputs=True)
     model.functions.update({f.identifier(): f for f in ops.functions})
-    add_outputs(model.graph, [values[name] for name in held.retained], output_names[count:])
+    for held_name, name in zip(retained, output_names[count:], strict=True):  # a runtime keeps them
+        model.graph.outputs.append(identity(model.graph, values[held_name], name))
     return Exported(
         model,
         list(dict.fromkeys(assembler.functions.values())),
         [*ops.functions, *ops.plugins],
         [*assembler.plugins, *ops.plugins],
         sorted({*ops.without_form, *(f.name for subgraph, f in assembler.functions.items() if subgraph.unknown)}),
-        {(f.domain, f.name): s.function.module_type for s, f in assembler.functions.items() if s.function is not None},
         results,
-        Counter() if outlined is None else Counter(call.module_type for call in outlined.chosen),
-        [held.tensor(name) for name in held.inputs],
-        [held.tensor(name) for name in held.retained],
-        set() if options.export_params else _without_data(program, [*held.constants, *held.defaults]),
+        [tensors[name] for name in weights],
+        [tensors[name] for name in retained],
+        set() if options.export_params else _without_data(program, [*initializers, *defaults]),
     )
 
 
-class _Held:
-    """What becomes of the parameters, buffers and constants of the main program, by name.
+def _outlined_layers(program: TracedProgram) -> OutlinedTrace | None:
+    """The program with its repeated layers as functions; None where it has none."""
+    try:
+        outlined = outline_calls(program, [OUTERMOST])
+    except OutlineError:
+        return None
+    return outlined if outlined.functions else None
 
-    Attributes:
-        inputs: those that stay inputs.
-        defaults: inputs with a default, which the model changes.
-        constants: the others, which become initializers.
-        retained: inputs that are outputs as well.
-    """
 
-    def __init__(self, combined: CombinedGraph, wanted: set[str], changed: Container[str], options: Options) -> None:
-        self.names, self.tensor = list(combined.main.held), combined.main.tensor
-        given = {combined.held_name(name) for name in wanted}
-        if options.export_params:
-            given |= {name for name in self.names if self.tensor(name).device.type == "meta"}
-        self.inputs = [name for name in self.names if name in given]
-        self.defaults = [name for name in self.names if name not in given and name in changed]
-        self.constants = [name for name in self.names if name not in given and name not in changed]
-        self.retained = [name for name in self.inputs if options.retain_weights and name not in changed]
+def _flatten(model: ir.Model, assembler: Assembler, optimized: bool, outputs: Sequence[str]) -> None:
+    """Inline the functions of a model, and optimize on request."""
+    names = set(model.graph.initializers)
+    with quiet():
+        InlinePass()(model)
+        RemoveUnusedOpsetsPass()(model)
+        if optimized:
+            optimize(model, names)
+    label_nodes(model.graph, assembler.combined.main, assembler.sources)
+    name_values(model.graph, [str(v.name) for v in model.graph.inputs], outputs, names)
+
+
+def _split_held(
+    combined: CombinedGraph, wanted: set[str], changed: set[str], options: Options
+) -> tuple[list[str], list[str], list[str]]:
+    """Of the tensors of the main program, those that stay inputs, inputs with a default, and initializers."""
+    names = list(combined.main.held)
+    as_inputs = {combined.held_name(name) for name in wanted}
+    if options.export_params:
+        as_inputs |= {name for name in names if combined.main.tensor(name).device.type == "meta"}
+    others = [name for name in names if name not in as_inputs]
+    defaults = [name for name in others if name in changed]
+    return [name for name in names if name in as_inputs], defaults, [name for name in others if name not in changed]
 
 
 def _without_data(program: TracedProgram, names: Sequence[str]) -> set[str]:
@@ -283,29 +307,22 @@ def _without_data(program: TracedProgram, names: Sequence[str]) -> set[str]:
 def _names(
     lowering: FxLowering, results: Results, options: Options, retained: Sequence[str], taken: Container[str]
 ) -> tuple[list[str], list[str]]:
-    given = [str(n.target) for n in lowering.graph.find_nodes(op="placeholder")]
+    arguments = [str(n.target) for n in lowering.graph.find_nodes(op="placeholder")]
     returned = [*results.names(), *(f"{name}_updated" for name in retained)]
     if options.pair_caches:
-        given, returned = paired(given), paired(returned, "present")
-    inputs = read_names(options.input_names, given, "input_names", taken)
+        arguments, returned = paired(arguments), paired(returned, "present")
+    inputs = read_names(options.input_names, arguments, "input_names", taken)
     outputs = read_names(options.output_names, returned, "output_names", taken)
-    for name, own in zip(outputs, returned, strict=True):
-        if name != own and name in inputs:
+    for name, default in zip(outputs, returned, strict=True):
+        if name != default and name in inputs:
             raise OnnxOptionError(f"output_names has {name!r}, which is an input")
     return inputs, outputs
 
 
-def _without_metadata(model: ir.Model) -> None:
-    parts: list[Any] = [model.graph, *model.functions.values()]
-    for part in parts:
-        for node in ir.traversal.RecursiveGraphIterator(part):
-            node.metadata_props.clear()
-
-
-def _is_plugin(function: Function, plugins: Sequence[OutlineTarget]) -> bool:
+def _is_plugin(plugins: Sequence[OutlineTarget], function: Function) -> bool:
     """Whether `plugins=` names all calls of a function. Raises OnnxOptionError where it names only some."""
     named = [any(is_named(call, target) for target in plugins) for call in function.calls]
-    if any(named) and not all(named):
+    if len(set(named)) > 1:
         one, other = (function.calls[named.index(which)].fqn for which in (True, False))
         raise OnnxOptionError(
             f"{one} and {other} are equal layers with one function, and plugins= names the first alone: name both"
@@ -318,25 +335,24 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttrib
 
     A call in a function's body has those that are equal in all calls of modules of the class.
     """
-    attributes_of, calls = read_attributes(attributes), {call.position: call for call in main.calls}
+    attributes_of = read_attributes(attributes)
+    calls: dict[int | None, ModuleCall] = {call.position: call for call in main.calls}
 
     def of(subgraph: Subgraph, site: CallSite, needed: Container[str]) -> dict[str, Any]:
-        position = call_position(site.node)
-        assert position is not None
-        call = calls[position]
-        found = attributes_of(call)
-        if subgraph.function is not None and found:
+        call = calls[call_position(site.node)]
+        values = attributes_of(call)
+        if subgraph.function is not None and values:
             others = [attributes_of(c) for c in flat.calls if c.module_type is call.module_type]
-            found = {n: v for n, v in found.items() if n in needed or all(_is_equal(o.get(n), v) for o in others)}
-        return {n: onnx_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in found.items()}
+            values = {n: v for n, v in values.items() if n in needed or all(_is_equal(o.get(n), v) for o in others)}
+        return {n: onnx_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
 
     return of
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return bool(a == b)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b)
 
 
 def refuse_changing_numbers(program: TracedProgram) -> None:
@@ -383,7 +399,7 @@ def write(
     with building():
         exported = export(program, options, say)
         if not options.metadata:
-            _without_metadata(exported.model)
+            ClearMetadataAndDocStringPass()(exported.model)
     exported.error = verify(exported, program, say) if verified else None
     if path is not None:
         say(f"writing {os.fspath(path)}")

@@ -1,22 +1,35 @@
-"""ONNX forms of ops that torch.onnx has none for, or one that is wrong.
+"""ONNX forms of ops, which torch.onnx takes as `custom_translation_table`.
 
 Data flow:
-    forms() -> `custom_translation_table` of torch.onnx.export -> called with ONNX values for the tensors of an op
+    forms() -> forms of ops that torch.onnx has none for, or one that is wrong; called with ONNX values for tensors
+    onnxscript functions in `custom_translation_table=`, and ops among `functions=` and `plugins=`
+    -> forms that make one node, whose attributes are the numbers and strings of the op (OpFunctions)
+    -> the functions with those that they call -> inlined after the translation, kept in the file, or left out of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
+import onnxscript
 import torch
+from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops.core import aten_histc, aten_scatter_reduce, aten_sort
 
-from scopetrace._compat.onnx import loop, scan
-from scopetrace.errors import OnnxExportError
+from scopetrace._compat.onnx import call_op, loop, scan
+from scopetrace._compat.ops import Argument, OpOverload, schema_of
+from scopetrace.errors import OnnxExportError, OnnxOptionError
 from scopetrace.lower.onnx import Table
+
+OpNames = Mapping[OpOverload, str | None]
+"""By op, the name `"domain::Name"` that a dict gives it."""
+
+_KINDS = {"int": "INT", "bool": "INT", "float": "FLOAT", "str": "STRING"}
 
 
 def forms() -> Table:
@@ -78,20 +91,19 @@ def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
     """`aten.cumprod`, for which ONNX has an op from opset 26 on: a Scan that multiplies."""
     rank = len(self.shape)
     wanted = ir.DataType(dtype) if dtype != -1 else ir.DataType.INT64 if self.dtype.is_integer() else self.dtype
-    given: Any = op.Cast(self, to=wanted)
+    factors: Any = op.Cast(self, to=wanted)
     if not rank or 0 in self.shape:  # ONNX Runtime (1.31) aborts at a Scan of an empty tensor
-        return given
+        return factors
     dim %= rank
     others = op.Concat(op.Shape(self, start=0, end=dim), op.Shape(self, start=dim + 1), axis=0)
-    one: Any = op.Constant(value_int=1)
-    ones = op.Expand(op.CastLike(one, given), others)
+    ones = op.Expand(op.CastLike(_int(1), factors), others)
     product, factor = (ir.Value(name=name, type=ir.TensorType(wanted)) for name in ("product", "factor"))
     nodes = [node := ir.node("Mul", [product, factor]), ir.node("Identity", node.outputs)]
     outputs = [node.outputs[0] for node in nodes]
     for name, value in zip(("new_product", "result"), outputs, strict=True):
         value.name, value.type = name, product.type
     body = ir.Graph([product, factor], outputs, nodes=nodes, name="multiply")
-    return scan(ones, given, body, dim)
+    return scan(ones, factors, body, dim)
 
 
 def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
@@ -123,9 +135,9 @@ def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> An
 
 def _cast(x: Any, to: ir.DataType) -> Any:
     """`Cast`, with the type and shape of the result."""
-    found: Any = op.Cast(x, to=to)
-    found.type, found.shape = ir.TensorType(to), x.shape
-    return found
+    result: Any = op.Cast(x, to=to)
+    result.type, result.shape = ir.TensorType(to), x.shape
+    return result
 
 
 def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: int = -1) -> Any:
@@ -139,9 +151,7 @@ def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dt
     ends: Any = op.Cast(offs, to=ir.DataType.INT64)
     wanted = ir.DataType(out_dtype) if out_dtype != -1 else x.dtype
     rows, columns = op.Shape(x, start=0, end=1), op.Shape(weights, start=2, end=3)
-    zero: Any = op.Constant(value_ints=[0])
-    nothing: Any = op.Constant(value_float=0.0)
-    nothing = op.CastLike(nothing, x)
+    zero, nothing = _ints(0), op.CastLike(_int(0), x)
     none = op.Expand(nothing, op.Concat(zero, columns, axis=0))
 
     number = ir.TensorType(ir.DataType.INT64)
@@ -158,18 +168,154 @@ def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dt
         axis := ir.node("Constant", [], attributes={"value_ints": [0]}),
         one := ir.node("Unsqueeze", [step, axis.outputs[0]]),
         end := ir.node("Gather", [ends, one.outputs[0]], attributes={"axis": 0}),
-        own := ir.node("Slice", [x, start, end.outputs[0], axis.outputs[0]]),
+        part := ir.node("Slice", [x, start, end.outputs[0], axis.outputs[0]]),
         weight := ir.node("Gather", [weights, step], attributes={"axis": 0}),
-        product := ir.node("MatMul", [own.outputs[0], weight.outputs[0]]),
+        product := ir.node("MatMul", [part.outputs[0], weight.outputs[0]]),
         more := ir.node("Concat", [done, product.outputs[0]], attributes={"axis": 0}),
         goes := ir.node("Identity", [going]),
     ]
-    for node, kind in ((goes, going.type), (end, number), (more, done.type)):
-        node.outputs[0].type = kind
-    body = ir.Graph([step, going, start, done], [n.outputs[0] for n in (goes, end, more)], nodes=nodes, name="expert")
+    outputs = [node.outputs[0] for node in (goes, end, more)]
+    for output, like in zip(outputs, (going, start, done), strict=True):
+        output.type = like.type
+    body = ir.Graph([step, going, start, done], outputs, nodes=nodes, name="expert")
     for node in nodes:
         node.outputs[0].name = f"{node.op_type.lower()}_of_expert"
     count = op.Squeeze(op.Shape(weights, start=0, end=1), zero)
     last, products = loop(count, zero, none, body)
     rest = op.Expand(nothing, op.Concat(op.Sub(rows, last), columns, axis=0))
     return op.Cast(op.Concat(products, rest, axis=0), to=wanted)
+
+
+# ---------------------------------------------------------------- forms that are functions
+
+
+@dataclasses.dataclass
+class OpFunctions:
+    """The ops whose form is a function.
+
+    Attributes:
+        table: the forms of all ops for torch.onnx, where these ops are one node each.
+        inlined: the functions that are not in the file.
+        functions: those that it has.
+        plugins: those that it calls and leaves out.
+        without_form: the names of plugins of which no function is known.
+    """
+
+    table: dict[Any, Callable[..., Any]]
+    inlined: list[ir.Function] = dataclasses.field(default_factory=list)
+    functions: list[ir.Function] = dataclasses.field(default_factory=list)
+    plugins: list[ir.Function] = dataclasses.field(default_factory=list)
+    without_form: list[str] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, functions: OpNames, plugins: OpNames, table: Table | None) -> OpFunctions:
+        """For the ops that `functions=` and `plugins=` name. Raises OnnxOptionError."""
+        result = cls(dict(table or {}))
+        scripts = {t: f for t, f in result.table.items() if isinstance(f, onnxscript.OnnxFunction) and not f.traceable}
+        for target, name in plugins.items():
+            if name is not None:
+                result.table[target] = _plugin_form(target, name)
+                result.without_form.append(name)
+            elif target not in scripts:
+                raise OnnxOptionError(f"plugins: {target} needs a name: plugins={{op: 'my.domain::Name'}}")
+        for target, name in functions.items():
+            if name is not None:
+                raise OnnxOptionError(
+                    f"functions: {target} has the name of its onnxscript function, not {name!r}: write a list"
+                )
+            if target not in scripts:
+                raise OnnxOptionError(
+                    f"functions: {target} has no body: give it one, an onnxscript.script, in custom_translation_table="
+                )
+        for target, script in scripts.items():
+            if plugins.get(target) is None:
+                result.table[target] = _script_form(script)
+                kept = (
+                    result.functions if target in functions else result.plugins if target in plugins else result.inlined
+                )
+                known = {f.identifier() for f in kept}
+                for called in (script, *script.function_ir.get_called_functions().values()):
+                    function = ir.serde.deserialize_function(called.to_function_proto())
+                    kept += [] if function.identifier() in known else [function]
+        return result
+
+    def finish(self, model: ir.Model) -> None:
+        """Inline the functions that are not kept in a translated model, and forget those that it does not call.
+
+        Raises OnnxOptionError where one is written in another opset than that of the model.
+        """
+        version = model.opset_imports.get("")
+        model.functions.update({f.identifier(): f for f in (*self.inlined, *self.functions, *self.plugins)})
+        RemoveUnusedFunctionsPass()(model)
+        for function in model.functions.values():
+            written_in = function.opset_imports.get("", version)
+            if written_in != version:
+                raise OnnxOptionError(
+                    f"{function.domain}::{function.name} is written in opset {written_in}, and the model has opset "
+                    f"{version}: write it with onnxscript.opset{version}, or opset_version={written_in}"
+                )
+        for kept in (self.functions, self.plugins):
+            kept[:] = [f for f in kept if model.functions.pop(f.identifier(), None) is not None]
+        InlinePass()(model)
+
+
+def _script_form(script: onnxscript.OnnxFunction[..., Any]) -> Callable[..., Any]:
+    """A form for torch.onnx that makes a node which calls the function of a script."""
+    signature, kinds, defaults = script.op_signature, dict[str, ir.AttributeType | None](), dict[str, Any]()
+    assert signature is not None
+    for parameter in signature.params:
+        kinds[parameter.name] = parameter.type if isinstance(parameter, ir.schemas.AttributeParameter) else None
+        if isinstance(parameter, ir.schemas.AttributeParameter) and parameter.default is not None:
+            defaults[parameter.name] = parameter.default.value
+    return _form(signature.domain, signature.name, kinds, defaults, len(script.function_ir.outputs))
+
+
+def _plugin_form(target: Any, name: str) -> Callable[..., Any]:
+    """A form for torch.onnx that makes a node of a plugin, for an op without a known function."""
+    domain, separator, op_type = name.partition("::")
+    if not separator:
+        raise OnnxOptionError(f"plugins: {name!r} is no name of a plugin; write 'my.domain::{name}'")
+    schema = schema_of(target)
+    kinds = {argument.name: _attribute_type(target, argument) for argument in schema.arguments}
+    return _form(domain, op_type, kinds, {a.name: a.default for a in schema.arguments}, len(schema.returns))
+
+
+def _attribute_type(target: Any, argument: Argument) -> ir.AttributeType | None:
+    """The type of the attribute that an argument of an op becomes; None for a tensor, which is an input."""
+    kind = argument.type.removeprefix("Optional[").removesuffix("]") if "Optional" in argument.type else argument.type
+    item = kind.removeprefix("List[").removesuffix("]")
+    if kind == "Tensor":
+        return None
+    if item not in _KINDS:
+        raise OnnxOptionError(
+            f"plugins: {target} takes {argument.name}, a {kind}: give it an onnxscript.script in "
+            "custom_translation_table="
+        )
+    return ir.AttributeType[_KINDS[item] + ("S" if item != kind else "")]
+
+
+def _form(
+    domain: str, op_type: str, kinds: Mapping[str, ir.AttributeType | None], defaults: Mapping[str, Any], outputs: int
+) -> Callable[..., Any]:
+    """A form that makes one node: attributes, of these types, with their defaults written out, and inputs, of None."""
+
+    def form(*args: Any, **kwargs: Any) -> Any:
+        operands = {**dict.fromkeys(kinds), **defaults, **dict(zip(kinds, args, strict=False)), **kwargs}
+        inputs = [_as_input(operands[name]) for name, kind in kinds.items() if kind is None]
+        attributes: dict[str, Any] = {
+            name: ir.convenience.convert_attribute(name, operands[name], kind)
+            for name, kind in kinds.items()
+            if kind is not None and operands[name] is not None
+        }
+        results = call_op(op_type, *inputs, _domain=domain, _num_outputs=outputs, **attributes)
+        results[0].producer().version = 1  # type: ignore[union-attr]
+        return results if outputs > 1 else results[0]
+
+    form.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in kinds]
+    )
+    return form
+
+
+def _as_input(x: Any) -> Any:
+    return x if x is None or isinstance(x, ir.Value) else op.Constant(value=ir.tensor(x))  # type: ignore[arg-type]

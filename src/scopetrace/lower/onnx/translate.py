@@ -33,22 +33,21 @@ from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.onnx import Table
-from scopetrace.lower.onnx.forms import forms
-from scopetrace.lower.onnx.ops import OpFunctions
+from scopetrace.lower.onnx.forms import OpFunctions, forms
 from scopetrace.program.graph import node_value, scope_path, set_node_value, set_unbacked_bindings
 
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
     """The ExportedProgram of a graph whose nodes have fake values in `meta["val"]`."""
     for node in list(graph.nodes):
-        _REWRITTEN.get(node.target, _as_it_is)(graph, node)
+        if node.target in _REWRITTEN:
+            _REWRITTEN[node.target](graph, node)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         if node_value(node).is_complex():  # for others torch.onnx has a form
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    output = next(n for n in graph.nodes if n.op == "output")
-    outputs = output.args[0]
+    inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
+    outputs: Any = output.args[0]
     output.meta[_ELEMENT_TYPES] = [_element_type(n) for n in outputs]
     ins, outs = [argument_of(n) for n in inputs], [argument_of(n) for n in outputs]
     for node in graph.nodes:
@@ -66,30 +65,21 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
     return ExportedProgram(root, graph, signature, {}, {}, [ModuleCallEntry("", call)])
 
 
-def _as_it_is(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Most nodes."""
-
-
 def _sum_in_float32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """`sum` and `prod` of float16: torch.onnx computes them in float32, as torch does, and leaves the result there."""
     dtype = node_value(node).dtype
     if dtype in (torch.float16, torch.bfloat16):
-        users, node.kwargs = list(node.users), {**node.kwargs, "dtype": torch.float32}
+        node.kwargs = {**node.kwargs, "dtype": torch.float32}
         with graph.inserting_after(node):
-            _have_instead(users, node, graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype}))
+            cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+        cast.meta = dict(node.meta)
+        node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
 
 
 def _mark_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Attention of tensors without a dimension for heads or batches is decomposed: torch.onnx takes those with both."""
     if any(node_value(n).dim() != 4 for n in node.args[:3] if isinstance(n, torch.fx.Node)):
         node.meta[OTHER_DIMS] = True
-
-
-def _have_instead(users: list[torch.fx.Node], node: torch.fx.Node, last: torch.fx.Node) -> None:
-    """Let `users` take `last`, which is made of a node, in its place."""
-    last.meta = dict(node.meta)
-    for user in users if last is not node else ():
-        user.replace_input_with(node, last)
 
 
 _REWRITTEN: dict[Any, Callable[[torch.fx.Graph, torch.fx.Node], None]] = {
@@ -140,16 +130,14 @@ def _element_type(node: Any) -> ir.DataType | None:
 
 def _refuse_other_types(program: ExportedProgram, model: ir.Model) -> None:
     """Raise OnnxExportError for a result of another element type than in the trace: torch.onnx is wrong about an op."""
-    output = next(n for n in program.graph.nodes if n.op == "output")
-    given: Any = output.args[0]
-    for node, wanted, value in zip(given, output.meta[_ELEMENT_TYPES], model.graph.outputs, strict=True):
+    output = program.graph.output_node()
+    results: Any = output.args[0]
+    for node, wanted, value in zip(results, output.meta[_ELEMENT_TYPES], model.graph.outputs, strict=True):
         if wanted is not None and value.dtype is not None and value.dtype != wanted:
-            raise OnnxExportError(
+            raise _error(
                 f"torch.onnx gives {value.dtype} for {wanted} of the model",
-                op=_op(node),
-                module=scope_path(node),
-                source=_source(node),
-                hint="cast what this op takes to float32 in the model, and its result back; or give its form in "
+                node,
+                "cast what this op takes to float32 in the model, and its result back; or give its form in "
                 "custom_translation_table=",
             )
 
@@ -190,6 +178,10 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     hint = None
     if any(isinstance(a, torch.fx.Node) for key, a in node.kwargs.items() if key in ("value", "alpha")):
         hint = "its number is a tensor here, as in the step of an optimizer: export `tr.decompose()`"
+    return _error(problem, node, hint)
+
+
+def _error(problem: str, node: torch.fx.Node, hint: str | None) -> OnnxExportError:
     return OnnxExportError(problem, op=_op(node), module=scope_path(node), source=_source(node), hint=hint)
 
 

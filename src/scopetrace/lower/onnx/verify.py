@@ -1,4 +1,4 @@
-"""Checks that an ONNX model is valid, makes the calls that the trace makes, and computes what the model computes.
+"""Checks that an ONNX model is valid and computes what the model computes.
 
 Data flow:
     tape -> random example inputs: the traced sizes, and others where sizes are dynamic
@@ -7,13 +7,11 @@ Data flow:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
-import math
 import tempfile
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ import onnx.inliner
 import onnx_ir as ir
 import onnxruntime
 import torch
-import torch.utils.dlpack
 from onnx_ir import tensor_adapters
 
 from scopetrace._compat.shape_env import evaluated
@@ -41,14 +38,8 @@ Size = Callable[[Any], int]
 
 
 @dataclasses.dataclass
-class Example:
-    """Inputs of a program.
-
-    Attributes:
-        tape: the program's tape.
-        size: the values of symbolic sizes.
-        tensors: one for each tensor input of the tape.
-    """
+class _Example:
+    """Inputs of a program: values of symbolic sizes, and a tensor for each tensor input of the tape."""
 
     tape: ProgramTape
     size: Size
@@ -56,34 +47,27 @@ class Example:
 
     @property
     def numbers(self) -> list[int]:
-        """The dynamic integers among the arguments."""
         return [self.size(n) for n in self.tape.numbers]
 
-    @property
-    def feed(self) -> list[torch.Tensor]:
-        """All inputs of the ONNX model in order, integers as tensors."""
-        return [*self.tensors, *map(torch.tensor, self.numbers)]
-
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) for the model."""
-        table = dict(zip(self.tape.inputs, self.tensors, strict=True))
+        tensors = dict(zip(self.tape.inputs, self.tensors, strict=True))
         args, kwargs = instantiate(
-            lambda x: table[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
+            lambda x: tensors[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
         )
         return args, kwargs
 
 
-def examples(tape: ProgramTape, seeds: int) -> Iterator[Example]:
-    """Random inputs: `seeds` of the traced sizes, and one of other sizes where sizes are dynamic.
+def _examples(tape: ProgramTape) -> Iterator[_Example]:
+    """Random inputs: some of the traced sizes, and one of other sizes where sizes are dynamic.
 
     Whole numbers are 0 and 1, which are valid as indices, masks and positions alike, and 1 where the last dimension
     begins: a mask that hides everything is one that attention has no defined result for.
     """
-    for seed in range(seeds):
+    for seed in range(_SEEDS):
         yield _example(tape, seed, example)
     other = _other_sizes(tape)
     if other is not None:
-        yield _example(tape, seeds, other)
+        yield _example(tape, _SEEDS, other)
 
 
 def _other_sizes(tape: ProgramTape) -> Size | None:
@@ -93,35 +77,36 @@ def _other_sizes(tape: ProgramTape) -> Size | None:
     changes: list[Callable[[int], int]] = [lambda n: n + 1, lambda n: 2 * n, lambda n: n - 1, lambda n: 3 * n]
     for change in changes:
         values = {s: change(int(tape.sizes.env.backed_var_to_val[s])) for s in tape.sizes.specs}
-        size = _sizes(values)
-        try:
-            made = _example(tape, 0, size)
-            tape.sizes.check(made.tensors, made.numbers)
-        except (InputMismatchError, RuntimeError):
-            continue
-        return size
+        size = functools.partial(_size_of, values)
+        with contextlib.suppress(InputMismatchError, RuntimeError):
+            inputs = _example(tape, 0, size)
+            tape.sizes.check(inputs.tensors, inputs.numbers)
+            return size
     return None
 
 
-def _sizes(values: dict[Any, int]) -> Size:
-    return lambda n: int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
+def _size_of(values: dict[Any, int], n: Any) -> int:
+    return int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
 
 
-def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
+def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
     """Random inputs with the strides of the traced ones; those that shared memory in the trace share it here."""
     random = torch.Generator().manual_seed(seed)
     memory: dict[int, torch.Tensor] = {}
     tensors = []
     for value in tape.inputs:
         if value.storage not in memory:
-            length = max(_extent(v, size) for v in tape.inputs if v.storage == value.storage)
-            memory[value.storage] = _elements(value.fake, length, random)
+            lengths = [
+                offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+                for shape, stride, offset in (_place(v, size) for v in tape.inputs if v.storage == value.storage)
+            ]
+            memory[value.storage] = _elements(value.fake, max(lengths), random)
         whole, place = memory[value.storage], _place(value, size)
         if not (whole.dtype.is_floating_point or whole.dtype.is_complex) and place[0]:
             first = torch.arange(len(whole), device=whole.device).as_strided(*place)[..., :1]
             whole.view(_SIGNED.get(whole.dtype, whole.dtype))[first] = 1
         tensors.append(whole.as_strided(*place))
-    return Example(tape, size, tensors)
+    return _Example(tape, size, tensors)
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -129,26 +114,18 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def _place(value: Value, size: Size) -> tuple[list[int], list[int], int]:
-    """Size, stride and offset."""
     return [size(n) for n in value.fake.size()], [size(n) for n in value.fake.stride()], int(value.offset)
-
-
-def _extent(value: Value, size: Size) -> int:
-    """The number of elements of its storage that a tensor needs."""
-    shape, stride, offset = _place(value, size)
-    return offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def _elements(fake: torch.Tensor, length: int, random: torch.Generator) -> torch.Tensor:
     if fake.dtype.is_floating_point or fake.dtype.is_complex:
-        made = torch.randn(length, generator=random, dtype=torch.complex64 if fake.dtype.is_complex else torch.float32)
-    else:
-        made = torch.randint(0, 2, [length], generator=random)
-    return made.to(fake.dtype).to(fake.device)
+        dtype = torch.complex64 if fake.dtype.is_complex else torch.float32
+        return torch.randn(length, generator=random, dtype=dtype).to(fake.dtype).to(fake.device)
+    return torch.randint(0, 2, [length], generator=random).to(fake.dtype).to(fake.device)
 
 
-class Session:
-    """An ONNX file in ONNX Runtime, on the CPU."""
+class _Session:
+    """An ONNX file in ONNX Runtime, on the CPU. Raises OnnxVerificationError where that does not load or run it."""
 
     def __init__(self, path: Path, optimized: bool = True) -> None:
         options = onnxruntime.SessionOptions()
@@ -161,58 +138,39 @@ class Session:
             raise _refused(error) from error
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs for the inputs in order. Raises OnnxVerificationError where ONNX Runtime fails."""
         names = [i.name for i in self._session.get_inputs()]
         feed = {name: _to_runtime(t) for name, t in zip(names, tensors, strict=True)}
         try:
-            found = self._session.run_with_ort_values(None, feed)
+            return list(map(_from_runtime, self._session.run_with_ort_values(None, feed)))
         except Exception as error:
             raise _refused(error) from error
-        return [_from_runtime(value) for value in found]
 
 
 def _refused(error: Exception) -> OnnxVerificationError:
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    instead = "; it has no kernel for this on the CPU: verify a float32 copy of the model" if _NO_KERNEL in said else ""
-    return OnnxVerificationError(f"ONNX Runtime: {said}{instead}")
-
-
-_NO_KERNEL = "NOT_IMPLEMENTED"
-
-
-_FLOAT8 = {
-    f"tensor({str(dtype).removeprefix('torch.').replace('_', '')})": dtype
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-}
-"""By the name of the type in ONNX Runtime."""
+    if "NOT_IMPLEMENTED" in said:
+        said += "; it has no kernel for this on the CPU: verify a float32 copy of the model"
+    return OnnxVerificationError(f"ONNX Runtime: {said}")
 
 
 def _to_runtime(tensor: torch.Tensor) -> Any:
-    tensor = tensor.detach().cpu()
-    tensor = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    tensor = _plain(tensor.detach()).contiguous()
     dtype = int(tensor_adapters.from_torch_dtype(tensor.dtype))
-    if tensor.dtype is torch.bfloat16 or tensor.dtype in _FLOAT8.values():  # numpy does not have them
-        bits = tensor.view(torch.uint16 if tensor.itemsize == 2 else torch.uint8).numpy()
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, dtype)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy())
+    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(tensor.shape), dtype)
+    ctypes.memmove(value.data_ptr(), tensor.data_ptr(), tensor.nbytes)  # numpy has not all dtypes
+    return value
 
 
 def _from_runtime(value: Any) -> torch.Tensor:
-    if value.data_type() in ("tensor(bfloat16)", "tensor(uint64)"):  # torch takes no array of numpy.ulonglong
-        return torch.utils.dlpack.from_dlpack(value)
-    float8 = _FLOAT8.get(value.data_type())
-    if float8 is not None:  # which ONNX Runtime gives neither to numpy nor by DLPack
-        size = value.shape()
-        bits = ctypes.string_at(value.data_ptr(), math.prod(size))
-        return torch.tensor(list(bits), dtype=torch.uint8).view(float8).view(size)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the array is not writable
-        return torch.from_numpy(value.numpy()).clone()
+    tensor = torch.empty(value.shape(), dtype=tensor_adapters.to_torch_dtype(ir.DataType(value.element_type())))
+    ctypes.memmove(tensor.data_ptr(), value.data_ptr(), tensor.nbytes)
+    return tensor
 
 
-SEEDS = 3
+_SEEDS = 3
 
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, **{dtype: torch.finfo(dtype).eps for dtype in _FLOAT8.values()}}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2, **{dtype: torch.finfo(dtype).eps for dtype in _FLOAT8}}
 """The largest error: absolute, and relative to the largest value where that is above 1.
 
 For outputs with small values only, the limit is 100 times this part of the largest value, since an absolute limit
@@ -236,7 +194,6 @@ def verify(exported: Exported, program: TracedProgram, say: Callable[[str], None
     with tempfile.TemporaryDirectory() as folder:
         say("checking the file")
         modular, flat = _files(exported, Path(folder))
-        _check_calls(exported)
         return _Comparison(exported, program, modular, flat, say).run()
 
 
@@ -257,22 +214,6 @@ def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
     return folder / "modular.onnx", folder / "flat.onnx"
 
 
-def _check_calls(exported: Exported) -> None:
-    """Check that functions are called as often as the trace calls the modules of their class."""
-    written = exported.calls_in_file()
-    per_class: Counter[type | None] = Counter()
-    for key, count in written.items():
-        per_class[exported.classes[key]] += count
-    if per_class != exported.expected_calls:
-        raise OnnxVerificationError(
-            f"calls in the file: {_said(per_class)}; in the trace: {_said(exported.expected_calls)}"
-        )
-
-
-def _said(counts: Counter[type | None]) -> str:
-    return ", ".join(f"{getattr(cls, '__name__', cls)} ×{n}" for cls, n in sorted(counts.items(), key=str)) or "none"
-
-
 @dataclasses.dataclass
 class _Comparison:
     exported: Exported
@@ -283,10 +224,10 @@ class _Comparison:
 
     def run(self) -> float:
         """Run the model and both files on the same inputs; gives the largest error."""
-        modular, flat = Session(self.modular), Session(self.flat)
+        modular, flat = _Session(self.modular), _Session(self.flat)
         worst, compared = 0.0, 0
         refused: RuntimeError | None = None
-        for i, inputs in enumerate(examples(self.program.tape, SEEDS)):
+        for i, inputs in enumerate(_examples(self.program.tape)):
             if self._goes_another_way(inputs):
                 continue
             self.say(f"comparing with the model, inputs {i + 1}")
@@ -295,11 +236,10 @@ class _Comparison:
             except RuntimeError as error:  # as of a torch._check
                 refused = error
                 continue
-            feed = [*inputs.feed, *self.exported.given_weights]
-            found = modular.run(feed)
-            worst = max(worst, self._compare(f"inputs {i + 1}", inputs, expected, found))
+            results = modular.run(self._feed(inputs))
+            worst = max(worst, self._compare(f"inputs {i + 1}", inputs, expected, results))
             if not compared:
-                self._compare("the inlined file", inputs, found, flat.run(feed))
+                self._compare("the inlined file", inputs, results, flat.run(self._feed(inputs)))
             compared += 1
         if not compared and refused is not None:
             raise OnnxVerificationError(
@@ -312,21 +252,24 @@ class _Comparison:
             )
         return worst
 
-    def _goes_another_way(self, inputs: Example) -> bool:
+    def _feed(self, inputs: _Example) -> list[torch.Tensor]:
+        """All inputs of the ONNX model in order, integers as tensors."""
+        return [*inputs.tensors, *map(torch.tensor, inputs.numbers), *self.exported.weight_inputs]
+
+    def _goes_another_way(self, inputs: _Example) -> bool:
         """Whether a specialization of the trace does not hold on these inputs."""
-        if not self.program.tape.specializations:
-            return False
         try:
-            run_once(self.program, inputs.tape, *inputs.arguments(), lambda result, given: None)
+            if self.program.tape.specializations:
+                run_once(self.program, inputs.tape, *inputs.arguments(), lambda result, tensors: None)
         except InputMismatchError:
             return True
         return False
 
-    def _eager(self, inputs: Example, seed: int = 0) -> list[torch.Tensor]:
+    def _eager(self, inputs: _Example, seed: int = 0) -> list[torch.Tensor]:
         model = self.program.model or self.program
         with torch.no_grad():
-            found: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
-        return found
+            results: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
+        return results
 
     def _read(self, result: Any, inputs: list[torch.Tensor]) -> list[Any]:
         values = self.exported.results.of_run(result, inputs, self.program.boundary.state.held)
@@ -334,12 +277,12 @@ class _Comparison:
         return [v.detach().clone() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in values]
 
     def _compare(
-        self, where: str, inputs: Example, expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
+        self, where: str, inputs: _Example, expected: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> float:
         """The largest error. Raises OnnxVerificationError where it is too large."""
         worst = 0.0
         names = [value.name for value in self.exported.model.graph.outputs]
-        for name, a, b in zip(names, map(_plain, expected), map(_plain, found), strict=True):
+        for name, a, b in zip(names, map(_plain, expected), map(_plain, results), strict=True):
             if a.shape != b.shape or a.dtype != b.dtype:
                 raise OnnxVerificationError(
                     f"{where}: {name} is {b.dtype} {list(b.shape)}, and the model gives {a.dtype} {list(a.shape)}"
@@ -352,12 +295,12 @@ class _Comparison:
             worst = max(worst, error)
         return worst
 
-    def _why(self, inputs: Example) -> str:
+    def _why(self, inputs: _Example) -> str:
         runs = [list(map(_plain, self._eager(inputs, seed))) for seed in (0, 1)]
         if any(_error(a, b) for a, b in zip(*runs, strict=True)):
             return "; the model draws random numbers: trace it in eval mode"
-        found = map(_plain, Session(self.modular, optimized=False).run([*inputs.feed, *self.exported.given_weights]))
-        if all(_is_small(_error(a, b), a, self._limit) for a, b in zip(runs[0], found, strict=True)):
+        results = map(_plain, _Session(self.modular, optimized=False).run(self._feed(inputs)))
+        if all(_is_small(_error(a, b), a, self._limit) for a, b in zip(runs[0], results, strict=True)):
             return (
                 "; the file is right, and so is ONNX Runtime without its graph optimizations, which make this error: "
                 "set graph_optimization_level=ORT_DISABLE_ALL in its SessionOptions"
@@ -368,7 +311,7 @@ class _Comparison:
     def _limit(self) -> float:
         """The tolerance for the least precise dtype in the program, whose rounding all later values have."""
         dtypes = {v.fake.dtype for op in self.program.tape.ops for v in op.values()}
-        return max(TOLERANCE.get(dtype, _TOLERANCE) for dtype in (*dtypes, torch.float32))
+        return max(_TOLERANCES.get(dtype, _TOLERANCE) for dtype in (*dtypes, torch.float32))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Weights of an ONNX model: initializers, inputs, in files beside it, or references to files that are written later.
 
 Data flow:
-    tensors of the trace -> initializers (attach); chosen ones stay inputs, and become outputs on request (add_outputs)
+    tensors of the trace -> initializers (attach); chosen ones stay inputs, and become outputs on request (identity)
     initializers -> the file, files beside it, or references alone (save)
     references of a file and tensors by name -> the files that they name (write_weights)
 """
@@ -13,7 +13,7 @@ import fnmatch
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,14 +43,13 @@ def chosen(names: Collection[str], wanted: WeightNames) -> set[str]:
         return set(names)
     if callable(wanted):
         return set(filter(wanted, names))
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in [wanted] if isinstance(wanted, str) else wanted or ():
-        matching = set(fnmatch.filter(names, pattern))
-        if not matching:
+        if not (matching := fnmatch.filter(names, pattern)):
             some = ", ".join(list(names)[:8])
             raise OnnxOptionError(f"weight_inputs: {pattern!r} matches no parameter or buffer; there are {some}, …")
-        found |= matching
-    return found
+        matches.update(matching)
+    return matches
 
 
 def attach(graph: ir.Graph, tensors: Mapping[ir.Value, torch.Tensor], stay_inputs: bool) -> None:
@@ -67,13 +66,12 @@ def attach(graph: ir.Graph, tensors: Mapping[ir.Value, torch.Tensor], stay_input
         graph.register_initializer(value)
 
 
-def add_outputs(graph: ir.Graph, values: Iterable[ir.Value], names: Sequence[str]) -> None:
-    """Make outputs of inputs of a graph, for a runtime that keeps them from one run to the next."""
-    for value, name in zip(values, names, strict=True):
-        node = ir.node("Identity", [value], name=name)
-        node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, value.type, value.shape
-        graph.append(node)
-        graph.outputs.append(node.outputs[0])
+def identity(graph: ir.Graph, value: ir.Value, name: str | None = None) -> ir.Value:
+    """A new value of a graph that is equal to another one."""
+    node = ir.node("Identity", [value], name=name)
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, value.type, value.shape
+    graph.append(node)
+    return node.outputs[0]
 
 
 def save(
@@ -101,20 +99,20 @@ def save(
 
 def _set_references(values: Sequence[ir.Value], path: Path, limit: int | None) -> None:
     """Replace the data of initializers by the places in files that they will have."""
-    places: list[tuple[ir.Value, Any, int, int]] = []
+    places: list[tuple[ir.Value, int, int]] = []
     number, offset = 1, 0
     for value in values:
         assert value.const_value is not None
         length = value.const_value.nbytes
         if limit is not None and offset and offset + length > limit:
             number, offset = number + 1, 0
-        places.append((value, value.const_value, number, offset))
+        places.append((value, number, offset))
         offset += length
-    for value, tensor, at, offset in places:
+    for value, at, offset in places:
+        tensor: Any = value.const_value
         file = f"{path.name}.data" if number == 1 else f"{path.stem}-{at:05d}-of-{number:05d}{path.suffix}.data"
-        shape = ir.Shape(tuple(tensor.shape))
         value.const_value = ir.ExternalTensor(
-            file, offset, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name), base_dir=path.parent
+            file, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name), base_dir=path.parent
         )
 
 
@@ -148,10 +146,8 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
 
 
 def _write(file: BinaryIO, reference: ir.ExternalTensor, tensor: Any) -> None:
-    given, wanted = [(t.dtype, tuple(t.shape)) for t in (tensor, reference)]
-    if given != wanted:
-        raise OnnxOptionError(
-            f"{reference.name} is {given[0]}{list(given[1])}, and the file has {wanted[0]}{list(wanted[1])}"
-        )
+    new, old = [(t.dtype, tuple(t.shape)) for t in (tensor, reference)]
+    if new != old:
+        raise OnnxOptionError(f"{reference.name} is {new[0]}{list(new[1])}, and the file has {old[0]}{list(old[1])}")
     file.seek(reference.offset or 0)
     tensor.tofile(file)
