@@ -8,7 +8,6 @@ Data flow:
 
 from scopetrace.outline.cut import outline
 from scopetrace.outline.ranges import Ranges
-from scopetrace.outline.readers import Readers
 from scopetrace.outline.signature import FunctionOutput, FunctionSignature, OutlinedBody, new_values, values_with_path
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "FunctionSignature",
     "OutlinedBody",
     "Ranges",
-    "Readers",
     "new_values",
     "outline",
     "values_with_path",
