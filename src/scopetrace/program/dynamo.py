@@ -21,7 +21,7 @@ from scopetrace.containers.structure import Returned, map_structure
 from scopetrace.errors import ExportError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import OfInput
 from scopetrace.ir.tape import ProgramTape
-from scopetrace.program.boundary import CallBoundary, without_autocast
+from scopetrace.program.boundary import CallBoundary, Entered, without_autocast
 
 FACTS = ("layout", "stride", "is_contiguous", "requires_grad")
 """What Dynamo can ask an input tensor."""
@@ -44,9 +44,9 @@ class PlainCall:
         written = tape.written_storages()
         self.written = [(i, value.requires_grad) for i, value in enumerate(tape.inputs) if value.storage in written]
         self.facts = [
-            (r.name, place.index, place.fact, place.args, r.value)
-            for place, r in boundary.check.facts
-            if isinstance(place, OfInput)
+            (read.name, read.place.index, read.place.fact, read.place.args, read.value)
+            for read in boundary.check.facts
+            if isinstance(read.place, OfInput)
         ]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +62,7 @@ class PlainCall:
                 raise StateMismatchError(f"{attribute} of a module is another tensor now; compile again")
         with without_autocast():
             values = self.graph_module(*tensors, *numbers)
-        return self.boundary.leave([*tensors, *numbers], values)
+        return self.boundary.leave(Entered([*tensors, *numbers]), values)
 
     def _check(self, tensors: list[torch.Tensor], numbers: list[int]) -> None:
         if self.sizes_hold is not None and not self.sizes_hold(tensors, numbers):
@@ -104,6 +104,7 @@ def _refuse(tape: ProgramTape) -> None:
         "it changes gradients": bool(tape.cleared) or any(w.of is not None for w in tape.attribute_writes),
         "it depends on side effects of the forward": any(e.baked_in for e in tape.side_effects),
         "the forward puts tensors into containers among its arguments": isinstance(tape.outputs, Returned),
+        "it returns objects among its arguments": bool(tape.given),
         "it depends on numbers in objects among the arguments": any(n.attributes for n in tape.argument_numbers),
         "inputs are views of one memory": len(set(storages)) < len(storages),
         "it reads an input's memory by absolute offset": not tape.uses_absolute_offset.isdisjoint(storages),

@@ -68,7 +68,8 @@ from scopetrace.ir.tape import (
 from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
-from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast
+from scopetrace.program.boundary import CallBoundary, without_autocast
+from scopetrace.program.checks import other_strides
 from scopetrace.program.compiled import GraphValues
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.dynamo import PlainCall
@@ -76,7 +77,7 @@ from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, typed
 from scopetrace.program.inline import inlined
 from scopetrace.program.regions import has_regions, without_regions
-from scopetrace.program.state import HeldTensors
+from scopetrace.program.state import HeldTensors, current_tensors
 from scopetrace.record.uses import catches_errors
 
 Program = TypeVar("Program", bound=ProgramTape)
@@ -351,8 +352,8 @@ class TracedProgram:
 
     def _is_refilled(self) -> bool:
         held, tape = self._held_tensors(), self.tape
-        known: tuple[Mapping[str, object], ...] = (tape.attributes, held.now, held.bound, tape.modules)
-        names = {str(s.target) for s in self.lowering.made if s.op in ("get_attr", "call_module")}
+        known: tuple[Mapping[str, object], ...] = (tape.attributes, held.current, held.bound, tape.modules)
+        names = {str(s.target) for s in self.lowering.states if s.op in ("get_attr", "call_module")}
         for name in names & {*tape.attributes, *tape.modules}:
             try:
                 now = look_up(self.graph_module, name)
@@ -364,7 +365,7 @@ class TracedProgram:
 
     def _held_tensors(self) -> HeldTensors:
         bound = self.boundary.state.bound if "boundary" in self.__dict__ else {}
-        return HeldTensors(held_now(self.tape), bound)
+        return HeldTensors(current_tensors(self.tape), bound)
 
     def _with_reading(self, reading: Reading) -> TracedProgram:
         tape = reading.tape
@@ -555,7 +556,7 @@ class TracedProgram:
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
         tape = self.tape if isinstance(self.tape, FunctionalTape) else functional_tape(self.recorded)
-        return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
+        return self.with_tape(_with_current_tensors(tape))
 
     def without_regions(self) -> TracedProgram:
         """The program with the ops of checkpointed and nested regions in their places, pure if it has some."""
@@ -593,8 +594,8 @@ class TracedProgram:
 
     def write(self, file: IO[bytes], foreign: list[Any] | None = None) -> None:
         """Write both tapes, with the tensors that the model has now; see `files.write`."""
-        recorded = _with_present_tensors(self.recorded)
-        tape = recorded if self.tape is self.recorded else _with_present_tensors(self.tape)
+        recorded = _with_current_tensors(self.recorded)
+        tape = recorded if self.tape is self.recorded else _with_current_tensors(self.tape)
         files.write(recorded, tape, file, foreign)
 
     def __reduce__(self) -> Any:
@@ -633,8 +634,8 @@ def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
     return TracedProgram.read(io.BytesIO(data), loads(foreign))
 
 
-def _with_present_tensors(tape: Program) -> Program:
-    return dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)})
+def _with_current_tensors(tape: Program) -> Program:
+    return dataclasses.replace(tape, attributes=tape.attributes | current_tensors(tape))
 
 
 def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowering, torch.fx.Graph | None]]:
