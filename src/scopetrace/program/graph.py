@@ -192,10 +192,9 @@ class FxLowering:
             if op.phase is not None and scope_path(node) is None:
                 set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
 
-    @property
-    def is_edited(self) -> bool:
-        """Whether a node of the graph, or of the graph of a body, is not as it was made."""
-        return not self.states.are_of(self.graph) or any(body.is_edited for body in self.bodies.values())
+    def is_edited(self, graph: torch.fx.Graph | None) -> bool:
+        """Whether `graph`, in the place of this one, is another one, or has a node that is not as it was lowered."""
+        return graph is not self.graph or not self.states.are_of(self.graph)
 
     def walk(self) -> Iterator[FxLowering]:
         """This graph and those of all bodies inside it, outer before inner."""

@@ -15,8 +15,9 @@ from scopetrace.errors import InvalidTapeError, LintError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Tape
 from scopetrace.ir.verify import verify
+from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
-from scopetrace.program.traced import ModuleCall, TracedProgram
+from scopetrace.program.traced import TracedProgram
 
 
 def lint(program: TracedProgram) -> None:

@@ -26,10 +26,11 @@ from scopetrace.errors import OutlineError
 from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.tape import Call, FunctionalTape, Tape
 from scopetrace.outline import FunctionSignature, OutlinedBody, Ranges, outline
+from scopetrace.program.calls import ModuleCall
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.selection import names_near
-from scopetrace.program.traced import ModuleCall, TracedProgram
+from scopetrace.program.traced import TracedProgram
 
 OutlineTarget = Target | bool
 """What names module calls, or one of the following."""
