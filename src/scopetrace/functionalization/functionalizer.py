@@ -97,17 +97,20 @@ class Functionalizer(TapeCopier):
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
         bases = (v for aliases in self.sets.values() for v in aliases.bases())
         roots = [v for v in bases if v.fake.requires_grad]
-        found = {v: self.read(v, reader) for v in (*roots, *self._results())}
-        given = {self.originals[v]: bit for v, bit in bits.items()}
-        of_bases = History(self.old.ops, bits), History(self.new.ops, given)
-        of_others = History(self.old.ops, bits | _cut(self.old.ops)), History(self.new.ops, given | _cut(self.new.ops))
+        results = {v: self.read(v, reader) for v in (*roots, *self._results())}
+        new_bits = {self.originals[v]: bit for v, bit in bits.items()}
+        of_bases = History(self.old.ops, bits), History(self.new.ops, new_bits)
+        of_others = (
+            History(self.old.ops, bits | _cut(self.old.ops)),
+            History(self.new.ops, new_bits | _cut(self.new.ops)),
+        )
         emit = self.emitter.simplifying(reader, grad=True)
-        for v, new in found.items():
+        for v, new in results.items():
             before, after = of_bases if is_cut(v) else of_others
             lost = before.of(v) & ~after.of(new) & ~bits.get(v, 0) if new.requires_grad else 0
             if lost and is_cut(v):
                 raise refusal("a result is a view made under no_grad of a tensor that was written over", v.op)
-            if lost and v.storage not in self.sets and sum(v.storage == other.storage for other in found) > 1:
+            if lost and v.storage not in self.sets and sum(v.storage == other.storage for other in results) > 1:
                 raise refusal(
                     "results share memory, and have a gradient of zero for a tensor that was written over", v.op
                 )
@@ -115,9 +118,9 @@ class Functionalizer(TapeCopier):
                 total = emit(_aten.sum.default, self.originals[leaf])
                 if total.fake.dtype != new.fake.dtype:
                     total = emit(_aten._to_copy.default, total, dtype=new.fake.dtype)
-                found[v] = with_history(emit, total, found[v])
-        objects = {self._object(v): new for v, new in found.items()}
-        return lambda v: found.get(v) or objects.get(self._object(v)) or self.read(v, reader)
+                results[v] = with_history(emit, total, results[v])
+        objects = {self._object(v): new for v, new in results.items()}
+        return lambda v: results.get(v) or objects.get(self._object(v)) or self.read(v, reader)
 
     def _object(self, v: Value) -> Value:
         """The first value that is this very tensor."""
@@ -133,11 +136,11 @@ class Functionalizer(TapeCopier):
         if not bits:
             return
         written = [r for aliases in self.sets.values() if aliases.version for r in aliases.roots if r in self.originals]
-        found = {v: read(v) for v in (*written, *self._results())}
-        given = {self.originals[v]: bit for v, bit in bits.items() if v in self.originals}
-        before, after = History(self.old.ops, bits, assumed=True), History(self.new.ops, given, assumed=True)
+        results = {v: read(v) for v in (*written, *self._results())}
+        new_bits = {self.originals[v]: bit for v, bit in bits.items() if v in self.originals}
+        before, after = History(self.old.ops, bits, assumed=True), History(self.new.ops, new_bits, assumed=True)
         lost = functools.reduce(
-            operator.or_, (before.of(v) & ~after.of(new) & ~bits.get(v, 0) for v, new in found.items()), 0
+            operator.or_, (before.of(v) & ~after.of(new) & ~bits.get(v, 0) for v, new in results.items()), 0
         )
         for leaf, bit in bits.items() if lost else ():
             if lost & bit:
@@ -440,8 +443,8 @@ class Functionalizer(TapeCopier):
         schema = schema_of(op.target)
         if any(r.aliases for r in schema.returns):
             raise refusal(f"{op.target} has no pure form", op)
-        given = dict(zip(schema.names, self.present(op.args, op), strict=False))
-        kwargs = {**given, **self.present(op.kwargs, op)}
+        positional = dict(zip(schema.names, self.present(op.args, op), strict=False))
+        kwargs = {**positional, **self.present(op.kwargs, op)}
         kwargs = {a.name: kwargs.get(a.name, a.default) for a in schema.arguments}
         names = [a.name for a in schema.arguments if a.is_written]
         out = self.emitter.run(op, auto_functionalized(), (op.target,), kwargs)

@@ -79,7 +79,7 @@ class _Builder:
 
     def updates(self) -> list[Update]:
         """In the order of the inputs."""
-        found: list[Update] = []
+        updates: list[Update] = []
         done: set[int] = set()
         for value, target in self.outside.items():
             last = self._last(value)
@@ -89,10 +89,10 @@ class _Builder:
             changes = self._changes(value)
             changed = [self._change(target, value, op, after) for op, after in changes]
             if any(_resizes(op) for op, _ in changes):
-                found += [*changed, *self._copies_into(target, last)]
+                updates += [*changed, *self._copies_into(target, last)]
             else:  # who else has its first memory sees what was written there
-                found += [*self._copies_into(target, value), *changed]
-        return found
+                updates += [*self._copies_into(target, value), *changed]
+        return updates
 
     def _copies_into(self, target: Target, value: Value) -> list[CopyInto]:
         """What was written to the memory of a value, if anything was."""
@@ -121,11 +121,11 @@ class _Builder:
 
     def _changes(self, value: Value) -> list[tuple[Op, Value]]:
         """The in-place changes of its shape or memory, and what each made of it; `set_` undoes those before it."""
-        found: list[tuple[Op, Value]] = []
+        changes: list[tuple[Op, Value]] = []
         for after, op in became(self.sets, value):
-            found = [] if op.target is _aten.set_.source_Tensor else found
-            found.append((op, after))
-        return found
+            changes = [] if op.target is _aten.set_.source_Tensor else changes
+            changes.append((op, after))
+        return changes
 
     def _mode(self, op: Op) -> bool | None:
         """As `ViewStep.grad`, for this op."""
@@ -152,10 +152,10 @@ class _Builder:
         It may be or share memory with a result, input or attribute, or have other strides.
         """
         values = enumerate((w.value for w in self.old.attribute_writes), len(self._outputs))
-        found = [
+        sources = [
             self._result(i, v) if self._is_shared(v) or self._is_moved(v, self.read(v)) else None for i, v in values
         ]
-        return found if any(found) else []
+        return sources if any(sources) else []
 
     def _is_shared(self, v: Value) -> bool:
         of_written_input = v.storage in self.sets and self._is_inputs(v.storage)
@@ -207,11 +207,11 @@ class _Builder:
         return ViewOf(self._plain(root, self.read(root)), steps)
 
     def _alone_in_memory(self, leaf: Value) -> Source:
-        given = self._plain(leaf, self.read(leaf))
-        if is_cut(leaf) and (given.copy or given.stride):
+        source = self._plain(leaf, self.read(leaf))
+        if is_cut(leaf) and (source.copy or source.stride):
             modes = (False, leaf.op.grad)  # made under no_grad, as in eager, it is a leaf
-            return ViewOf(given, tuple([ViewStep(_aten.alias.default, (), {}, None, mode) for mode in modes]))
-        return given
+            return ViewOf(source, tuple([ViewStep(_aten.alias.default, (), {}, None, mode) for mode in modes]))
+        return source
 
     def _moved_owner(self, leaf: Value) -> Value | None:
         """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise.
@@ -250,10 +250,7 @@ class _Builder:
     def _numbers(self, x: Any) -> Any:
         """`x` with numbers that depend on data as given by the graph, which alone knows them."""
 
-        def given(number: Any) -> Any:
-            return self._give(number) if has_unbacked(to_expr(number)) else number
-
-        return map_structure(given, x, Symbolic)
+        return map_structure(lambda n: self._give(n) if has_unbacked(to_expr(n)) else n, x, Symbolic)
 
     def _is_overwritten(self, new: Value, target: Value) -> bool:
         """Whether a new value lies in the memory of another input, which another update changes."""
@@ -268,8 +265,8 @@ class _Builder:
         while (meta := aliases.views.get(value)) is not None and value not in self._final:
             if meta.func is _aten.as_strided.default and len(meta.args) == 3:
                 size, stride, offset = meta.args
-                given = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
-                steps.append(StridedStep(given[0], given[1], given[2], self._mode(value.op)))
+                layout = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
+                steps.append(StridedStep(layout[0], layout[1], layout[2], self._mode(value.op)))
             elif self._is_used_apart(aliases, value):
                 break
             elif meta.func is not None:

@@ -83,9 +83,9 @@ class _Decisions(torch.fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As in the base class, but a failing assertion of a specialization is noted in place of raised."""
         if target is torch.ops.aten._assert_scalar.default and not args[0]:
-            found = decided_by(self._known, args[1])
-            if found is not None:
-                self.differ.append(found)
+            decision = decided_by(self._known, args[1])
+            if decision is not None:
+                self.differ.append(decision)
                 return None
         return super().call_function(target, args, kwargs)
 
@@ -163,11 +163,11 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outco
 @contextlib.contextmanager
 def _on_copies(state: _State, args: Any, kwargs: Any, seed: int) -> Iterator[Any]:
     """Gives copies of the arguments. What runs inside starts from `seed`; the model's state is restored afterwards."""
-    given = copy_inputs((args, kwargs))
+    arguments = copy_inputs((args, kwargs))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            yield given
+            yield arguments
         finally:
             state.restore()
 
@@ -184,11 +184,11 @@ def run_once(
 
     `tensors` are those among the arguments, as they are after the run.
     """
-    found: list[tuple[str, Any]] = []
-    with _on_copies(_State(tape, model), args, kwargs, seed) as given:
-        match(tape.args, given, Value, found, "")  # before the run, which may replace tensors in containers
-        result = model(*given[0], **given[1])
-        return read(result, [x for _, x in found if isinstance(x, torch.Tensor)])
+    matches: list[tuple[str, Any]] = []
+    with _on_copies(_State(tape, model), args, kwargs, seed) as arguments:
+        match(tape.args, arguments, Value, matches, "")  # before the run, which may replace tensors in containers
+        result = model(*arguments[0], **arguments[1])
+        return read(result, [x for _, x in matches if isinstance(x, torch.Tensor)])
 
 
 def copy_inputs(x: Any) -> Any:

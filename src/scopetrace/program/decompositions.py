@@ -74,12 +74,12 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
     """
     with building(), without_mkldnn():
         old = dataclasses.replace(tape, decomposed=True)
-        found: FunctionalTape = _TapeDecomposer(old, None, Decompositions(table)).run()
+        program: FunctionalTape = _TapeDecomposer(old, None, Decompositions(table)).run()
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     if checks_enabled():
-        verify(found, "decomposition")
-    return found
+        verify(program, "decomposition")
+    return program
 
 
 class _TapeDecomposer(TapeRewriter):
@@ -130,12 +130,12 @@ class _TapeDecomposer(TapeRewriter):
             return
         self.rewrite_bodies(op)
         args, kwargs = renamed((op.args, op.kwargs), self.now)
-        made = self.emitter.run(placed, op.target, args, kwargs)
-        self.now.update(zip(op.values(), values_in(made), strict=True))
+        results = self.emitter.run(placed, op.target, args, kwargs)
+        self.now.update(zip(op.values(), values_in(results), strict=True))
 
-    def _lay_out(self, found: list[Value], at: list[Op]) -> None:
+    def _lay_out(self, values: list[Value], at: list[Op]) -> None:
         """Give values the strides that they had, where a decomposition gave them others; at the place of an op."""
-        for old, placed in itertools.product(found, at):
+        for old, placed in itertools.product(values, at):
             if not _is_laid_out(self.now[old], old):
                 copied = placed.replace(target="strides", args=(old,), kwargs={}, outputs=old, writes=())
                 self._decompose(copied, placed, functools.partial(_with_strides, like=old.fake))
@@ -156,23 +156,23 @@ class _TapeDecomposer(TapeRewriter):
                 place = {"scope": placed.scope, "call": placed.call, "frames": placed.frames, "phase": placed.phase}
                 origin = step.replace(**place)
                 args, kwargs = renamed((step.args, step.kwargs), inside)
-                made = self.emitter.run(origin, step.target, args, kwargs)
-                inside.update(zip(step.values(), values_in(made), strict=True))
-        for old, own in zip(op.values(), body.outputs, strict=True):
-            self.now[old] = self._as_before(op, placed, old, inside[own])
+                results = self.emitter.run(origin, step.target, args, kwargs)
+                inside.update(zip(step.values(), values_in(results), strict=True))
+        for old, result in zip(op.values(), body.outputs, strict=True):
+            self.now[old] = self._as_before(op, placed, old, inside[result])
         return True
 
     def _body(self, op: Op, rule: Any) -> BodyTape | None:
         """The decomposition; that of an earlier op where the operands of both have equal metadata."""
         args, kwargs = renamed((op.args, op.kwargs), self.now)
-        given, operands = values_in((args, kwargs)), self._operands(op)
+        arguments, operands = values_in((args, kwargs)), self._operands(op)
         key = self.emitter.inference.key_of_call(op.target, args, kwargs) if is_op(op.target) else None
-        whole = None if key is None else (key, op.grad, *map(operands.index, given))
+        whole = None if key is None else (key, op.grad, *map(operands.index, arguments))
         if whole not in self.known:
-            found = _Body(self, op, operands).run(rule, args, kwargs)
+            body = _Body(self, op, operands).run(rule, args, kwargs)
             if whole is None:
-                return found
-            self.known[whole] = found
+                return body
+            self.known[whole] = body
         return self.known[whole]
 
     def _operands(self, op: Op) -> list[Value]:
@@ -218,20 +218,20 @@ class _Body:
         self.tape = BodyTape(op.scope, fake_mode=self.mode, inference=around.emitter.inference, name="decomposition")
         self.emitter = Emitter(self.tape, around.storages, has_grad=op.grad)
         self.fakes = FakeRun(self.mode, lambda t: self.emitter.constant(self._origin(), t))
-        self.own = {v: self._add_input(i, v) for i, v in enumerate(operands)}
-        self.fakes.learn(self.own.values())
+        self.inputs = {v: self._add_input(i, v) for i, v in enumerate(operands)}
+        self.fakes.learn(self.inputs.values())
 
     def _add_input(self, i: int, operand: Value) -> Value:
-        own = operand.copy(operand.storage)
-        if not self.op.grad and own.fake.requires_grad:  # nothing needs a form that can be differentiated
-            own.fake, own.key = self._alias(own.fake), None
-        self.tape.ops.append(self._origin().replace(kind="placeholder", target=f"arg{i}", outputs=own))
-        self.tape.inputs.append(own)
-        return own
+        value = operand.copy(operand.storage)
+        if not self.op.grad and value.fake.requires_grad:  # nothing needs a form that can be differentiated
+            value.fake, value.key = self._alias(value.fake), None
+        self.tape.ops.append(self._origin().replace(kind="placeholder", target=f"arg{i}", outputs=value))
+        self.tape.inputs.append(value)
+        return value
 
     def run(self, rule: Any, args: Any, kwargs: Any) -> BodyTape | None:
         """The tape; None where the rule gives NotImplemented. Raises DecompositionError."""
-        args, kwargs = renamed((args, kwargs), self.own)
+        args, kwargs = renamed((args, kwargs), self.inputs)
         try:
             out = self.fakes.run(rule, args, kwargs, self.op.grad, self._on_op, self._on_higher_order)
         except ScopetraceError:
@@ -281,8 +281,8 @@ class _Body:
 
     def _fake(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         assert self.mode is not None
-        found: torch.Tensor = run_fake(self.mode, func, args, kwargs)
-        return found
+        fake: torch.Tensor = run_fake(self.mode, func, args, kwargs)
+        return fake
 
     def _on_higher_order(self, hop: Any, args: Any, kwargs: Any) -> NoReturn:
         self._refuse(f"the decomposition calls {hop}")
@@ -292,9 +292,9 @@ class _Body:
 
     def _check(self) -> None:
         """Refuse results of other shapes or dtypes than those of the op, and writes to its arguments."""
-        given, wanted = _described(self.tape.outputs), _described(self.op.values())
-        if given != wanted:
-            self._refuse(f"the decomposition gives {given or 'no tensor'}, and the op {wanted}")
+        results, wanted = _described(self.tape.outputs), _described(self.op.values())
+        if results != wanted:
+            self._refuse(f"the decomposition gives {results or 'no tensor'}, and the op {wanted}")
         taken = {v.storage for v in self.tape.inputs}
         if any(v.storage in taken for op in self.tape.ops for v in op.writes):
             self._refuse("the decomposition writes to an argument of the op")

@@ -33,8 +33,8 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Value]:
     names = {a.name for a in schema.arguments if a.is_written}
     if any(name in UNDECLARED_WRITTEN for name in schema.names):
         names |= set(undeclared_writes(func, args, kwargs))
-    given = {**dict(zip(schema.names, args, strict=False)), **kwargs}
-    return values_in([given[name] for name in schema.names if name in names and name in given])
+    arguments = {**dict(zip(schema.names, args, strict=False)), **kwargs}
+    return values_in([arguments[name] for name in schema.names if name in names and name in arguments])
 
 
 def append_op(emitter: Emitter, origin: Op, func: Any, args: Any, kwargs: Any) -> Any:
@@ -49,10 +49,10 @@ def append_op(emitter: Emitter, origin: Op, func: Any, args: Any, kwargs: Any) -
 
 def makes_numbers(env: WatchedShapeEnv | None) -> bool:
     """Whether an op that ran on fake tensors made a number that depends on data, which is forgotten."""
-    found = [] if env is None else env.pending_fresh_unbacked_symbols
-    made = bool(found)
-    found.clear()
-    return made
+    pending = [] if env is None else env.pending_fresh_unbacked_symbols
+    count = len(pending)
+    pending.clear()
+    return count > 0
 
 
 def are_alike(old: Any, new: Any, storages: dict[int, int]) -> bool:
@@ -71,17 +71,11 @@ def are_alike(old: Any, new: Any, storages: dict[int, int]) -> bool:
     if isinstance(old, Symbolic):
         return isinstance(new, type(old)) and bool(to_expr(old) == to_expr(new))
     if isinstance(old, (list, tuple)):
-        return (
-            isinstance(new, (list, tuple))
-            and len(old) == len(new)
-            and all(are_alike(a, b, storages) for a, b in zip(old, new, strict=True))
-        )
+        is_sequence = isinstance(new, (list, tuple)) and len(old) == len(new)
+        return is_sequence and all(are_alike(a, b, storages) for a, b in zip(old, new, strict=True))
     if isinstance(old, dict):
-        return (
-            isinstance(new, dict)
-            and old.keys() == new.keys()
-            and all(are_alike(a, new[k], storages) for k, a in old.items())
-        )
+        has_keys = isinstance(new, dict) and old.keys() == new.keys()
+        return has_keys and all(are_alike(a, new[k], storages) for k, a in old.items())
     return type(old) is type(new) and (old is new or bool(old == new))
 
 
@@ -117,8 +111,8 @@ class FakeRun:
     def run(self, fn: Any, args: Any, kwargs: Any, grad: bool, append: Append, on_higher_order: Any) -> Any:
         """What `fn` gives for values. `append` and `on_higher_order` get the ops that it calls."""
 
-        def on_op(func: Any, given: Any, named: Any) -> Any:
-            outputs = append(func, *self.lifted((given, named)))
+        def on_op(func: Any, args: Any, kwargs: Any) -> Any:
+            outputs = append(func, *self.lifted((args, kwargs)))
             self.learn(values_in(outputs))
             return fakes_of(outputs)
 
@@ -141,9 +135,9 @@ class FakeRun:
             return self._by_id.get(id(t), (t, None))[1]
         where = storage_id(t)
         same = (v for fake, v in reversed(self._by_id.values()) if storage_id(fake) == where)
-        found = next(v for v in same if layout_of(v.fake) == layout_of(t))
-        self.learn([found], t)
-        return found
+        value = next(v for v in same if layout_of(v.fake) == layout_of(t))
+        self.learn([value], t)
+        return value
 
     def tensors_of(self, value: Value) -> list[torch.Tensor]:
         """The tensors that stand for a value in the run."""

@@ -298,9 +298,9 @@ class FxLowering:
         is_assertion = op.target is _ASSERT and isinstance(op.args[0], torch.SymBool)
         return is_assertion and self._symbols.is_asserted(op.args[0])
 
-    def _assert_facts(self, made: Iterable[Any]) -> None:
+    def _assert_facts(self, symbols: Iterable[Any]) -> None:
         """Assertions for what tracing assumed about symbols, placed where the symbols are defined."""
-        self._symbols.assert_facts(self.tape.shape_env, made, self._messages)
+        self._symbols.assert_facts(self.tape.shape_env, symbols, self._messages)
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
         key = id(op.scope), id(op.call), id(op.phase)

@@ -99,16 +99,16 @@ def _results(
     write_back: WriteBack, new: ProgramTape, values: list[Any], attribute: Callable[[str], Value]
 ) -> list[Any]:
     """A value of the tape for each result: that which it is, or is a view of."""
-    found: list[Any] = []
+    results: list[Any] = []
     for source in write_back.results:
         base = source.base if isinstance(source, ViewOf) else source
         if isinstance(base, FromGraph):
-            found.append(values[base.index])
+            results.append(values[base.index])
         elif isinstance(base, SameAs):
-            found.append(found[base.index])
+            results.append(results[base.index])
         else:
-            found.append(_outside(base, new, attribute))
-    return found
+            results.append(_outside(base, new, attribute))
+    return results
 
 
 def _outside(source: Source, new: ProgramTape, attribute: Callable[[str], Value]) -> Value:
