@@ -336,7 +336,7 @@ class AliasSet:
 
     # ---------------------------------------------------------------- gradients
 
-    def is_apart(self, old: Value) -> bool:
+    def is_detached(self, old: Value) -> bool:
         """Whether autograd takes an alias for a tensor of its own, not for a view."""
         meta = self.views.get(old)
         return meta is not None and meta.func in NO_VIEWS
@@ -346,8 +346,8 @@ class AliasSet:
         return self.version > 0 and (self._covered or any(meta.func is not None for meta in self.views.values()))
 
     def bases(self) -> list[Value]:
-        """The tensors that autograd takes for no views: the roots, and what is apart from them."""
-        return [*self.roots, *filter(self.is_apart, self.views)]
+        """The tensors that autograd takes for no views: the roots, and what is detached from them."""
+        return [*self.roots, *filter(self.is_detached, self.views)]
 
     def has_history(self, but: Value) -> bool:
         """Whether an alias other than `but` requires grad."""

@@ -320,7 +320,7 @@ class TapeCopier(abc.ABC):
         old_inputs, new_inputs = op.inputs(), _values(op, (args, kwargs))
         if op.kind == "call_module":
             outputs = self.emitter.copy(op, args, kwargs)
-        elif all(map(_alike, old_inputs, new_inputs)) and not _come_apart(old_inputs, new_inputs):
+        elif all(map(_alike, old_inputs, new_inputs)) and not _share_less(old_inputs, new_inputs):
             storages = {v.storage: v.storage for v in op.values()}  # new tensors lie where they did
             storages |= {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
             outputs = self.emitter.copy(op, args, kwargs, storages)
@@ -503,7 +503,7 @@ def _holds(base: Value, view: Value) -> bool:
     return is_contiguous(base.fake) and first <= start and end <= last
 
 
-def _come_apart(old: list[Value], new: list[Value]) -> bool:
+def _share_less(old: list[Value], new: list[Value]) -> bool:
     """Whether values that lay in one memory lie in several now."""
     storages = {(a.storage, b.storage) for a, b in zip(old, new, strict=True)}
     return len({before for before, _ in storages}) < len(storages)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import FunctionalTape, RecordedTape, Value
-from scopetrace.ir.write_back import CopyInto, FromGraph, SetTo, Source, ViewOf, WriteBack
+from scopetrace.ir.write_back import CopyInto, FromGraph, SetTo, Source, ViewOf, WriteBack, base_of
 from scopetrace.ops.history import DETACHED, KEEP_MORE, History, can_require_grad
 
 
@@ -56,7 +56,7 @@ def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[Cop
     results = zip(write_back.results, freed, strict=True)
     sources += [s for s, is_freed in results if not (is_freed and isinstance(s, FromGraph))]
     for source in sources:
-        base = source.base if isinstance(source, ViewOf) else source
+        base = base_of(source)
         if isinstance(base, FromGraph):
             yield base
 

@@ -198,7 +198,7 @@ class Functionalizer(TapeCopier):
         other, more = self._other_variant(op)
         if other is not None:
             variant, args = dataclasses.replace(variant, op=other), (*args, *more)
-        run = self._run_each if name.startswith("_foreach_") and self._comes_apart(op) else self.emitter.run
+        run = self._run_each if name.startswith("_foreach_") and self._may_differ_in_history(op) else self.emitter.run
         if variant.op is _RRELU and op.grad and list(args[4:5]) == [True]:
             run = self._run_rrelu
         self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
@@ -219,7 +219,7 @@ class Functionalizer(TapeCopier):
         _, noise = self.emitter.run(op, func, (detached, *args[1:]), kwargs)
         return [self.emitter.run(op, _aten.mul.Tensor, (args[0], noise), {}), noise]
 
-    def _comes_apart(self, op: Op) -> bool:
+    def _may_differ_in_history(self, op: Op) -> bool:
         """Whether autograd may give the tensors that a foreach op writes different histories.
 
         With autograd off around the forward too, a call with gradients runs the same ops.
@@ -248,11 +248,11 @@ class Functionalizer(TapeCopier):
         args, kwargs = self.present((op.args, op.kwargs), op)
         kept = self._kept_for_backward(op, name)
         if kept:
-            args, kwargs = self._apart(op, _aten.clone.default, (args, kwargs), kept)
+            args, kwargs = self._replaced_by(op, _aten.clone.default, (args, kwargs), kept)
         if name in _WITHOUT_DERIVATIVE:
             computed = {v for v in values_in(args) if v.op.inputs() and not is_factory(v.op)}
-            now = computed | {v for v in values_in(args) if v.requires_grad}
-            args, kwargs = self._apart(op, _aten.detach.default, (args, kwargs), now)
+            histories = computed | {v for v in values_in(args) if v.requires_grad}
+            args, kwargs = self._replaced_by(op, _aten.detach.default, (args, kwargs), histories)
         return args, kwargs
 
     def _kept_for_backward(self, op: Op, name: str) -> set[Value]:
@@ -264,14 +264,14 @@ class Functionalizer(TapeCopier):
             return set()
         if not any(v.ever_requires_grad for v in op.inputs()):
             return set()
-        now = {self.read(v, op) for v in op.writes}
+        written = {self.read(v, op) for v in op.writes}
         if not schema_of(op.target).is_mutable:
-            return now
+            return written
         if name in ("mul_", "div_") and not any(v.requires_grad for v in op.inputs() if v not in op.writes):
             return set()
-        return {v for v in now if v.storage in self.original_storages}
+        return {v for v in written if v.storage in self.original_storages}
 
-    def _apart(self, op: Op, by: Any, x: Any, values: set[Value]) -> Any:
+    def _replaced_by(self, op: Op, by: Any, x: Any, values: set[Value]) -> Any:
         """The arguments with copies, or what else the op `by` makes, of some values."""
         emit = self.emitter.bound(op)
         return map_argument(lambda v: emit(by, v) if isinstance(v, Value) and v in values else v, x)
@@ -364,7 +364,7 @@ class Functionalizer(TapeCopier):
     def _detached(self, aliases: AliasSet, value: Value) -> Value | None:
         """The detached tensor that a value is, or is a view of."""
         for v in aliases.above(value):
-            if aliases.is_apart(v):
+            if aliases.is_detached(v):
                 return v
         return None
 
@@ -420,8 +420,8 @@ class Functionalizer(TapeCopier):
             return False
         if target.fake.is_contiguous() or not dense_order(target.fake):
             return False
-        now = as_laid_out(self.emitter.bound(op), self.read(target, op), target.fake)
-        zeros = self.emitter.run(op, _aten.zeros_like.default, (now,), {})
+        present = as_laid_out(self.emitter.bound(op), self.read(target, op), target.fake)
+        zeros = self.emitter.run(op, _aten.zeros_like.default, (present,), {})
         kept = self.emitter.run(op, _aten.alpha_dropout.default, (zeros, 1 - p, True), {})
         drawn = self.emitter.run(op, _aten.gt.Scalar, (kept, 0), {})
         self.assign(op, target, drawn)
@@ -433,8 +433,8 @@ class Functionalizer(TapeCopier):
         target, value = op.tensor(0), op.args[1]
         wrap = [bool(a) for a in op.args[2:]]
         mask = torch.zeros(tuple(target.fake.size()), dtype=torch.bool, device="cpu").fill_diagonal_(True, *wrap)
-        now = self.read(target, op)
-        new = self.emitter.run(op, _aten.masked_fill.Scalar, (now, mask.to(target.fake.device), value), {})
+        present = self.read(target, op)
+        new = self.emitter.run(op, _aten.masked_fill.Scalar, (present, mask.to(target.fake.device), value), {})
         self.assign(op, target, new)
         self._rename(target, op.outputs)
 
@@ -468,9 +468,9 @@ class Functionalizer(TapeCopier):
         aliases = self.sets[before.storage]
         if before.fake.requires_grad and aliases.same(before).op.grad and not op.grad:
             raise refusal("a tensor that requires grad changes its shape in place under no_grad", op)
-        now = aliases.read(before, op)
+        present = aliases.read(before, op)
         rest = self.present(op.args[1:], op)
-        new = self.emitter.run(op, variant.op, (now, *rest), dict(op.kwargs))
+        new = self.emitter.run(op, variant.op, (present, *rest), dict(op.kwargs))
         after = op.result
         aliases.link(after, ViewMeta(before, variant.op, tuple(rest), dict(op.kwargs)))
         aliases.define(after, new)
@@ -498,12 +498,12 @@ class Functionalizer(TapeCopier):
         written = (v.storage for o in self.old.ops if o.target is not op.target for v in o.writes)
         if keeps_gradient and self.grad and not is_leaf and before.storage in written:
             raise refusal("a tensor that requires grad gets other memory, and the first one is written", op)
-        now = self.read(before, op)
+        present = self.read(before, op)
         left.reshaped[left.same(before)] = (after, op)
         if aliases is not None:
             aliases.link(after, ViewMeta(source, _aten.detach.default) if differ and self.grad else ViewMeta(source))
         elif differ and self.grad:
-            self.values[after] = left.overwritten(now, self.read(source, op), op)
+            self.values[after] = left.overwritten(present, self.read(source, op), op)
         else:
             self.values[after] = self.read(source, op)
 

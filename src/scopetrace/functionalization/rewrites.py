@@ -70,7 +70,7 @@ class Part(NamedTuple):
     numbers: tuple[Any, ...]
     """Of a slice start, end and step, of a select the index: counted from the front where the sizes are known."""
 
-    def is_apart(self, other: Part) -> bool:
+    def is_disjoint(self, other: Part) -> bool:
         """Whether no element is in both. Known for parts of one dimension whose numbers are plain."""
         mine, theirs = self._range(), other._range()
         if self.dim != other.dim or mine is None or theirs is None:
@@ -157,7 +157,7 @@ def _view(func: Any, part: Part, base: Value, args: tuple[Any, ...]) -> Simplifi
             break
         if scatter.part == part and _carries_as(scatter.new, base):
             return scatter.new
-        if not part.is_apart(scatter.part) or not _carries_as(scatter.base, base):
+        if not part.is_disjoint(scatter.part) or not _carries_as(scatter.base, base):
             break
         base = scatter.base
     return func, (base, *args[1:])

@@ -267,7 +267,7 @@ class _Builder:
                 size, stride, offset = meta.args
                 layout = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
                 steps.append(StridedStep(layout[0], layout[1], layout[2], self._mode(value.op)))
-            elif self._is_used_apart(aliases, value):
+            elif self._is_independent(aliases, value):
                 break
             elif meta.func is not None:
                 args, kwargs = self._numbers((meta.args, meta.kwargs))
@@ -282,9 +282,9 @@ class _Builder:
             steps.append(ViewStep(_aten.as_strided.default, (sizes, strides), {}, None))
         return root, tuple(reversed(steps))
 
-    def _is_used_apart(self, aliases: AliasSet, value: Value) -> bool:
+    def _is_independent(self, aliases: AliasSet, value: Value) -> bool:
         """Whether autograd takes a value for a tensor of its own, and nobody uses the memory otherwise."""
-        if not aliases.is_apart(value):
+        if not aliases.is_detached(value):
             return False
         if aliases.has_gained(value) and aliases.views[value].func in DETACHED:
             return True  # a gradient of its own

@@ -68,7 +68,7 @@ class _Block:
     """That call; None for the main program."""
     ops: list[Op] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
-    now: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    renames: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """By value of the old tape: the output of a function that stands for it from here on."""
     same: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """By value that is used outside of the call: the first value that is the same tensor."""
@@ -149,10 +149,10 @@ class Outlining:
             self.old,
             ops=main.ops,
             calls=main.calls,
-            outputs=renamed(self.old.outputs, main.now),
-            returned=renamed(self.old.returned, main.now),
+            outputs=renamed(self.old.outputs, main.renames),
+            returned=renamed(self.old.returned, main.renames),
             attribute_writes=[
-                dataclasses.replace(w, value=main.now.get(w.value, w.value)) for w in self.old.attribute_writes
+                dataclasses.replace(w, value=main.renames.get(w.value, w.value)) for w in self.old.attribute_writes
             ],
         )
         program = own_values(outlined)
@@ -172,10 +172,10 @@ class Outlining:
                 continue
             call = self._copy(old)
             call.start = len(block.ops)
-            call.args, call.kwargs = renamed((old.args, old.kwargs), block.now)
+            call.args, call.kwargs = renamed((old.args, old.kwargs), block.renames)
             block.calls.append(call)
             self._fill(block, old, old.start, old.stop)
-            call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.now)
+            call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.renames)
             call.stop = len(block.ops)
         self._copy_ops(block, start, stop)
 
@@ -184,7 +184,7 @@ class Outlining:
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
                 self._main.ops.append(op.replace(call=self._visible(op.call, self._main)))
                 continue
-            args, kwargs = renamed((op.args, op.kwargs), block.now)
+            args, kwargs = renamed((op.args, op.kwargs), block.renames)
             block.ops.append(op.replace(args=args, kwargs=kwargs, call=self._visible(op.call, block)))
 
     def _visible(self, call: Call | None, block: _Block) -> Call | None:
@@ -225,16 +225,16 @@ class Outlining:
         numbers: dict[Value, int] = {}
         parts: list[Any] = []
         for v in ops.outside:
-            now = block.now.get(v, v)
-            real = self.old.attributes.get(now.op.name) if now.op.kind == "get_attr" else None
-            parts += (numbers.setdefault(now, len(numbers)), tensors.get(id(real)))
+            present = block.renames.get(v, v)
+            real = self.old.attributes.get(present.op.name) if present.op.kind == "get_attr" else None
+            parts += (numbers.setdefault(present, len(numbers)), tensors.get(id(real)))
         chosen = [c in self._chosen for c in ops.inner]
         return (ops.number, *parts, *chosen), list(numbers)
 
     def _repeat(self, block: _Block, old: Call, ops: Range, taken: list[Value], first: _Cut) -> None:
         """As `_cut`, of a call that is as `first` was."""
         call = self._copy(old)
-        call.args, call.kwargs = renamed((old.args, old.kwargs), block.now)
+        call.args, call.kwargs = renamed((old.args, old.kwargs), block.renames)
         self._main.ops += [op.replace(call=self._visible(op.call, self._main)) for op in ops.reads]
         for one, other in zip((first.call, *first.range.inner), (old, *ops.inner), strict=True):
             if one in self._plain:
@@ -251,9 +251,9 @@ class Outlining:
     def _cut_anew(self, block: _Block, old: Call) -> _Invocation:
         """As `_cut`. Gives the call of the function in `block`."""
         call = self._copy(old)
-        call.args, call.kwargs = renamed((old.args, old.kwargs), block.now)
+        call.args, call.kwargs = renamed((old.args, old.kwargs), block.renames)
         named = bind(forward_of(old, self._ranges.forward), call.args, call.kwargs)
-        inner = _Block(old, now=dict(block.now))
+        inner = _Block(old, renames=dict(block.renames))
         self._fill(inner, old, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
         for each in inner.calls:
@@ -300,11 +300,11 @@ class Outlining:
         known = {r.old for r in wanted}
         produced = {v for op in inner.ops for v in op.values()}
         for name, v in new_values(old, forward_of(old, self._ranges.forward)):
-            if v not in known and inner.now.get(v, v) in produced:
+            if v not in known and inner.renames.get(v, v) in produced:
                 known.add(v)
                 wanted.append(_Result(name, "mutated", v, v))
         captured: list[Value] = []
-        for v in [*(v for op in inner.ops for v in op.values()), *inner.now]:
+        for v in [*(v for op in inner.ops for v in op.values()), *inner.renames]:
             if v not in known and self._readers.leaves(v, old):
                 first = self._same_tensor(v, old)
                 inner.same[v] = first
@@ -315,7 +315,7 @@ class Outlining:
             wanted.append(_Result(name, kind, v, v, is_captured=True, bound=bound))
         taken = {v.storage for op in inner.ops for v in op.inputs() if v not in produced}
         for r in wanted:
-            r.inside = inner.now.get(r.old, r.old)
+            r.inside = inner.renames.get(r.old, r.old)
             if r.inside not in produced or r.inside.storage in taken:
                 r.inside, r.is_copy = self._clone(inner, r.inside, old), True
             taken.add(r.inside.storage)
@@ -378,8 +378,8 @@ class Outlining:
             around = old.parent.prefix if old.parent is not None else ""
             return str(v.op.target).removeprefix(around).removeprefix("_")
         for outer in [*old.ancestors()][1:]:
-            now = self._copy(outer)
-            for path, leaf in values_with_path(bind(forward_of(outer, self._ranges.forward), now.args, now.kwargs)):
+            copy = self._copy(outer)
+            for path, leaf in values_with_path(bind(forward_of(outer, self._ranges.forward), copy.args, copy.kwargs)):
                 if leaf is v:
                     return path
         return "captured"
@@ -415,13 +415,13 @@ class Outlining:
         call, outputs = self._copy(old), list[Value]()
         for i, (v, is_itself) in enumerate(results):
             if not is_itself:
-                block.now[v] = Value(v.fake, i, v.storage, None)
-            outputs.append(v if is_itself else block.now[v])
+                block.renames[v] = Value(v.fake, i, v.storage, None)
+            outputs.append(v if is_itself else block.renames[v])
         for v, first in same:
-            block.now[v] = block.now.get(first, first)
+            block.renames[v] = block.renames.get(first, first)
         args, place = (function.tape, function.identifier, *operands), (call.scope, call, call.frames, grad)
         call.start, call.stop = len(block.ops), len(block.ops) + 1
         block.ops.append(Op("call_function", _invoke_subgraph, args, {}, tuple(outputs), *place))
         block.calls.append(call)
         function.calls.append(call)
-        call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.now)
+        call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.renames)

@@ -212,10 +212,10 @@ class CallBoundary:
         if not any(self._writes) or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
             return set()  # torch has no such copies in a transform
         names = [name for name, _ in self.tape.attribute_reads()]
-        now = [*inputs[: len(self.tape.inputs)], *map(self.state.held, names)]
-        if not any(t.requires_grad and not followed for t, followed in zip(now, self._followed, strict=True)):
+        outside = [*inputs[: len(self.tape.inputs)], *map(self.state.held, names)]
+        if not any(t.requires_grad and not followed for t, followed in zip(outside, self._followed, strict=True)):
             return set()
-        return {storage_id(t) for t, writes in zip(now, self._writes, strict=True) if writes}
+        return {storage_id(t) for t, writes in zip(outside, self._writes, strict=True) if writes}
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entered:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""

@@ -118,7 +118,7 @@ class _State:
         """The tensors of the model that the program reads, and buffers, themselves."""
         return {**self._attributes, **self._tensors}
 
-    def now(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
         gradients = {f"gradient of {name}": t.grad for name, t in self._leaves.items()}
@@ -157,7 +157,7 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outco
     with _on_copies(state, args, kwargs, 0) as arguments:
         known = {**dict(tensors_of("arguments", arguments)), **state.tensors()}
         result = fn(*arguments[0], **arguments[1])
-        return Outcome(result, arguments, state.now(), memory_of(result, known))
+        return Outcome(result, arguments, state.values(), memory_of(result, known))
 
 
 @contextlib.contextmanager

@@ -68,9 +68,9 @@ class PlainCall:
         if self.sizes_hold is not None and not self.sizes_hold(tensors, numbers):
             raise InputMismatchError("the trace does not hold for these sizes; a call without torch.compile says why")
         for name, index, fact, fact_args, value in self.facts:
-            now = _fact(tensors[index], fact, fact_args)
-            if now != value:
-                raise InputMismatchError(f"{name}: {value} when traced and {now} now; trace again with such inputs")
+            current = _fact(tensors[index], fact, fact_args)
+            if current != value:
+                raise InputMismatchError(f"{name}: {value} when traced and {current} now; trace again with such inputs")
         for t, same in zip(tensors, self.first, strict=True):
             if t is not tensors[same]:
                 raise InputMismatchError(

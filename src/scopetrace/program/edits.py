@@ -431,25 +431,25 @@ class _GraphReader:
 
     def _argument(self, value: Value, start: int, stop: int) -> Any:
         """What a call takes now: what its ops read in place of the old argument."""
-        was = self.old.node_of(value)
-        if was is None:
+        traced = self.old.node_of(value)
+        if traced is None:
             return Removed(str(value.op.target))
-        now = self.matching.current.get(was)
-        if now is not None and self.matching.is_read_in(now, start, stop):
-            return self._one(now)
-        read = self.matching.current_operands(was, start, stop)
+        current = self.matching.current.get(traced)
+        if current is not None and self.matching.is_read_in(current, start, stop):
+            return self._one(current)
+        read = self.matching.current_operands(traced, start, stop)
         one = read[0] if len(read) == 1 else None
         if one in self.results and not start <= self.matching.place(one).call.position < stop:
             return self._one(one)
-        return Removed(was.name) if now is None else self._one(now)
+        return Removed(traced.name) if current is None else self._one(current)
 
     def _result(self, value: Value) -> Any:
         """What a call gives now: the node of the old result, or the one that replaces it."""
-        was = self.old.node_of(value)
-        if was is None:
+        traced = self.old.node_of(value)
+        if traced is None:
             return Removed(str(value.op.target))
-        now = self.matching.current.get(was) or self.matching.replacement(was)
-        return Removed(was.name) if now is None or now not in self.results else self._one(now)
+        current = self.matching.current.get(traced) or self.matching.replacement(traced)
+        return Removed(traced.name) if current is None or current not in self.results else self._one(current)
 
     def _one(self, node: Node) -> Any:
         result = self.results[node]

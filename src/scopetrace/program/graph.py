@@ -409,8 +409,8 @@ class FxLowering:
         tape = self.tape
         if isinstance(tape, ProgramTape) and tape.written_storages():
             return False
-        is_apart = isinstance(tape, BodyTape) and tape.is_condition
-        return not is_apart and all(op.phase is None for op in tape.ops)
+        is_condition = isinstance(tape, BodyTape) and tape.is_condition
+        return not is_condition and all(op.phase is None for op in tape.ops)
 
     def _switch_grad(self, enabled: bool) -> None:
         if enabled != self._grad:

@@ -31,7 +31,6 @@ class CallRanges:
         for call in tape.calls:
             self.children[call.parent if call.parent in self.calls else None].append(call)
         self.made_at = {v: i for i, op in enumerate(tape.ops) for v in op.values()}
-        self.innermost: list[Call | None] = [None] * len(tape.ops)
 
     def settle(self) -> dict[Op, Op]:
         """Set `start` and `stop` of all calls, and move ops that lie outside of the range of their call.
@@ -41,20 +40,19 @@ class CallRanges:
         moved: dict[Op, Op] = {}
         first = next((i for i, op in enumerate(self.tape.ops) if op.kind != "placeholder"), len(self.tape.ops))
         self._place_children(None, first, len(self.tape.ops))
+        innermost: list[Call | None] = [None] * len(self.tape.ops)
         for call in self.tape.calls:
-            self._drop_late_values(call)
+            # what is made after a call begins is no argument of it any more, and what is made after it no result
+            call.args, call.kwargs = self._made_before(call.start, (call.args, call.kwargs))
+            call.outputs, call.mutated = self._made_before(call.stop, (call.outputs, call.mutated))
+            innermost[call.start : call.stop] = [call] * (call.stop - call.start)
         for i in self.steps:
             op = self.tape.ops[i]
-            inside = self.innermost[i] or next((c for c in _around(op) if c not in self.calls), None)
+            inside = innermost[i] or next((c for c in _around(op) if c not in self.calls), None)
             if op.call is not inside:
                 scope = self.tape.root if inside is None or inside not in self.calls else inside.scope
                 moved[op] = self.tape.ops[i] = op.replace(call=inside, scope=scope).take_values()
         return moved
-
-    def _drop_late_values(self, call: Call) -> None:
-        """What is made after a call begins is no argument of it any more, and what is made after it no result."""
-        call.args, call.kwargs = self._made_before(call.start, (call.args, call.kwargs))
-        call.outputs, call.mutated = self._made_before(call.stop, (call.outputs, call.mutated))
 
     def _made_before(self, limit: int, template: Any) -> Any:
         def in_time(v: Value) -> Value | Removed:
@@ -70,7 +68,6 @@ class CallRanges:
         runs: list[tuple[int, int] | None] = [(start, stop)] if is_root else self._runs(children, start, stop)
         for number, child in enumerate(children):
             child.start, child.stop = runs[number] or self._empty(child, start, runs[number + 1 :], stop)
-            self.innermost[child.start : child.stop] = [child] * (child.stop - child.start)
             self._place_children(child, child.start, child.stop)
             start = child.stop
 
