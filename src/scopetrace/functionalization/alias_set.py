@@ -281,7 +281,6 @@ class AliasSet:
         self._row = emit(_aten.index.Tensor, joined, [first])
 
     def _of_row(self, old: Value, op: Op) -> ViewFunction:
-        """The function from the row to an alias."""
         function = self._functions.get((old, old))
         if function is None:
             geometry = geometry_of(old)

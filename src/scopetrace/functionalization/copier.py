@@ -286,7 +286,6 @@ class TapeCopier(abc.ABC):
         aliases.define(root, self.emitter.run(reader, _aten.as_strided.default, args, {}))
 
     def _copy_source(self, op: Op) -> None:
-        """An input or attribute."""
         old = op.outputs
         if isinstance(old, Value) and old in self.originals:
             return
@@ -448,7 +447,6 @@ def _written(ops: list[Op]) -> dict[int, None]:
 
 
 def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
-    """The tape of the functional program before its first op."""
     empty: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": dict(old.attributes)}
     if isinstance(old, BodyTape):
         return dataclasses.replace(old, **empty)
@@ -463,7 +461,6 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
 
 
 def _alike(old: Value, new: Value) -> bool:
-    """Whether two values have the same dtype, sizes and strides."""
     a, b = old.fake, new.fake
     if a is b:
         return True

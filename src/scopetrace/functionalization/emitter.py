@@ -64,7 +64,6 @@ class Emitter:
     def _inferred(
         self, origin: Op, func: Any, inputs: list[Value], metas: Outputs, fakes: list[torch.Tensor | None]
     ) -> Any:
-        """The results of `func`, of which the metadata was known."""
         carrying = self._carrying(func, inputs)
         values: list[Value | None] = []
         for slot, (meta, fake) in enumerate(zip(metas.tensors, fakes, strict=True)):
@@ -82,7 +81,6 @@ class Emitter:
         return metas.contained(values)
 
     def _outputs(self, origin: Op, func: Any, inputs: list[Value], out: Any) -> Any:
-        """The results of `func`, which torch gave."""
         carrying = self._carrying(func, inputs)
         by_fake = {id(v.fake): v.storage for v in inputs}
         by_memory = {storage_id(v.fake): v.storage for v in inputs}
@@ -213,7 +211,6 @@ class Emitter:
         return None if origin.call is None else self.calls.get(origin.call, origin.call)
 
     def _lift(self, origin: Op, x: Any) -> Any:
-        """Constants among the arguments become attributes."""
         if not holds_tensor(x):
             return x
         return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)

@@ -123,7 +123,6 @@ class Functionalizer(TapeCopier):
         return lambda v: results.get(v) or objects.get(self._object(v)) or self.read(v, reader)
 
     def _object(self, v: Value) -> Value:
-        """The first value that is this very tensor."""
         return self.sets[v.storage].same(v) if v.storage in self.sets else v
 
     def _note_lost_gradients(self, read: Callable[[Value], Value]) -> None:
@@ -362,7 +361,6 @@ class Functionalizer(TapeCopier):
         return len(aliases.roots) > 1 and self._detached(aliases, value) is None
 
     def _detached(self, aliases: AliasSet, value: Value) -> Value | None:
-        """The detached tensor that a value is, or is a view of."""
         for v in aliases.above(value):
             if aliases.is_detached(v):
                 return v
@@ -385,7 +383,6 @@ class Functionalizer(TapeCopier):
         return inside or any(mine), outside or not all(mine)
 
     def _results(self) -> list[Value]:
-        """The tensors that the program returns, and those that it binds to attributes."""
         bound = self.old.attribute_writes if isinstance(self.old, RecordedTape) else []
         return [*leaves(self.old.outputs, Value), *(w.value for w in bound)]
 

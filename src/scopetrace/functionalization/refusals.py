@@ -123,7 +123,6 @@ def _same_elements(a: Value, b: Value) -> bool:
 
 
 def _meet(a: Value, b: Value) -> bool:
-    """Whether two values of one storage share an element."""
     if not spans_meet(a, b):
         return False
     if a.fake.dtype.itemsize != b.fake.dtype.itemsize or _same_elements(a, b):

@@ -76,7 +76,6 @@ def _mutation(name: str, kind: str, what: str, op: Op) -> Mutation:
 
 
 def _outside(tape: ProgramTape) -> dict[int, list[tuple[str, str, Value]]]:
-    """By storage: name, kind and value of each tensor from outside."""
     outside: dict[int, list[tuple[str, str, Value]]] = {}
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):
         outside.setdefault(value.storage, []).append((path, "input", value))

@@ -128,7 +128,6 @@ class _Builder:
         return changes
 
     def _mode(self, op: Op) -> bool | None:
-        """As `ViewStep.grad`, for this op."""
         return None if op.grad == self.old.grad else op.grad
 
     def _mode_of_writes(self, aliases: AliasSet, new: Value) -> bool | None:

@@ -76,8 +76,6 @@ class _Block:
 
 @dataclasses.dataclass
 class _Result:
-    """One output of a function."""
-
     name: str
     kind: str
     old: Value
@@ -410,7 +408,6 @@ class Outlining:
         return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", tuple(inputs), returned, tape, [])
 
     def _append(self, block: _Block, old: Call, invocation: _Invocation) -> None:
-        """Append a call of a function."""
         function, operands, results, same, grad = invocation
         call, outputs = self._copy(old), list[Value]()
         for i, (v, is_itself) in enumerate(results):

@@ -134,7 +134,6 @@ class ModuleCall:
 
     @property
     def _stop(self) -> int:
-        """The position after the last call made inside."""
         return self.children[-1]._stop if self.children else self.position + 1
 
     @property

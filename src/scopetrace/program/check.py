@@ -107,7 +107,6 @@ class _State:
         self._gradients = {name: (t.grad, _copy(t.grad)) for name, t in self._leaves.items()}
 
     def _buffers(self) -> dict[str, torch.Tensor | None]:
-        """The buffers that the modules have now."""
         return {
             f"buffer {name} of module {i}": buffer
             for i, saved in enumerate(self._modules)

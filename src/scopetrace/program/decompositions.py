@@ -124,7 +124,6 @@ class _TapeDecomposer(TapeRewriter):
             self._stay(op, placed)
 
     def _stay(self, op: Op, placed: Op) -> None:
-        """An op that stays."""
         if all(_is_laid_out(self.now[v], v) for v in op.inputs()):
             self.copy(op, placed)
             return
@@ -176,7 +175,6 @@ class _TapeDecomposer(TapeRewriter):
         return self.known[whole]
 
     def _operands(self, op: Op) -> list[Value]:
-        """The operands of an op in the new tape, each once."""
         return list(dict.fromkeys(self.now[v] for v in op.inputs()))
 
     def _as_before(self, op: Op, placed: Op, old: Value, new: Value) -> Value:
@@ -193,7 +191,6 @@ class _TapeDecomposer(TapeRewriter):
 
 
 def _is_laid_out(new: Value, old: Value) -> bool:
-    """Whether two values of equal size have equal strides."""
     a, b = new.fake, old.fake
     return a is b or a.layout is not torch.strided or bool(to_expr(a.stride()) == to_expr(b.stride()))
 
@@ -214,10 +211,10 @@ class _Body:
 
     def __init__(self, around: _TapeDecomposer, op: Op, operands: list[Value]) -> None:
         self.op, self.table = op, around.table
-        self.mode, self.env = around.old.fake_mode, around.old.shape_env
-        self.tape = BodyTape(op.scope, fake_mode=self.mode, inference=around.emitter.inference, name="decomposition")
+        self.tape = BodyTape(op.scope, name="decomposition", inference=around.emitter.inference)
+        self.tape.fake_mode, self.tape.shape_env = around.old.fake_mode, around.old.shape_env
         self.emitter = Emitter(self.tape, around.storages, has_grad=op.grad)
-        self.fakes = FakeRun(self.mode, lambda t: self.emitter.constant(self._origin(), t))
+        self.fakes = FakeRun(self.tape.fake_mode, lambda t: self.emitter.constant(self._origin(), t))
         self.inputs = {v: self._add_input(i, v) for i, v in enumerate(operands)}
         self.fakes.learn(self.inputs.values())
 
@@ -233,12 +230,12 @@ class _Body:
         """The tape; None where the rule gives NotImplemented. Raises DecompositionError."""
         args, kwargs = renamed((args, kwargs), self.inputs)
         try:
-            out = self.fakes.run(rule, args, kwargs, self.op.grad, self._on_op, self._on_higher_order)
+            out = self.fakes.run(rule, args, kwargs, self.op.grad, self._on_op, self._refuse)
         except ScopetraceError:
             raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            self._refuse(f"the decomposition raises {type(error).__name__}: {first}", error)
+            self._refuse(f"raises {type(error).__name__}: {first}", error)
         if out is NotImplemented:
             return None
         self.tape.outputs = tuple(values_in(out))
@@ -265,27 +262,20 @@ class _Body:
         """`squeeze_` and its kind: from here on, the tensor is a view of what it was."""
         before, variant = args[0], functional_variant(func)
         if variant is None or before in self.tape.inputs:
-            self._refuse(f"the decomposition calls {func}, which changes the shape of a tensor in place")
+            self._refuse(f"calls {func}, which changes the shape of a tensor in place")
         changed = self.fakes.tensors_of(before)
         for value in [v for op in self.tape.ops for v in op.values() if any(v.fake is t for t in changed)]:
             value.fake = self._alias(value.fake)
         after: Value = self._on_op(variant.op, args, kwargs)
         for t in changed:
-            self._fake(func, (t, *args[1:]), kwargs)
+            run_fake(self.fakes.mode, func, (t, *args[1:]), kwargs)
             self.fakes.learn([after], t)
         after.fake = changed[0]
         return after
 
     def _alias(self, fake: torch.Tensor) -> torch.Tensor:
-        return self._fake(_aten.detach.default, (fake,), {})
-
-    def _fake(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        assert self.mode is not None
-        fake: torch.Tensor = run_fake(self.mode, func, args, kwargs)
-        return fake
-
-    def _on_higher_order(self, hop: Any, args: Any, kwargs: Any) -> NoReturn:
-        self._refuse(f"the decomposition calls {hop}")
+        alias: torch.Tensor = run_fake(self.fakes.mode, _aten.detach.default, (fake,), {})
+        return alias
 
     def _origin(self, grad: bool = True) -> Op:
         return Op("call_function", self.op.target, (), {}, None, self.op.scope, None, self.op.frames, grad)
@@ -294,18 +284,17 @@ class _Body:
         """Refuse results of other shapes or dtypes than those of the op, and writes to its arguments."""
         results, wanted = _described(self.tape.outputs), _described(self.op.values())
         if results != wanted:
-            self._refuse(f"the decomposition gives {results or 'no tensor'}, and the op {wanted}")
+            self._refuse(f"gives {results or 'no tensor'}, and the op {wanted}")
         taken = {v.storage for v in self.tape.inputs}
         if any(v.storage in taken for op in self.tape.ops for v in op.writes):
-            self._refuse("the decomposition writes to an argument of the op")
-        if makes_numbers(self.env):
-            self._refuse("the decomposition makes a size that depends on data")
+            self._refuse("writes to an argument of the op")
+        if makes_numbers(self.tape.shape_env):
+            self._refuse("makes a size that depends on data")
 
     def _refuse(self, problem: str, error: BaseException | None = None) -> NoReturn:
         op = self.op
-        raise DecompositionError(
-            problem, op=str(op.target), module=op.scope.path, source=source_of(op.frames), hint=_HINT
-        ) from error
+        place = {"op": str(op.target), "module": op.scope.path, "source": source_of(op.frames)}
+        raise DecompositionError(f"the decomposition {problem}", **place, hint=_HINT) from error
 
 
 def _described(values: Iterable[Value]) -> str:

@@ -12,9 +12,9 @@ The graph keeps its inputs, the number of its outputs, and what the write-back n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -233,7 +233,6 @@ class _GraphReader:
         return self._op(node, args, kwargs)
 
     def _op(self, node: Node, args: Any, kwargs: Any) -> Any:
-        """Append the op, or ops, of a node."""
         state = self.matching.traced.get(node)
         old = None if state is None else self.old.op_of.get(state.node)
         origin = self._origin(node, old)
@@ -289,7 +288,6 @@ class _GraphReader:
         return outputs
 
     def _inferred(self, node: Node, origin: Op, func: Any, args: Any, kwargs: Any) -> Any:
-        """Append an op whose results are not known yet."""
         if is_op(func) and written_by(func, args, kwargs):
             if self.reading.is_pure:
                 self._refuse(
@@ -312,7 +310,7 @@ class _GraphReader:
             self._refuse(node, "its body is a GraphModule that the trace did not make")
         fakes = form.gathered(fakes_of(args))
         for position, _, _ in form.bodies:
-            fakes[position] = self._results_of(form.gathered(args)[position])
+            fakes[position] = functools.partial(self._results_of, form.gathered(args)[position])
         out = tuple(fake_results(self.tape.fake_mode, node.target, form.spread(fakes)))
         grad = origin.grad and any(v.fake.requires_grad for v in values_in(args))
         outputs = []
@@ -326,11 +324,9 @@ class _GraphReader:
         self.tape.ops.append(origin.replace(args=args, outputs=tuple(outputs)))
         return tuple(outputs)
 
-    def _results_of(self, body: BodyTape) -> Callable[..., Any]:
-        like = self.emitter.like
-        return lambda *_: tuple(
-            [like(v.fake) if isinstance(v, Value) else v for v in leaves(body.outputs, (Value, *Symbolic))]
-        )
+    def _results_of(self, body: BodyTape, *_: Any) -> tuple[Any, ...]:
+        results = leaves(body.outputs, (Value, *Symbolic))
+        return tuple([self.emitter.like(v.fake) if isinstance(v, Value) else v for v in results])
 
     def _run(self, node: Node, origin: Op, args: Any, kwargs: Any) -> Any:
         """Run a function, method or module on fake tensors, and append the ATen ops that it calls."""
@@ -338,8 +334,8 @@ class _GraphReader:
         def append(func: Any, args: Any, kwargs: Any) -> Any:
             return self._inferred(node, origin.replace(grad=torch.is_grad_enabled()), func, args, kwargs)
 
-        def on_higher_order(hop: Any, args: Any, kwargs: Any) -> Any:
-            self._refuse(node, f"it calls {hop}")
+        def refuse(problem: str) -> NoReturn:
+            self._refuse(node, f"it {problem}")
 
         fn: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
         if node.op == "call_module":
@@ -347,7 +343,7 @@ class _GraphReader:
         held = [vars(m) for m in fn.modules()] if isinstance(fn, torch.nn.Module) else []
         tables = [(t, t.copy()) for attributes in held for t in (attributes, *attributes.values()) if type(t) is dict]
         try:
-            return self._fakes.run(fn, args, kwargs, origin.grad, append, on_higher_order)
+            return self._fakes.run(fn, args, kwargs, origin.grad, append, refuse)
         finally:
             for table, before in tables:
                 written = next((key for key in {**before, **table} if table.get(key) is not before.get(key)), None)
@@ -407,7 +403,6 @@ class _GraphReader:
     # ---------------------------------------------------------------- arguments, calls
 
     def _value_of(self, x: Any) -> Any:
-        """Arguments of a node with what its operands give in their place, in Python's own containers."""
         if isinstance(x, Node):
             return self.results[x]
         if isinstance(x, (list, tuple)):
@@ -419,7 +414,6 @@ class _GraphReader:
         return x
 
     def _fill(self, old: Call, new: Call) -> None:
-        """Give the copy of a call the values of the new tape."""
         stop = self.reading.stops[old]
         new.args, new.kwargs = map_structure(
             lambda v: self._argument(v, old.position, stop), (old.args, old.kwargs), Value
@@ -457,7 +451,6 @@ class _GraphReader:
 
 
 def _empty(old: Tape) -> Any:
-    """The tape before its first op."""
     changed: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": {}, "owners": {}}
     if isinstance(old, ProgramTape):
         changed |= {"modules": {}, "attribute_writes": [], "edited": True}

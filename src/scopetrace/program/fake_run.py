@@ -100,7 +100,7 @@ class FakeRun:
     def __init__(self, mode: FakeTensorMode | None, own_tensor: Callable[[torch.Tensor], Value]) -> None:
         """`own_tensor` gives the value of a real tensor that a function holds."""
         assert mode is not None
-        self._mode, self._own_tensor = mode, own_tensor
+        self.mode, self._own_tensor = mode, own_tensor
         self._by_id: dict[int, tuple[torch.Tensor, Value]] = {}  # the tensors too, so that no id is used again
         self._ops: PreDispatchMode | None = None
 
@@ -108,16 +108,16 @@ class FakeRun:
         """Know these values by their fake tensors, or by a real one."""
         self._by_id.update((id(t), (t, v)) for v in values for t in (v.fake, real) if t is not None)
 
-    def run(self, fn: Any, args: Any, kwargs: Any, grad: bool, append: Append, on_higher_order: Any) -> Any:
-        """What `fn` gives for values. `append` and `on_higher_order` get the ops that it calls."""
+    def run(self, fn: Any, args: Any, kwargs: Any, grad: bool, append: Append, refuse: Callable[[str], Any]) -> Any:
+        """What `fn` gives for values. `append` gets the ops that it calls, `refuse` what it does with others."""
 
         def on_op(func: Any, args: Any, kwargs: Any) -> Any:
             outputs = append(func, *self.lifted((args, kwargs)))
             self.learn(values_in(outputs))
             return fakes_of(outputs)
 
-        self._ops = PreDispatchMode(on_op, on_higher_order)
-        with dispatching_to(self._ops, self._mode), torch.set_grad_enabled(grad):
+        self._ops = PreDispatchMode(on_op, lambda hop, args, kwargs: refuse(f"calls {hop}"))
+        with dispatching_to(self._ops, self.mode), torch.set_grad_enabled(grad):
             return self.lifted(fn(*fakes_of(args), **fakes_of(kwargs)))
 
     def call(self, fn: Any, args: Any, kwargs: Any) -> Any:

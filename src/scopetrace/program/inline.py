@@ -23,7 +23,6 @@ def inlined(graph_module: torch.fx.GraphModule) -> torch.fx.Graph:
 
 
 def _called(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """The GraphModule that a node calls."""
     module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
     return module if isinstance(module, torch.fx.GraphModule) else None
 

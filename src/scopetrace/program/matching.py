@@ -194,7 +194,6 @@ def _is_between(position: int | None, start: int, stop: int | None) -> bool:
 
 
 def _connected(node: Node, within: set[Node]) -> Iterator[Node]:
-    """The nodes of `within` that are connected with `node` through each other."""
     seen, todo = {node}, [node]
     while todo:
         current = todo.pop()

@@ -212,7 +212,6 @@ def _equal(kept: list[Call], named: set[Call], twice: set[type | None], outermos
 
 
 def _around(call: Call) -> Iterator[Call]:
-    """The calls around a call, from the inside."""
     return itertools.islice(call.ancestors(), 1, None)
 
 

@@ -23,8 +23,6 @@ from scopetrace.ir.write_back import GraphInput, StateRef
 
 @dataclasses.dataclass(slots=True)
 class _Bound:
-    """A tensor of the model that the GraphModule holds."""
-
     holder: torch.nn.Module
     leaf: str
     """Its name in the holder, a submodule of the GraphModule."""
