@@ -151,13 +151,9 @@ class Emitter:
     ) -> Any:
         """Append an op of the recorded tape, on other operands of the same metadata; returns its new result.
 
-        Args:
-            op: the op.
-            args: the operands, of the new tape.
-            kwargs: the same.
-            storages: the new storage of each old one among the operands; a result in another one is a new tensor.
-                Without it, all storages are as in the recorded tape.
-            more: for each a further result, a new tensor with the same metadata. The results are a tuple then.
+        `storages` has the new storage of each old one among the operands; a result in another one is a new tensor.
+        Without it, all storages are as in the recorded tape. For each of `more` there is a further result, a new tensor
+        with the same metadata, and the results are a tuple.
         """
         new_storages = {} if storages is None else storages
 

@@ -173,26 +173,21 @@ class Functionalizer(TapeCopier):
         func = op.target
         name = _name_of(func)
         if name in _OTHER_MEMORY:
-            _OTHER_MEMORY[name](self, op)
-            return
+            return _OTHER_MEMORY[name](self, op)
         if is_metadata_only(func):
-            self._change_shape(op)
-            return
+            return self._change_shape(op)
         refuse_overlap(op)
         if func is _aten.bernoulli_.float and self._draw_as_dropout(op):
-            return
+            return None
         if draws_differ(func, op.args, op.kwargs):
             raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
         variant = undeclared_variant(func, op.args, op.kwargs) or functional_variant(func)
         if func is _aten.fill_diagonal_.default:
-            self._fill_diagonal(op)
-            return
+            return self._fill_diagonal(op)
         if func is _aten.copy_.default:
-            self._copy(op)
-            return
+            return self._copy(op)
         if variant is None:
-            self._write_opaque(op)
-            return
+            return self._write_opaque(op)
         args, kwargs = call_variant(variant, func, *self._operands(op, name))
         other, more = self._other_variant(op)
         if other is not None:
@@ -200,7 +195,7 @@ class Functionalizer(TapeCopier):
         run = self._run_each if name.startswith("_foreach_") and self._may_differ_in_history(op) else self.emitter.run
         if variant.op is _RRELU and op.grad and list(args[4:5]) == [True]:
             run = self._run_rrelu
-        self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
+        return self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
 
     def _other_variant(self, op: Op) -> tuple[Any, tuple[Any, ...]]:
         """The op in the place of the functional variant of an op, None for most, and what more it takes."""

@@ -266,9 +266,9 @@ class CallBoundary:
         expected = self.expected
         if len(args) != len(expected.args) or kwargs.keys() != expected.kwargs.keys():
             return args, kwargs
-        positional = enumerate(zip(expected.args, args, strict=True))
+        positional = [self._ordered(i, *pair) for i, pair in enumerate(zip(expected.args, args, strict=True))]
         by_name = {name: self._ordered(name, old, kwargs[name]) for name, old in expected.kwargs.items()}
-        return tuple([self._ordered(i, old, new) for i, (old, new) in positional]), by_name
+        return tuple(positional), by_name
 
     def _ordered(self, place: int | str, old: Any, new: Any) -> Any:
         if type(old) not in _DICTS or type(new) not in _DICTS or old.keys() != new.keys():

@@ -99,7 +99,7 @@ class _State:
         self._modules = [SavedModule("", module, self._objects) for module in modules]
         written = tape.written_storages()
         read = [name for name, value in tape.attribute_reads() if value.storage in written]
-        tensors = {**self._buffers(), **{f"attribute {name}": tape.attributes[name] for name in read}}
+        tensors = self._buffers() | {f"attribute {name}": tape.attributes[name] for name in read}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
         self._attributes = {f"attribute {name}": t for name, t in tape.attributes.items()}

@@ -36,15 +36,11 @@ from scopetrace.ops.view_inverses import Geometry
 
 
 class GraphValues:
-    """What a graph returns, and where in memory.
+    """What the graph of a tape returns, and where in memory."""
 
-    Args:
-        tape: the tape of the graph.
-        promised: its outputs: tape values, numbers or None.
-    """
-
-    def __init__(self, tape: ProgramTape, promised: Sequence[Any]) -> None:
+    def __init__(self, tape: ProgramTape) -> None:
         outside = _Outside(tape)
+        promised: list[Any] = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
         first: dict[Any, int] = {}
         self._layouts = [_Layout.of(promise) for promise in promised]
         self._sources: list[Source] = []
@@ -68,17 +64,12 @@ class GraphValues:
     ) -> list[Any]:
         """The values of a compiled graph, copied or viewed where memory or strides differ from those of the graph.
 
-        Args:
-            inputs: the inputs of this call.
-            values: what the compiled graph returned.
-            state: gives a parameter, buffer or constant by its name.
-            number: gives the value of a symbolic size in this call.
-
+        `state` gives a parameter, buffer or constant by its name, `number` the value of a symbolic size in this call.
         Raises CompiledGraphError for another number of values, and for values of other shapes or dtypes.
         """
         if len(values) != len(self._layouts):
-            was, wanted = len(values), len(self._layouts)
-            raise CompiledGraphError(f"the compiled graph returned {was} values, the graph has {wanted}")
+            count = len(self._layouts)
+            raise CompiledGraphError(f"the compiled graph returned {len(values)} values, the graph has {count}")
         outputs = list(values)
         pairs: dict[int, tuple[_Layout, torch.Tensor]] = {}
         for i, layout in enumerate(self._layouts):
@@ -136,11 +127,7 @@ class _Layout(NamedTuple):
 
 
 class _Outside:
-    """How values come from inputs, parameters and buffers.
-
-    Attributes:
-        storages: those of inputs, parameters, buffers and constants.
-    """
+    """How values come from inputs, parameters, buffers and constants, whose storages are in `storages`."""
 
     def __init__(self, tape: ProgramTape) -> None:
         self._grad = tape.grad

@@ -203,8 +203,7 @@ class TracedProgram:
 
     @functools.cached_property
     def _graph_values(self) -> GraphValues:
-        tape = self.tape
-        return GraphValues(tape, [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)])
+        return GraphValues(self.tape)
 
     @property
     def forward(self) -> Callable[..., Any] | None:
