@@ -37,6 +37,7 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
+    by_name,
     call_variant,
     functional_variant,
     is_factory,
@@ -272,19 +273,14 @@ class Functionalizer(TapeCopier):
 
     def _store(self, op: Op, variant: FunctionalVariant, out: Any) -> None:
         """Write the variant's results where they belong, and bind what the op returned."""
-        written = written_values(op)
+        written = by_name(op.target, op.args, op.kwargs)
         returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
         for old, source in zip(returned, variant.results, strict=False):
             target = written.get(source) if isinstance(source, str) else None
             if isinstance(target, Value) and _is_other_size(old, target):
                 raise refusal("out= resizes its tensor, which torch does not tell the trace (give one of its size)", op)
         for name, index in variant.new_values:
-            target = written.get(name)
-            new = out if index is None else out[index]
-            if isinstance(target, Value):
-                self.assign(op, target, new)
-            for i, t in enumerate(target if isinstance(target, (list, tuple)) else ()):
-                self.assign(op, t, new[i])
+            self._assign_all(op, written.get(name), out if index is None else out[index])
         for old, source in zip(returned, variant.results, strict=False):
             if isinstance(source, str):
                 self._rename(written.get(source), old)
@@ -292,14 +288,16 @@ class Functionalizer(TapeCopier):
                 single = isinstance(out, Value)
                 self.define_new(old, out if single else out[source])
 
+    def _assign_all(self, op: Op, targets: Any, new: Any) -> None:
+        for target, value in zip(values_in(targets), values_in(new), strict=True):
+            self.assign(op, target, value)
+
     def _rename(self, targets: Any, returned: Any) -> None:
         """What an in-place op returned is the tensor that it wrote to."""
-        pairs = zip(targets, returned, strict=True) if isinstance(returned, (list, tuple)) else [(targets, returned)]
-        for target, value in pairs:
-            if isinstance(value, Value) and isinstance(target, Value):
-                aliases = self.sets[target.storage]
-                if (value is not target and aliases.views.get(target) is None) or value not in aliases.views:
-                    aliases.link(value, ViewMeta(target))
+        for target, value in zip(values_in(targets), values_in(returned), strict=False):
+            aliases = self.sets[target.storage]
+            if (value is not target and aliases.views.get(target) is None) or value not in aliases.views:
+                aliases.link(value, ViewMeta(target))
 
     def assign(self, op: Op, target: Value, new: Value) -> None:
         """`target` gets the elements of `new`: of its own size, or, with `out=`, of another."""
@@ -435,20 +433,13 @@ class Functionalizer(TapeCopier):
         schema = schema_of(op.target)
         if any(r.aliases for r in schema.returns):
             raise refusal(f"{op.target} has no pure form", op)
-        positional = dict(zip(schema.names, self.present(op.args, op), strict=False))
-        kwargs = {**positional, **self.present(op.kwargs, op)}
-        kwargs = {a.name: kwargs.get(a.name, a.default) for a in schema.arguments}
-        names = [a.name for a in schema.arguments if a.is_written]
+        present = by_name(op.target, *self.present((op.args, op.kwargs), op))
+        kwargs = {name: present.get(name) for name in schema.names}
         out = self.emitter.run(op, auto_functionalized(), (op.target,), kwargs)
         count = max(1, len(schema.returns))
-        written = written_values(op)
-        for name, new in zip(names, out[count:], strict=True):
-            target = written.get(name)
-            if isinstance(target, Value):
-                self.assign(op, target, new)
-            else:
-                for t, n in zip(target or [], new, strict=True):
-                    self.assign(op, t, n)
+        written = by_name(op.target, op.args, op.kwargs)
+        for name, new in zip(schema.written, out[count:], strict=True):
+            self._assign_all(op, written.get(name), new)
         self.define_new(op.outputs, out[0] if count == 1 else out[:count])
 
     def _change_shape(self, op: Op) -> None:
@@ -576,8 +567,3 @@ def _is_other_size(returned: Any, target: Value) -> bool:
     if not isinstance(returned, Value) or returned.storage == target.storage:
         return False
     return bool(to_expr(returned.fake.size()) != to_expr(target.fake.size()))
-
-
-def written_values(op: Op) -> dict[str, Any]:
-    """The arguments of an op by name; a written one is a value, or a list of values."""
-    return dict(zip(schema_of(op.target).names, op.args, strict=False)) | op.kwargs

@@ -157,7 +157,7 @@ class _Builder:
         return sources if any(sources) else []
 
     def _is_shared(self, v: Value) -> bool:
-        of_written_input = v.storage in self.sets and self._is_inputs(v.storage)
+        of_written_input = v.storage in self.sets and v.storage in self._outside_storages
         return self._alone[v.storage] > 1 or id(v.fake) in self._first or of_written_input
 
     def _count_objects(self) -> dict[int, int]:
@@ -194,14 +194,10 @@ class _Builder:
                 mode, first = leaf.op.grad, [ViewStep(_aten.alias.default, (), {}, None, grad=False)]
             step = StridedStep(size, stride, leaf.offset - owner.offset, mode)
             return ViewOf(self._plain(owner, owner), (*first, step))
-        outside = [r for r in aliases.roots if r in self.outside]
-        if outside:
-            root, steps = self._chain(aliases, leaf)
-            return _view_of(self.outside[root], steps)
-        if self._alone[leaf.storage] == 1:
+        if self.outside.keys().isdisjoint(aliases.roots) and self._alone[leaf.storage] == 1:
             return self._alone_in_memory(leaf)
         root, steps = self._chain(aliases, leaf)
-        if root in self.outside:  # it got this memory
+        if root in self.outside:  # or it got this memory
             return _view_of(self.outside[root], steps)
         return ViewOf(self._plain(root, self.read(root)), steps)
 
@@ -233,7 +229,7 @@ class _Builder:
         new = self.read(old) if present is old else present
         stride = tuple(old.fake.stride()) if self._is_moved(old, new) else None
         owners = self._storages.setdefault(new.storage, [])
-        if not owners and new.storage != old.storage and self._is_inputs(new.storage):
+        if not owners and new.storage != old.storage and new.storage in self._outside_storages:
             owners.append(new.storage)
         if old.storage not in owners:
             owners.append(old.storage)
@@ -254,10 +250,7 @@ class _Builder:
     def _is_overwritten(self, new: Value, target: Value) -> bool:
         """Whether a new value lies in the memory of another input, which another update changes."""
         aliases = self.sets.get(new.storage)
-        return new.storage != target.storage and self._is_inputs(new.storage) and aliases is not None
-
-    def _is_inputs(self, storage: int) -> bool:
-        return storage in self._outside_storages
+        return new.storage != target.storage and new.storage in self._outside_storages and aliases is not None
 
     def _chain(self, aliases: AliasSet, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
         steps: list[ViewStep | StridedStep] = []

@@ -18,7 +18,7 @@ from scopetrace.errors import EditError
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, Tape, Value, bind, forward_of
-from scopetrace.outline import new_values, values_with_path
+from scopetrace.outline.signature import new_values, values_with_path
 from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, typed
 
 

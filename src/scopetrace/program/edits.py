@@ -42,7 +42,7 @@ from scopetrace.ir.tape import (
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.fake_run import FakeRun, append_op, are_alike, fakes_of, makes_numbers, written_by
-from scopetrace.program.graph import FxLowering, scope_path, set_node_value, set_place
+from scopetrace.program.graph import FxLowering, scope_path, set_place
 from scopetrace.program.matching import Matching, Place
 from scopetrace.program.outputs import outputs_of_edit
 from scopetrace.program.ranges import CallRanges
@@ -50,7 +50,6 @@ from scopetrace.program.state import HeldTensors
 
 Node = torch.fx.Node
 _aten = torch.ops.aten
-_ON_NUMBERS = (operator, math, torch)  # the modules whose functions lowering writes for symbolic numbers
 
 
 class Reading:
@@ -164,7 +163,7 @@ class _GraphReader:
                 scope, call = (place.scope, place.call) if op is None else (op.scope, op.call)
                 set_place(node, scope.path, 0 if call is None else call.position)
             if result is None or leaves(result, (Value, *Symbolic)):
-                set_node_value(node, fakes_of(result))
+                node.meta["val"] = fakes_of(result)
         for reader in self.readers.values():
             reader.describe()
 
@@ -475,9 +474,9 @@ def _facts(tape: Tape) -> set[Any]:
 
 def _is_on_numbers(target: Any, args: Any) -> bool:
     """Whether a call is arithmetic on numbers, as lowering writes for symbolic sizes."""
-    from_module = any(getattr(module, getattr(target, "__name__", ""), None) is target for module in _ON_NUMBERS)
-    return (
-        (from_module or target in (round, float, int, bool))
-        and bool(args)
-        and all(isinstance(a, (bool, int, float, *Symbolic)) for a in args)
-    )
+    name = getattr(target, "__name__", "")
+    module = next((m for m in (operator, math, torch) if getattr(m, name, None) is target), None)
+    is_arithmetic = module in (operator, math) or name.lstrip("_").startswith("sym_")
+    if not (is_arithmetic if module is not None else target in (round, float, int, bool)):
+        return False
+    return bool(args) and all(isinstance(a, (bool, int, float, *Symbolic)) for a in args)

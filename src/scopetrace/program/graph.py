@@ -74,21 +74,20 @@ class NodeStates:
 
 def refuse_names(names: Iterable[str], module: str) -> None:
     """Raise for a name of a tensor or module that a GraphModule has of its own, or cannot write in its code."""
-    unwritable = next((name for name in names if not is_writable(name)), None)
-    if unwritable is not None:
-        raise UnsupportedOpError(
-            f"a graph cannot name {unwritable!r}: it is a Python keyword, or has quotes, backslashes or line breaks",
-            module=module,
-            hint="give the attribute, or the key in the nn.ModuleDict, another name",
-        )
-    name = next(filter(is_taken, names), None)
-    if name is not None:
-        first = name.partition(".")[0]
-        raise UnsupportedOpError(
-            f"the model has an attribute {first!r}, and so has each torch.fx.GraphModule: a graph cannot hold both",
-            module=module,
-            hint="give the attribute another name, or trace a module that holds the model, as nn.Sequential(model)",
-        )
+    for name in names:
+        if not is_writable(name):
+            raise UnsupportedOpError(
+                f"a graph cannot name {name!r}: it is a Python keyword, or has quotes, backslashes or line breaks",
+                module=module,
+                hint="give the attribute, or the key in the nn.ModuleDict, another name",
+            )
+        if is_taken(name):
+            first = name.partition(".")[0]
+            raise UnsupportedOpError(
+                f"the model has an attribute {first!r}, and so has each torch.fx.GraphModule: a graph cannot hold both",
+                module=module,
+                hint="give the attribute another name, or trace a module that holds the model, as nn.Sequential(model)",
+            )
 
 
 class FxLowering:
@@ -176,7 +175,7 @@ class FxLowering:
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
-        set_node_value(self.output, _fakes(returned))
+        self.output.meta["val"] = _fakes(returned)
         set_place(self.output, str(tape.root), 0)
 
     def _emit_described(self, op: Op) -> None:
@@ -283,7 +282,7 @@ class FxLowering:
         self._describe(node, op)
         self._bind(node, op)
         if op.unbacked:
-            set_unbacked_bindings(node, op.unbacked)
+            node.meta["unbacked_bindings"] = op.unbacked
             self._symbols.learn_made(node, op.unbacked)
             self._assert_facts(op.unbacked)
 
@@ -325,7 +324,7 @@ class FxLowering:
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
         outputs = op.outputs
-        set_node_value(node, _fakes(outputs))
+        node.meta["val"] = _fakes(outputs)
         if isinstance(outputs, _PARTS):
             self._bind_one(node, outputs)
         elif outputs is not None:
@@ -354,7 +353,7 @@ class FxLowering:
             how, key = (getattr, key[1:]) if key[0] == "." else (how, ast.literal_eval(key[1:-1]))
         taken = self._call(how, (node, key), {}, how.__name__)
         self._describe(taken, op)
-        set_node_value(taken, _fakes(part))
+        taken.meta["val"] = _fakes(part)
         return taken
 
     def _as_arguments(self, x: Any) -> Any:
@@ -528,11 +527,6 @@ def leave_custom_to_users(graph: torch.fx.Graph) -> None:
             node.meta["custom"] = custom
 
 
-def set_node_value(node: torch.fx.Node, value: Any) -> None:
-    """Write what the node returns: a fake tensor, a symbolic number, or a nesting of these."""
-    node.meta["val"] = value
-
-
 def node_value(node: torch.fx.Node) -> Any:
     """What the node returns: a fake tensor, a symbolic number, or a nesting of these; None where it returns nothing."""
     return node.meta.get("val")
@@ -543,11 +537,6 @@ def set_origin(node: torch.fx.Node, module_stack: dict[str, tuple[str, str]], st
     node.meta["nn_module_stack"] = dict(module_stack)
     if stack_trace is not None:
         node.meta["stack_trace"] = stack_trace
-
-
-def set_unbacked_bindings(node: torch.fx.Node, bindings: Any) -> None:
-    """Write `unbacked_bindings`: by symbol that the node makes, where in its result it stands."""
-    node.meta["unbacked_bindings"] = bindings
 
 
 # Nodes and types as text, in the notation of torch.fx ---------------------------------------------------------------

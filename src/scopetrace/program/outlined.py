@@ -25,7 +25,9 @@ from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
 from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.tape import Call, FunctionalTape, Tape
-from scopetrace.outline import FunctionSignature, OutlinedBody, Ranges, outline
+from scopetrace.outline.cut import outline
+from scopetrace.outline.ranges import Ranges
+from scopetrace.outline.signature import FunctionSignature, OutlinedBody
 from scopetrace.program.calls import ModuleCall
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering

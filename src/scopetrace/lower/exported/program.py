@@ -41,8 +41,6 @@ from scopetrace.program.graph import (
     leave_custom_to_users,
     node_value,
     refuse_names,
-    set_node_value,
-    set_unbacked_bindings,
 )
 from scopetrace.program.traced import TracedProgram
 from scopetrace.session import argument_names
@@ -183,7 +181,7 @@ def _fill_values(graph: torch.fx.Graph) -> None:
         if node.op == "call_function" and "val" not in node.meta:
             args = torch.fx.map_arg(node.args, node_value)
             symbolic = node.target is not torch.ops.aten._assert_scalar.default
-            set_node_value(node, node.target(*args) if symbolic and callable(node.target) else None)
+            node.meta["val"] = node.target(*args) if symbolic and callable(node.target) else None
         if node.op != "output":
             compat.set_tensor_meta(node)
 
@@ -193,7 +191,7 @@ def _drop_replaced_symbols(graph: torch.fx.Graph, env: Any) -> None:
     for node in graph.nodes:
         bindings = node.meta.pop("unbacked_bindings", {})
         if kept := {s: path for s, path in bindings.items() if s not in env.replacements}:
-            set_unbacked_bindings(node, kept)
+            node.meta["unbacked_bindings"] = kept
 
 
 def _drop_unread_parts(graph: torch.fx.Graph) -> None:

@@ -33,7 +33,7 @@ from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, 
 from scopetrace.lower.onnx.translate import quiet
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.history import OVERWRITE
-from scopetrace.program.graph import FxLowering, node_value, scope_path, set_node_value
+from scopetrace.program.graph import FxLowering, node_value, scope_path
 from scopetrace.program.outlined import Function
 
 Operand = torch.fx.Node | bool | int | float | complex
@@ -223,7 +223,7 @@ class CombinedGraph:
         results: Any = torch.fx.map_arg(ops.graph.output_node().args[0], copies.__getitem__)
         for user in node.users:
             result = self._nodes[subgraph, user] = results[user.args[1]]
-            set_node_value(result, node_value(user))
+            result.meta["val"] = node_value(user)
 
     def _strided(self, subgraph: Subgraph, node: torch.fx.Node) -> torch.fx.Node:
         """`as_strided`, on a row-major copy of its base in the order of memory: ONNX knows no strides."""
@@ -253,7 +253,7 @@ class CombinedGraph:
     def _input(self, subgraph: Subgraph, value: Any) -> torch.fx.Node:
         with self.graph.inserting_before(self._start):
             node = self.graph.placeholder(f"input_{next(self._count)}")
-        set_node_value(node, value)
+        node.meta["val"] = value
         self._subgraph_of[node] = subgraph
         return node
 
@@ -289,7 +289,7 @@ class CombinedGraph:
         if not hasattr(self.root, name):
             for inner in body.walk():
                 for node in inner.graph.nodes:  # torch computes the values of conditions again, and wants an entry
-                    set_node_value(node, node_value(node))
+                    node.meta["val"] = node_value(node)
             self.root.add_module(name, body.graph_module())
         return self.graph.create_node("get_attr", name, name=name)
 
@@ -324,7 +324,7 @@ class CombinedGraph:
         self.graph.erase_node(self._start)
         for node in self.inputs:
             if node.users or not nodes:  # torch.onnx takes no empty graph
-                set_node_value(node, self.fakes.like(self._subgraph_of[node], node_value(node)))
+                node.meta["val"] = self.fakes.like(self._subgraph_of[node], node_value(node))
             else:
                 self.graph.erase_node(node)
         self.graph.output(tuple(nodes))
