@@ -100,18 +100,17 @@ def _what(op: Op) -> str:
 
 def aliases(tape: ProgramTape) -> list[Alias]:
     """One entry for each tensor of the result."""
-    outside, first = _outside(tape), _reshaped(tape)
-    results: dict[int, list[tuple[str, Value]]] = {}
+    by_storage, first = _outside(tape), _reshaped(tape)
     entries: list[Alias] = []
     for path, leaf in leaves_with_path(tape.result):
         if isinstance(leaf, Value):
-            known = [*((n, v) for n, _, v in outside.get(leaf.storage, ())), *results.get(leaf.storage, ())]
+            known = by_storage.setdefault(leaf.storage, [])
             itself = first.get(id(leaf.fake), id(leaf.fake))
-            same = next((name for name, v in known if first.get(id(v.fake), id(v.fake)) == itself), None)
-            view = next((name for name, _ in known), None)
+            same = next((name for name, _, v in known if first.get(id(v.fake), id(v.fake)) == itself), None)
+            view = known[0][0] if known else None
             kind = "same" if same is not None else "view" if view is not None else "fresh"
             entries.append(Alias(path, kind, same if same is not None else view))
-            results.setdefault(leaf.storage, []).append((f"result{path}", leaf))
+            known.append((f"result{path}", "result", leaf))
     return entries
 
 

@@ -216,7 +216,7 @@ class _Body:
         self.emitter = Emitter(self.tape, around.storages, has_grad=op.grad)
         self.fakes = FakeRun(self.tape.fake_mode, lambda t: self.emitter.constant(self._origin(), t))
         self.inputs = {v: self._add_input(i, v) for i, v in enumerate(operands)}
-        self.fakes.learn(self.inputs.values())
+        self.fakes.register(self.inputs.values())
 
     def _add_input(self, i: int, operand: Value) -> Value:
         value = operand.copy(operand.storage)
@@ -269,7 +269,7 @@ class _Body:
         after: Value = self._on_op(variant.op, args, kwargs)
         for t in changed:
             run_fake(self.fakes.mode, func, (t, *args[1:]), kwargs)
-            self.fakes.learn([after], t)
+            self.fakes.register([after], t)
         after.fake = changed[0]
         return after
 

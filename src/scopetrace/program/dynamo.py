@@ -71,16 +71,13 @@ class PlainCall:
             current = _fact(tensors[index], fact, fact_args)
             if current != value:
                 raise InputMismatchError(f"{name}: {value} when traced and {current} now; trace again with such inputs")
-        for t, same in zip(tensors, self.first, strict=True):
-            if t is not tensors[same]:
-                raise InputMismatchError(
-                    "inputs were one tensor when traced and are two now; trace again with such inputs"
-                )
+        if any(t is not tensors[same] for t, same in zip(tensors, self.first, strict=True)):
+            raise InputMismatchError("inputs were one tensor when traced and are two now; trace again with such inputs")
         for i, requires_grad in self.written:
-            t, others = tensors[i], [other for j, other in enumerate(tensors) if self.first[j] != self.first[i]]
+            t = tensors[i]
             if t.requires_grad and torch.is_grad_enabled() and not (requires_grad and self.grad):
                 raise InputMismatchError("an input that the model writes requires grad now, and did not when traced")
-            if any(other is t for other in others):
+            if any(other is t for other, first in zip(tensors, self.first, strict=True) if first != self.first[i]):
                 raise InputMismatchError("an input that the model writes is given twice; trace again with such inputs")
             if any(stride == 0 and n > 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
                 raise InputMismatchError("an input that the model writes is expanded; pass x.clone()")

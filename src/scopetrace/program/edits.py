@@ -179,7 +179,7 @@ class _GraphReader:
             except Exception as error:
                 first = (str(error).splitlines() or [""])[0]
                 self._refuse(node, f"it cannot be run on fake tensors: {type(error).__name__}: {first}", error)
-            self._fakes.learn(values_in(self.results[node]))
+            self._fakes.register(values_in(self.results[node]))
 
     def _check_placeholders(self) -> dict[Node, Any]:
         """The placeholders, copied to the new tape. They must be those of the old graph."""
@@ -297,7 +297,7 @@ class _GraphReader:
         outputs = append_op(self.emitter, origin, func, args, kwargs)
         if makes_numbers(self.tape.shape_env):
             self._refuse(node, "it makes a number that depends on data")
-        self._fakes.learn(self.tape.ops[-1].values())
+        self._fakes.register(self.tape.ops[-1].values())
         return outputs
 
     def _higher_order(self, node: Node, origin: Op, args: Any) -> Any:
@@ -386,7 +386,7 @@ class _GraphReader:
             origin = self._origin(self._output_node(), None)
             value = self.emitter.attribute(origin, name, held.tensor)
         self._read_before[name] = value
-        self._fakes.learn([value], t)
+        self._fakes.register([value], t)
         return value
 
     def _body(self, name: str, body: torch.fx.GraphModule) -> Any:

@@ -101,7 +101,7 @@ class FakeRun:
         self._by_id: dict[int, tuple[torch.Tensor, Value]] = {}  # the tensors too, so that no id is used again
         self._ops: PreDispatchMode | None = None
 
-    def learn(self, values: Iterable[Value], real: torch.Tensor | None = None) -> None:
+    def register(self, values: Iterable[Value], real: torch.Tensor | None = None) -> None:
         """Know these values by their fake tensors, or by a real one."""
         self._by_id.update((id(t), (t, v)) for v in values for t in (v.fake, real) if t is not None)
 
@@ -110,7 +110,7 @@ class FakeRun:
 
         def on_op(func: Any, args: Any, kwargs: Any) -> Any:
             outputs = append(func, *self.lifted((args, kwargs)))
-            self.learn(values_in(outputs))
+            self.register(values_in(outputs))
             return fakes_of(outputs)
 
         self._ops = PreDispatchMode(on_op, lambda hop, args, kwargs: refuse(f"calls {hop}"))
@@ -133,7 +133,7 @@ class FakeRun:
         where = storage_id(t)
         same = (v for fake, v in reversed(self._by_id.values()) if storage_id(fake) == where)
         value = next(v for v in same if layout_of(v.fake) == layout_of(t))
-        self.learn([value], t)
+        self.register([value], t)
         return value
 
     def tensors_of(self, value: Value) -> list[torch.Tensor]:

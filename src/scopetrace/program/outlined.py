@@ -112,9 +112,9 @@ class OutlinedTrace(TracedProgram):
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call of `source`, with the graph of this program, or another one in its place."""
-        is_unchanged = graph is self.graph_module
-        if self.current.tape.edited:
-            return super().run(self._run_inlined if is_unchanged else graph, *args, **kwargs)
+        program, is_unchanged = self.current, graph is self.graph_module
+        if program.tape.edited:  # torch does not differentiate calls of functions: they run inline
+            return super().run(program.without_regions().graph_module if is_unchanged else graph, *args, **kwargs)
         return self.run_compiled(_Calls(self) if is_unchanged else graph, *args, **kwargs)
 
     def run_compiled(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -126,9 +126,6 @@ class OutlinedTrace(TracedProgram):
             # refuses bodies of functions that switch autograd: in the source, where they are inline, no node may do so
             self.in_other_grad_mode(run)
         return self.source.run(run, *args, **kwargs)
-
-    def _run_inlined(self, *inputs: Any) -> Any:
-        return _Inlining(self.graph_module).run(*inputs)
 
 
 class _Calls:
@@ -152,16 +149,6 @@ class _Calls:
         if not parts_that_switch_grad(self._module):
             return self
         return self._source.in_other_grad_mode(self._source.graph_module)
-
-
-class _Inlining(torch.fx.Interpreter):
-    """Runs a graph with the bodies of its functions in place of their calls, which torch cannot differentiate."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As in the base class, but for calls of functions."""
-        if target is torch.ops.higher_order.invoke_subgraph:
-            return _Inlining(args[0]).run(*args[2:])
-        return super().call_function(target, args, kwargs)
 
 
 def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
