@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import is_symbolic, stride_of
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
@@ -183,7 +184,7 @@ class AliasSet:
     def _forward(self, old: Value, base: Value, reader: Op, emit: Callable[..., Any]) -> Value:
         """The value of a view. It is made with autograd on if the view was: autograd has it so for views."""
         meta, parent = self.views[old], self.same(self.views[old].parent)
-        if meta.slot is None and not (meta.func in _NEEDS_STRIDES and _layout(base.fake) != _layout(parent.fake)):
+        if meta.slot is None and not (meta.func in _NEEDS_STRIDES and not alike(base, parent)):
             if meta.func is not _aten.as_strided.default:
                 view_value: Value = emit(meta.func, base, *meta.args, **meta.kwargs)
                 return view_value
@@ -410,5 +411,11 @@ def _is_made_of(new: Value, old: Value) -> bool:
     return any(old in v.op.inputs() and not is_factory(v.op) for v in copies)
 
 
-def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
-    return to_expr(fake.size()), to_expr(fake.stride()), fake.dtype
+def alike(a: Value, b: Value) -> bool:
+    """Whether two values have the same dtype, sizes and strides."""
+    x, y = a.fake, b.fake
+    if x is y:
+        return True
+    if is_symbolic(x) or is_symbolic(y):
+        return bool(x.dtype == y.dtype and to_expr((x.size(), x.stride())) == to_expr((y.size(), y.stride())))
+    return bool(x.dtype == y.dtype and x.size() == y.size() and stride_of(x) == stride_of(y))

@@ -20,10 +20,9 @@ import torch
 
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.shape_env import Place
-from scopetrace._compat.symbols import to_expr
-from scopetrace._compat.tensors import DATA_DEPENDENT, is_symbolic, stride_of
+from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
+from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, last_of
 from scopetrace.functionalization.bodies import as_laid_out, in_order_of, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
@@ -137,8 +136,9 @@ class TapeCopier(abc.ABC):
         if new.storage not in self.original_storages or new.storage not in self.sets:
             return new
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
-        is_same = is_same and reader not in self._offloaded
-        if not is_same and reader.grad and _requires_grad(reader) and reader not in self.differentiated:
+        if (is_same and reader not in self._offloaded) or not reader.grad or reader in self.differentiated:
+            return new
+        if any(v.ever_requires_grad for v in reader.inputs()):
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
         return new
 
@@ -319,7 +319,7 @@ class TapeCopier(abc.ABC):
         old_inputs, new_inputs = op.inputs(), _values(op, (args, kwargs))
         if op.kind == "call_module":
             outputs = self.emitter.copy(op, args, kwargs)
-        elif all(map(_alike, old_inputs, new_inputs)) and not _share_less(old_inputs, new_inputs):
+        elif all(map(alike, old_inputs, new_inputs)) and not _share_less(old_inputs, new_inputs):
             storages = {v.storage: v.storage for v in op.values()}  # new tensors lie where they did
             storages |= {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
             outputs = self.emitter.copy(op, args, kwargs, storages)
@@ -458,19 +458,6 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
         written=old.written_storages(),
         uses_absolute_offset=set(old.uses_absolute_offset),
     )
-
-
-def _alike(old: Value, new: Value) -> bool:
-    a, b = old.fake, new.fake
-    if a is b:
-        return True
-    if is_symbolic(a) or is_symbolic(b):
-        return bool(a.dtype == b.dtype and to_expr((a.size(), a.stride())) == to_expr((b.size(), b.stride())))
-    return bool(a.dtype == b.dtype and a.size() == b.size() and stride_of(a) == stride_of(b))
-
-
-def _requires_grad(op: Op) -> bool:
-    return any(v.ever_requires_grad for v in op.inputs())
 
 
 def _values(op: Op, x: Any) -> list[Value]:
