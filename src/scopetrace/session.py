@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, TypeVar
 
 import torch
-import torch.fx
 
 from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.ops import building, dispatching_to, eager, in_large_stack
@@ -89,7 +88,15 @@ from scopetrace.ir.tape import (
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
-from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
+from scopetrace.record.calls import (
+    CallRecorder,
+    NodeRunner,
+    Progress,
+    knows_origins,
+    leaf_targets,
+    refuse_unmatched,
+    root_scope,
+)
 from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -104,7 +111,7 @@ from scopetrace.record.effects import refuse_tags, settings_left
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model
-from scopetrace.record.ops import OpRecorder, RunGraph
+from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.watch.effects import EffectWatch
@@ -191,10 +198,6 @@ def retraced(attempt: Callable[[Assumptions], T]) -> T:
                 assumptions |= failed.needed
 
 
-def _run_nodes(graph_module: torch.fx.GraphModule, args: Any) -> Any:
-    return torch.fx.Interpreter(graph_module).run(*args)
-
-
 class Recording:
     """The parts of one recording, put together."""
 
@@ -207,9 +210,7 @@ class Recording:
         leaf_modules: Any = (),
         specialize: bool = False,
         progress: Progress | None = None,
-        run_graph: RunGraph = _run_nodes,
     ) -> None:
-        """`run_graph` runs a GraphModule that is the body of a higher-order op."""
         self.model = model
         self._assumptions = assumptions
         self.object_types = assumptions.object_types
@@ -224,7 +225,7 @@ class Recording:
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
-        self.builder = TapeBuilder(self.tape)
+        self.builder = builder = TapeBuilder(self.tape)
         self.builder.differentiates = bool(assumptions.differentiates)
         self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
@@ -236,7 +237,7 @@ class Recording:
             self.reads,
             self.factory,
             inference,
-            run_graph,
+            lambda body, args: NodeRunner(body, builder).run(*args),
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)

@@ -17,7 +17,7 @@ import torch
 from scopetrace._compat.tensors import persistent_buffers_of
 from scopetrace.errors import ModeError
 from scopetrace.ir.tape import ProgramTape
-from scopetrace.program.boundary import held_now
+from scopetrace.program.state import current_tensors
 from scopetrace.program.traced import TracedProgram
 
 Program = TypeVar("Program", bound=ProgramTape)
@@ -111,7 +111,7 @@ class TracedModule(torch.nn.Module):
         return found
 
     def __reduce__(self) -> Any:
-        read = {id(t): name for name, t in held_now(self._program.tape).items()}
+        read = {id(t): name for name, t in current_tensors(self._program.tape).items()}
         entries = [(name, read.get(id(t), t), persistent) for name, t, persistent in self._stored()]
         return _from_pickle, (self._program, entries)
 
@@ -124,7 +124,7 @@ def to_module(program: TracedProgram) -> TracedModule:
             f"the trace runs leaf modules, {', '.join(tape.modules)}, which hold tensors of their own: "
             "trace without leaf_modules= for a module"
         )
-    held = {**tape.attributes, **held_now(tape)}
+    held = tape.attributes | current_tensors(tape)
     root = getattr(model, "__self__", model)
     entries = list(_stored_in(root)) if isinstance(root, torch.nn.Module) else []
     known = {entry.name for entry in entries}

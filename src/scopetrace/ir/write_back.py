@@ -267,12 +267,12 @@ class WriteBack(Printed):
         return {s.index for s in self._bases() if isinstance(s, GraphInput)}
 
     def _bases(self) -> list[Source | None]:
-        return [_base_of(s) for s in (*self.results, *self.bound)]
+        return [base_of(s) for s in (*self.results, *self.bound)]
 
     def _copies(self) -> list[FromGraph]:
         """What is a copy of a value of the graph, and not that value."""
         sources = self._bases()
-        sources += [_base_of(u.value) for u in self.updates if isinstance(u, (CopyInto, SetTo))]
+        sources += [base_of(u.value) for u in self.updates if isinstance(u, (CopyInto, SetTo))]
         return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
 
     def __str__(self) -> str:
@@ -389,7 +389,8 @@ def resolved(x: Any, number: Number) -> Any:
     return map_structure(number, x, (FromGraph, *Symbolic))
 
 
-def _base_of(source: Source | None) -> Source | None:
+def base_of(source: Source | None) -> Source | None:
+    """What a view is of; of any other source itself."""
     return source.base if isinstance(source, ViewOf) else source
 
 

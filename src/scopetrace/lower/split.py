@@ -33,16 +33,16 @@ from scopetrace.ir.scopes import scope
 from scopetrace.ir.tape import Phase
 from scopetrace.ir.write_back import CopyInto, StateRef
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
+from scopetrace.program.calls import Saved
 from scopetrace.program.graph import (
     call_position,
     forward_place,
     node_value,
     phase_of,
     scope_path,
-    set_node_value,
     set_place,
 )
-from scopetrace.program.traced import Saved, TracedProgram, functional_tape
+from scopetrace.program.traced import TracedProgram, functional_tape
 from scopetrace.session import record
 
 Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
@@ -328,7 +328,7 @@ def _with_inputs(
             copy.meta["partitioner_tag"] = tags.get(node, "is_forward")
             if node.op == "call_function" and node_value(node) is None and not is_op(node.target):
                 of_numbers: Any = node.target
-                set_node_value(copy, of_numbers(*torch.fx.map_arg(copy.args, node_value)))
+                copy.meta["val"] = of_numbers(*torch.fx.map_arg(copy.args, node_value))
     graph.output([copies[n] if isinstance(n, torch.fx.Node) else n for n in outputs])
     return torch.fx.GraphModule(source, graph)
 

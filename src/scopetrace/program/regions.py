@@ -24,8 +24,8 @@ def has_regions(tape: Tape) -> bool:
 
 def without_regions(tape: FunctionalTape) -> FunctionalTape:
     """The program with the ops of its regions in their places."""
-    found: FunctionalTape = _Inliner(tape).run()
-    return found
+    program: FunctionalTape = _Inliner(tape).run()
+    return program
 
 
 class _Inliner(TapeRewriter):

@@ -5,8 +5,7 @@ Data flow:
     tape's call records + graph -> one ModuleCall each
     tape + GraphModule -> CallBoundary: checks of a call's arguments, write-back of its effects
 
-`api`, `lower`, `view` and outlining take this object. That a module call knows its arguments and outputs as graph
-values is the idea of RFC-0015 in pytorch/rfcs.
+`api`, `lower`, `view` and outlining take this object.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import dataclasses
 import functools
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import starmap
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.fx
@@ -33,50 +32,44 @@ from scopetrace._compat.graph_module import (
     look_up,
     method_of,
     parts_that_switch_grad,
-    was_erased,
     without_grad_switches,
 )
 from scopetrace._compat.ops import garbage_collector_off, is_op
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
-from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
+from scopetrace.containers.structure import leaves, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
     DataDependentError,
-    EditError,
     InputMismatchError,
     ScopetraceError,
     SideEffectWarning,
     StateMismatchError,
     TraceFileError,
 )
-from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import (
-    Call,
     FunctionalTape,
     ProgramTape,
     RecordedTape,
-    Tape,
     Value,
-    bind,
     checks_enabled,
-    forward_of,
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import WriteBack
-from scopetrace.outline import new_values, values_with_path
-from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast
+from scopetrace.program.boundary import CallBoundary, without_autocast
+from scopetrace.program.calls import CallGraphs, ModuleCall
+from scopetrace.program.checks import other_strides
 from scopetrace.program.compiled import GraphValues
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.dynamo import PlainCall
 from scopetrace.program.edits import Reading
-from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, typed
+from scopetrace.program.graph import FxLowering, forward_place, scope_path
 from scopetrace.program.inline import inlined
 from scopetrace.program.regions import has_regions, without_regions
-from scopetrace.program.state import HeldTensors
+from scopetrace.program.state import HeldTensors, current_tensors
 from scopetrace.record.uses import catches_errors
 
 Program = TypeVar("Program", bound=ProgramTape)
@@ -99,209 +92,6 @@ def functional_tape(recorded: RecordedTape) -> FunctionalTape:
     return tape
 
 
-class Saved(NamedTuple):
-    """A tensor that a module call keeps for its backward."""
-
-    node: torch.fx.Node
-    shape: tuple[int | torch.SymInt, ...]
-    bytes: int | torch.SymInt
-
-    @classmethod
-    def among(cls, nodes: Iterable[torch.fx.Node]) -> list[Saved]:
-        """Of each of the nodes whose value is a tensor."""
-        values = [(n, node_value(n)) for n in nodes]
-        tensors = [(n, t) for n, t in values if isinstance(t, torch.Tensor)]
-        return [cls(n, tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors]  # `nbytes` takes no symbols
-
-
-class ModuleCall:
-    """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
-
-    def __init__(self, record: Call, program: TracedProgram, parent: ModuleCall | None) -> None:
-        self._program = program
-        self.record = record
-        """The record of the call on the tape."""
-        self.parent = parent
-        """The call in which this one was made; None for the root."""
-        self.children: list[ModuleCall] = []
-        """The calls made directly in this one, in order."""
-        if parent is not None:
-            parent.children.append(self)
-
-    @property
-    def fqn(self) -> str | None:
-        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
-        return self.record.fqn
-
-    @property
-    def module(self) -> torch.nn.Module | None:
-        """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
-        return self.record.module
-
-    @property
-    def module_type(self) -> type | None:
-        """The module's class; None for the root when a plain function was traced.
-
-        torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
-        """
-        return self.record.module_type
-
-    @property
-    def index(self) -> int:
-        """0 for the first call of this module instance, 1 for its second."""
-        return self.record.index
-
-    @property
-    def position(self) -> int:
-        """Where this call stands in `Trace.calls`."""
-        return self.record.position
-
-    @property
-    def scope(self) -> Scope:
-        """The scope of the ops that run directly in this call."""
-        return self.record.scope
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
-        return self.record.leaf
-
-    @property
-    def raised(self) -> BaseException | None:
-        """The exception that ended this call and that an outer module caught; else None."""
-        return self.record.raised
-
-    @property
-    def _stop(self) -> int:
-        """The position after the last call made inside."""
-        return self.children[-1]._stop if self.children else self.position + 1
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
-        return self.record.attributes
-
-    @property
-    def lowering(self) -> FxLowering:
-        """The graph, or the subgraph of a higher-order op, that has the call's nodes."""
-        return self._program.lowering_of(self.record)
-
-    @property
-    def nodes(self) -> list[torch.fx.Node]:
-        """The graph's nodes that this call and the calls inside it made, in order.
-
-        For a call inside a body of `torch.cond` or another higher-order op, the nodes of the body's graph. A call that
-        contains a cond has the cond's node, and not those of its bodies.
-        """
-        return self._program.nodes_between(self.lowering, self.position, self._stop)
-
-    @property
-    def backward_nodes(self) -> list[torch.fx.Node]:
-        """The graph's nodes of the backward of this call and of the calls inside it, in order."""
-        found = ((forward_place(node), node) for node in self.lowering.graph.nodes)
-        return [n for place, n in found if place is not None and self.position <= place[1] < self._stop]
-
-    @property
-    def saved(self) -> list[Saved]:
-        """The tensors of the forward that the backward of this call and of the calls inside it reads, each once."""
-        read = dict.fromkeys(n for node in self.backward_nodes for n in node.all_input_nodes)
-        return Saved.among(n for n in read if forward_place(n) is None)
-
-    @functools.cached_property
-    def arguments(self) -> dict[str, Any]:
-        """By parameter name of `forward`, what was passed, defaults included.
-
-        Tensors and symbolic sizes are `torch.fx.Node`s; everything else is the Python object itself. `*args` and
-        `**kwargs` are under their own names, a tuple and a dict.
-        """
-        return {name: self._with_objects(template) for name, template in self.argument_templates.items()}
-
-    @functools.cached_property
-    def argument_templates(self) -> dict[str, Any]:
-        """As `arguments`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
-        lower = self.lowering.lower
-        args = tuple(lower(a) for a in self.record.args)
-        kwargs = {name: lower(a) for name, a in self.record.kwargs.items()}
-        return bind(self._forward(), args, kwargs)
-
-    @functools.cached_property
-    def outputs(self) -> Any:
-        """The returned structure, with `torch.fx.Node`s for tensors and symbolic sizes. None when the call raised."""
-        return self._with_objects(self.output_template)
-
-    @functools.cached_property
-    def output_template(self) -> Any:
-        """As `outputs`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
-        return self.lowering.lower(self.record.outputs)
-
-    @functools.cached_property
-    def mutated(self) -> dict[str, torch.fx.Node]:
-        """By argument path or buffer name, the node of the new value of each tensor that the call changed in place."""
-        forward, lowering = self._forward(), self.lowering
-        if isinstance(self._program.tape, FunctionalTape):
-            found = dict(new_values(self.record, forward))
-        else:
-            found = _written_values(self.record, forward, lowering.tape)
-        return {name: lowering.lower(value) for name, value in found.items()}
-
-    def _with_objects(self, template: Any) -> Any:
-        removed = leaves(template, Removed)
-        if removed:
-            names = ", ".join(r.name for r in removed)
-            raise EditError(
-                f"{self}: an edit of the graph removed {names}, which this call took or gave",
-                module=self.scope.path,
-                hint="ModuleCall.nodes has what is left of the call, argument_templates and output_template the rest",
-            )
-        return instantiate(lambda node: node, template, torch.fx.Node)
-
-    def _forward(self) -> Callable[..., Any]:
-        return forward_of(self.record, self._program.forward)
-
-    if not TYPE_CHECKING:  # type checkers know what there is
-
-        def __getattr__(self, name: str) -> Any:
-            """What a name that people expect is called here, in an AttributeError."""
-            instead = {
-                "name": "fqn",
-                "path": "scope.path",
-                "inputs": "arguments",
-                "output": "outputs",
-                "args": "arguments",
-            }
-            hint = f": write call.{instead[name]}" if name in instead else ""
-            raise AttributeError(f"a ModuleCall has no {name!r}{hint}")
-
-    def __repr__(self) -> str:
-        index = f", index={self.index}" if self.index else ""
-        name = self.module_type.__name__ if self.module_type else "function"
-        return f"ModuleCall({self.fqn!r}, {name}{index})"
-
-    def _repr_html_(self) -> str:  # for notebooks
-        templates = [*self.argument_templates.items(), ("->", self.output_template), *self.attributes.items()]
-        given = [(name + path, leaf) for name, template in templates for path, leaf in leaves_with_path(template)]
-        rows = [(name, typed(x) if isinstance(x, torch.fx.Node) else short_repr(x)) for name, x in given]
-        return html_table(rows, (repr(self), str(self.scope)))
-
-
-def _with_position(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node]]:
-    """The nodes that a module call made, with the position of the innermost one."""
-    found = [(call_position(n), n) for n in graph.nodes if n.op not in ("placeholder", "output")]
-    return [(position, n) for position, n in found if position is not None]
-
-
-def _written_values(call: Call, forward: Callable[..., Any], tape: Tape) -> dict[str, Value]:
-    """For a recorded tape: the same, from the last op in the call that writes each storage."""
-    last = {v.storage: op for op in tape.ops[call.start : call.stop] for v in op.writes}
-    found = dict(values_with_path(bind(forward, call.args, call.kwargs)))
-    prefix = f"{call.fqn}." if call.fqn else ""
-    for name, value in tape.attribute_reads():
-        if call.module is not None and name.startswith(prefix):
-            found.setdefault(name.removeprefix(prefix), value)
-    writers = {name: last[v.storage] for name, v in found.items() if v.storage in last}
-    return {name: op.values()[0] for name, op in writers.items() if op.values()}
-
-
 class TracedProgram:
     """A program on a tape, with its graph, module calls, scopes and call boundary, each made when first used.
 
@@ -317,7 +107,8 @@ class TracedProgram:
         self.tape = tape
         self.model = model
         self.was_called = False
-        self._without_switches: tuple[str | None, Callable[..., Any]] = (None, recorded.graph_outputs)
+        self._without_switches: dict[str, Callable[..., Any]] = {}
+        """By the code of the GraphModule, what runs it without the nodes that switch autograd."""
 
     @property
     def current(self) -> TracedProgram:
@@ -329,14 +120,14 @@ class TracedProgram:
             return self
         graph = inlined(self.graph_module)
         reading = Reading(self.lowering, self.graph_module, graph, self._held_tensors())
-        found = self._with_reading(reading)
+        program = self._with_reading(reading)
         if graph is self.graph_module.graph:
             reading.describe()
-            found.__dict__.update(lowering=reading.lowering, graph_module=self.graph_module)
+            program.__dict__.update(lowering=reading.lowering, graph_module=self.graph_module)
             for module in self.graph_module.modules():
                 if isinstance(module, torch.fx.GraphModule):
                     module.recompile()
-        return found
+        return program
 
     def with_graph(self, graph_module: torch.fx.GraphModule) -> TracedProgram:
         """The program of a graph that a pass made from that of this one; see `Trace.with_graph`."""
@@ -345,26 +136,26 @@ class TracedProgram:
         return self._with_reading(Reading(self.lowering, graph_module, inlined(graph_module), self._held_tensors()))
 
     def _is_edited(self) -> bool:
-        """Whether a graph is another one than was made, or the GraphModule holds other tensors or modules."""
+        """Whether a graph is not as it was lowered, or the GraphModule holds other tensors or modules."""
         graphs = _graphs(self.lowering, self.graph_module)
-        return self.lowering.is_edited or any(body.graph is not graph for body, graph in graphs) or self._is_refilled()
+        return any(lowered.is_edited(graph) for lowered, graph in graphs) or self._is_refilled()
 
     def _is_refilled(self) -> bool:
         held, tape = self._held_tensors(), self.tape
-        known: tuple[Mapping[str, object], ...] = (tape.attributes, held.now, held.bound, tape.modules)
-        names = {str(s.target) for s in self.lowering.made if s.op in ("get_attr", "call_module")}
+        known: tuple[Mapping[str, object], ...] = (tape.attributes, held.current, held.bound, tape.modules)
+        names = {str(s.target) for s in self.lowering.states if s.op in ("get_attr", "call_module")}
         for name in names & {*tape.attributes, *tape.modules}:
             try:
-                now = look_up(self.graph_module, name)
+                current = look_up(self.graph_module, name)
             except AttributeError:
                 return True
-            if all(now is not found.get(name) for found in known):
+            if all(current is not table.get(name) for table in known):
                 return True
         return False
 
     def _held_tensors(self) -> HeldTensors:
         bound = self.boundary.state.bound if "boundary" in self.__dict__ else {}
-        return HeldTensors(held_now(self.tape), bound)
+        return HeldTensors(current_tensors(self.tape), bound)
 
     def _with_reading(self, reading: Reading) -> TracedProgram:
         tape = reading.tape
@@ -412,8 +203,7 @@ class TracedProgram:
 
     @functools.cached_property
     def _graph_values(self) -> GraphValues:
-        tape = self.tape
-        return GraphValues(tape, [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)])
+        return GraphValues(self.tape)
 
     @property
     def forward(self) -> Callable[..., Any] | None:
@@ -423,31 +213,7 @@ class TracedProgram:
     @functools.cached_property
     def calls(self) -> list[ModuleCall]:
         """Every module call in forward order, the root first."""
-        records = dict.fromkeys(record for tape in self.tape.walk() for record in tape.calls)
-        at: dict[int, ModuleCall] = {}
-        for record in sorted(records, key=lambda record: record.position):
-            at[record.position] = ModuleCall(record, self, at[record.parent.position] if record.parent else None)
-        return list(at.values())
-
-    @functools.cached_property
-    def _lowerings(self) -> dict[Call, FxLowering]:
-        found: dict[Call, FxLowering] = {}
-        for lowering in self.lowering.walk():
-            for record in lowering.tape.calls:
-                found.setdefault(record, lowering)  # several higher-order ops may share a body
-        return found
-
-    def lowering_of(self, call: Call) -> FxLowering:
-        """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
-        return self._lowerings.get(call, self.lowering)
-
-    @functools.cached_property
-    def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
-        return {lowering: _with_position(lowering.graph) for lowering in self.lowering.walk()}
-
-    def nodes_between(self, lowering: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
-        """The nodes of a graph or subgraph whose innermost call has a position from `start` to before `stop`."""
-        return [n for position, n in self._nodes[lowering] if start <= position < stop and not was_erased(n)]
+        return CallGraphs(self.tape, self.forward, lambda: self.lowering).calls()
 
     @functools.cached_property
     def scopes(self) -> dict[str, Scope]:
@@ -461,9 +227,9 @@ class TracedProgram:
         if path is not None and path in self.scopes:
             return self.scopes[path]
         for near in (list(node.users), node.all_input_nodes):
-            found = [self.scopes[p] for n in near if (p := scope_path(n)) in self.scopes and n.op != "output"]
-            if found:
-                return common_scope(found)
+            scopes = [self.scopes[p] for n in near if (p := scope_path(n)) in self.scopes and n.op != "output"]
+            if scopes:
+                return common_scope(scopes)
         return self.tape.root
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -546,16 +312,16 @@ class TracedProgram:
                 f"torch.is_grad_enabled(): {self.tape.grad} when traced and {not self.tape.grad} now, and functions, "
                 "branches or compiled code of the graph switch it; trace again in this state"
             )
-        code, run = self._without_switches
-        if code is not self.graph_module.code:
+        code = self.graph_module.code
+        if code not in self._without_switches:
             run = method_of(without_grad_switches(self.graph_module.graph), self.graph_module)
-            self._without_switches = self.graph_module.code, run
-        return run
+            self._without_switches = {code: run}
+        return self._without_switches[code]
 
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
         tape = self.tape if isinstance(self.tape, FunctionalTape) else functional_tape(self.recorded)
-        return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
+        return self.with_tape(_with_current_tensors(tape))
 
     def without_regions(self) -> TracedProgram:
         """The program with the ops of checkpointed and nested regions in their places, pure if it has some."""
@@ -593,8 +359,8 @@ class TracedProgram:
 
     def write(self, file: IO[bytes], foreign: list[Any] | None = None) -> None:
         """Write both tapes, with the tensors that the model has now; see `files.write`."""
-        recorded = _with_present_tensors(self.recorded)
-        tape = recorded if self.tape is self.recorded else _with_present_tensors(self.tape)
+        recorded = _with_current_tensors(self.recorded)
+        tape = recorded if self.tape is self.recorded else _with_current_tensors(self.tape)
         files.write(recorded, tape, file, foreign)
 
     def __reduce__(self) -> Any:
@@ -633,8 +399,8 @@ def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
     return TracedProgram.read(io.BytesIO(data), loads(foreign))
 
 
-def _with_present_tensors(tape: Program) -> Program:
-    return dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)})
+def _with_current_tensors(tape: Program) -> Program:
+    return dataclasses.replace(tape, attributes=tape.attributes | current_tensors(tape))
 
 
 def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowering, torch.fx.Graph | None]]:

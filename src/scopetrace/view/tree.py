@@ -28,6 +28,7 @@ from scopetrace.containers.structure import container_type, leaves, open_contain
 from scopetrace.formatting import LONGEST, short_repr
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Tape
+from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import (
     FxLowering,
     call_position,
@@ -37,7 +38,7 @@ from scopetrace.program.graph import (
     scope_path,
     type_text,
 )
-from scopetrace.program.traced import ModuleCall, TracedProgram
+from scopetrace.program.traced import TracedProgram
 
 BACKWARD = "backward"
 """The label of the section for backward."""
