@@ -18,7 +18,7 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.record.builder import Assumptions
-from scopetrace.record.calls import NodeRunner, root_scope, scope_of_node
+from scopetrace.record.calls import root_scope, scope_of_node
 from scopetrace.record.model import Model
 from scopetrace.session import Recording, retraced
 from scopetrace.torch_level.pure_calls import pure_call
@@ -81,10 +81,7 @@ def record_steps(
 def _record(
     gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
 ) -> tuple[RecordedTape, list[NodeRecord]]:
-    def run_body(body: torch.fx.GraphModule, args: Any) -> Any:
-        return NodeRunner(body, recording.builder).run(*args)
-
-    recording = Recording(Model(gm), root_scope(gm), assumptions, run_graph=run_body)
+    recording = Recording(Model(gm), root_scope(gm), assumptions)
     stepper = _Stepper(gm, recording, with_trials=with_trials)
     return recording.run(stepper.run, gm, args, {}).tape, stepper.nodes
 
