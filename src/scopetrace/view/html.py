@@ -33,16 +33,15 @@ def page(root: Box) -> str:
         "layout": _asset("dagre.min.js"),
         "script": _asset("page.js"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def document(root: Box) -> dict[str, Any]:
     """The boxes as plain records, outer before inner, with `children` as positions in the list."""
-    found = list(root.walk())
-    positions = {box: position for position, box in enumerate(found)}
+    positions = {box: position for position, box in enumerate(root.walk())}
     sources: dict[str, int] = {}
     records = []
-    for box in found:
+    for box in positions:
         record = _record(box) | ({"share": round(share(box.cost, root.cost), 3)} if box.kind != "op" else {})
         record["children"] = [positions[child] for child in box.children]
         if box.source:
@@ -78,8 +77,8 @@ def _edge(edge: Edge) -> list[Any]:
 
 
 def _attributes(box: Box) -> list[list[str]]:
-    found = ((name, value_text(x, named)) for name, x in box.call.attributes.items())
-    return [[name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"] for name, text in found]
+    texts = ((name, value_text(x, named)) for name, x in box.call.attributes.items())
+    return [[name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"] for name, text in texts]
 
 
 def _facts(box: Box) -> list[list[str]]:
