@@ -366,26 +366,26 @@ def test_the_text_of_a_picture():
     check(
         re.sub(r"(?s)^.*?\n  edge [^\n]*\n", "", dot_text([boxes(program_of(trace(Net(1), X)))], 1)),
         """
-          subgraph cluster_n0 {
-          label="Net"; bgcolor="#f6f8fa"; color="#d0d7de"
+          n0 [label="x", shape=ellipse, style=filled, fillcolor="#eaeef2"]
           subgraph cluster_n1 {
+          label="Net"; bgcolor="#f6f8fa"; color="#d0d7de"
+          subgraph cluster_n2 {
           label="Block[layers.0]"; bgcolor="#ffffff"; color="#d0d7de"
-          n2 [label="Linear[a]\\n20 parameters, 64 FLOP", fillcolor="#ddf4ff"]
-          n3 [label="ReLU[act]", fillcolor="#ddf4ff"]
-          n4 [label="aten.mul.Tensor", fillcolor="#ffffff"]
-          n5 [label="Linear[b]\\n16 parameters, 64 FLOP", fillcolor="#ddf4ff"]
-          n6 [label="aten.add.Tensor", fillcolor="#ffffff"]
+          n3 [label="Linear[a]\\n20 parameters, 64 FLOP", fillcolor="#ddf4ff"]
+          n4 [label="ReLU[act]", fillcolor="#ddf4ff"]
+          n5 [label="aten.mul.Tensor", fillcolor="#ffffff"]
+          n6 [label="Linear[b]\\n16 parameters, 64 FLOP", fillcolor="#ddf4ff"]
+          n7 [label="aten.add.Tensor", fillcolor="#ffffff"]
           }
-          n2 -> n3 [label=" f32[2, 4]"]
-          n3 -> n4 [label=" f32[2, 4]"]
-          n4 -> n6 [label=" f32[2, 4]"]
-          n5 -> n6 [label=" f32[2, 4]"]
           }
-          n7 [label="x", shape=ellipse, style=filled, fillcolor="#eaeef2"]
-          n7 -> n2 [label=" f32[2, 4]"]
-          n7 -> n5 [label=" f32[2, 4]"]
           n8 [label="out", shape=ellipse, style=filled, fillcolor="#eaeef2"]
-          n6 -> n8 [label=" f32[2, 4]"]
+          n0 -> n3 [label=" f32[2, 4]"]
+          n3 -> n4 [label=" f32[2, 4]"]
+          n4 -> n5 [label=" f32[2, 4]"]
+          n0 -> n6 [label=" f32[2, 4]"]
+          n5 -> n7 [label=" f32[2, 4]"]
+          n6 -> n7 [label=" f32[2, 4]"]
+          n7 -> n8 [label=" f32[2, 4]"]
         }
         """,
     )

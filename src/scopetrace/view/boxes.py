@@ -41,6 +41,7 @@ class Port:
     """The parameter of `forward`, with the path inside it; for other values the node."""
     type: str
     """`f32[1, 8]`."""
+    node: torch.fx.Node = dataclasses.field(compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +271,7 @@ def _first_names(leaves: Iterable[tuple[str, Any]]) -> dict[torch.fx.Node, str]:
 
 
 def _port(node: torch.fx.Node, name: str | None = None) -> Port:
-    return Port(name or named(node), _type(node))
+    return Port(name or named(node), _type(node), node)
 
 
 def _edges(ends: dict[torch.fx.Node, End], child: int | None, nodes: Iterable[torch.fx.Node]) -> list[Edge]:
