@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -95,8 +96,20 @@ class Box:
     inputs: list[Port] = dataclasses.field(default_factory=list)
     outputs: list[Port] = dataclasses.field(default_factory=list)
     children: list[Box] = dataclasses.field(default_factory=list)
-    edges: list[Edge] = dataclasses.field(default_factory=list)
     parameters: tuple[Port, ...] = ()
+
+    @functools.cached_property
+    def edges(self) -> list[Edge]:
+        """From ports at which values come in, or children that make them, to children that use them, and out again."""
+        edges = []
+        ends = {port.node: End(None, i) for i, port in enumerate(self.inputs)}
+        for child, box in enumerate(self.children):
+            for i, port in enumerate(box.inputs):
+                if port.node in ends:
+                    edges.append(Edge(ends[port.node], End(child, i), port.type))
+            ends |= {port.node: End(child, i) for i, port in enumerate(box.outputs)}  # Identity gives what it got
+        out = [(ends[port.node], End(None, i), port.type) for i, port in enumerate(self.outputs) if port.node in ends]
+        return [*edges, *itertools.starmap(Edge, out)]
 
     def notes(self) -> Iterator[tuple[str, str]]:
         """The lines below its label, each with its kind: `cost`, `weights` of an op, `writes`, `shares`."""
@@ -186,22 +199,16 @@ class _Boxes:
 
     def _fill(self, box: Box, around: Section | Run, items: Sequence[Item], needed: Nodes) -> None:
         """Add ports, children and edges to a box. `needed` are its nodes that are used outside."""
-        names, taken = _argument_names(around), self._used(around)
-        box.inputs = [_port(node, names.get(node)) for node in taken]
+        names = _argument_names(around)
+        box.inputs = [_port(node, names.get(node)) for node in self._used(around)]
         names = _result_names(around)
         box.outputs = [_port(node, names.get(node)) for node in needed]
-        uses = [self._used(item) for item in items]
         results = [dict.fromkeys(_results(item)) for item in items]
         starts = [item.first for item in items]
-        for node in [*itertools.chain.from_iterable(uses), *needed]:
+        for node in [*itertools.chain.from_iterable(map(self._used, items)), *needed]:
             child = self._producer(node, items, starts)
             if child is not None:
                 results[child][node] = None
-        ends = {node: End(None, port) for port, node in enumerate(taken)}
-        for child, nodes in enumerate(uses):
-            box.edges += _edges(ends, child, nodes)
-            ends |= {node: End(child, port) for port, node in enumerate(results[child])}  # Identity gives what it got
-        box.edges += _edges(ends, None, needed)
         box.children = [self._item(item, box.key, nodes) for item, nodes in zip(items, results, strict=True)]
         box.parameters = tuple(dict.fromkeys(port for inner in box.children for port in inner.parameters))
         box.shares = self._marks.shares(around)
@@ -271,13 +278,4 @@ def _first_names(leaves: Iterable[tuple[str, Any]]) -> dict[torch.fx.Node, str]:
 
 
 def _port(node: torch.fx.Node, name: str | None = None) -> Port:
-    return Port(name or named(node), _type(node), node)
-
-
-def _edges(ends: dict[torch.fx.Node, End], child: int | None, nodes: Iterable[torch.fx.Node]) -> list[Edge]:
-    """The edges to a child, or to the outputs of the box around it."""
-    return [Edge(ends[n], End(child, port), _type(n)) for port, n in enumerate(nodes) if n in ends]
-
-
-def _type(node: torch.fx.Node) -> str:
-    return type_text(node_value(node))
+    return Port(name or named(node), type_text(node_value(node)), node)
