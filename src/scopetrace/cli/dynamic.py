@@ -19,7 +19,7 @@ def parse_dynamic(texts: tuple[str, ...]) -> dict[str, dict[int, Any]] | None:
     Raises UsageError, saying what to write instead.
     """
     limits: dict[str, tuple[str | None, str | None]] = {}
-    found: dict[str, dict[int, str]] = {}
+    symbols: dict[str, dict[int, str]] = {}
     for text in texts:
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
@@ -27,12 +27,12 @@ def parse_dynamic(texts: tuple[str, ...]) -> dict[str, dict[int, Any]] | None:
         name, dim, symbol, low, high = (match[k] for k in ("name", "dim", "symbol", "min", "max"))
         if limits.setdefault(symbol, (low, high)) != (low, high) and (low or high):
             raise UsageError(f"--dynamic {text}: {symbol} has other limits elsewhere; write them the first time only")
-        if found.setdefault(name, {}).setdefault(int(dim), symbol) != symbol:
+        if symbols.setdefault(name, {}).setdefault(int(dim), symbol) != symbol:
             raise UsageError(
-                f"--dynamic {text}: {name}.{dim} is {found[name][int(dim)]} already; give a size one symbol"
+                f"--dynamic {text}: {name}.{dim} is {symbols[name][int(dim)]} already; give a size one symbol"
             )
     dims = {symbol: _dim(symbol, low, high) for symbol, (low, high) in limits.items()}
-    return {name: {d: dims[symbol] for d, symbol in sizes.items()} for name, sizes in found.items()} or None
+    return {name: {d: dims[symbol] for d, symbol in sizes.items()} for name, sizes in symbols.items()} or None
 
 
 def _dim(symbol: str, low: str | None, high: str | None) -> Any:

@@ -1,9 +1,8 @@
-"""Errors and results of commands: one line for a wrong argument, the source line for an error in a model."""
+"""Errors of commands: one line for a wrong argument, the source line for an error in a model."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -20,8 +19,11 @@ class ModelError(Exception):
     """A model that raised, or that cannot be traced; the message is for people."""
 
 
-class OneLineGroup(click.Group):
-    """A click group that prints errors without tracebacks."""
+class LazyGroup(click.Group):
+    """A group that prints errors without tracebacks, and imports a command when it runs.
+
+    Its `commands` are stubs, which have the names and first sentences for the list of commands.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run a command and exit: 1 for a model that cannot be traced, 2 for a wrong argument."""
@@ -37,29 +39,13 @@ class OneLineGroup(click.Group):
             code = _fail(str(error), 1)
         sys.exit(code if isinstance(code, int) else 0)
 
-
-class LazyGroup(OneLineGroup):
-    """A group whose commands are imported when they run: the names and first sentences of all cost nothing.
-
-    Its `commands` are those sentences by name.
-    """
-
-    commands: dict[str, str]  # type: ignore[assignment]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, of the file of that name."""
-        if cmd_name not in self.commands:
-            return None
-        command = getattr(importlib.import_module(f"scopetrace.cli.{cmd_name}"), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of the commands, as the base class does of commands that it has imported."""
-        limit = formatter.width - 6 - max(map(len, self.commands))
-        stubs = [click.Command(name, help=text) for name, text in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl([(stub.name or "", stub.get_short_help_str(limit)) for stub in stubs])
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """The command itself, of the file of its name or of `commands`."""
+        name, stub, rest = super().resolve_command(ctx, args)
+        if stub is None:
+            return name, stub, rest
+        file = stub.name if stub.name in ("demo", "onnx", "plan") else "commands"
+        return name, getattr(importlib.import_module(f"scopetrace.cli.{file}"), str(stub.name)), rest
 
 
 def _click_message(error: click.ClickException) -> str:
@@ -72,23 +58,6 @@ def _click_message(error: click.ClickException) -> str:
 def _fail(message: str, code: int) -> int:
     click.echo(f"scopetrace: {message}", err=True)
     return code
-
-
-def print_result(text: str) -> None:
-    """Print a command's result. A pipe closed by its reader, such as `head`, is no error."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        if sys.stdout.isatty():
-            from scopetrace.cli.terminal import print_text  # with colours: imports rich
-
-            print_text(text)
-        else:
-            click.echo(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def error_text(error: BaseException) -> str:

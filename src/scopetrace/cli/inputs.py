@@ -5,11 +5,11 @@ text -> Input: a tensor, or a Python value -> inputs with dots in their names pu
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
+import itertools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ _WORDS = {"true": True, "false": False, "none": None}
 _PYTHON: dict[str, type] = {"int": int, "float": float, "str": str}
 
 
-@dataclasses.dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One `--input`."""
 
     name: str
@@ -67,20 +66,20 @@ def nested(inputs: list[Input]) -> list[Input]:
 
     Raises UsageError where a name is a value and a dict.
     """
-    found: dict[str, Any] = {}
-    rest = []
-    for given in inputs:
-        name, *keys = given.name.split(".")
+    dicts: dict[str, Any] = {}
+    plain = []
+    for path, value in inputs:
+        name, *keys = path.split(".")
         if not keys:
-            rest.append(given)
+            plain.append(Input(name, value))
             continue
-        inner = found.setdefault(name, {})
+        inner = dicts.setdefault(name, {})
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict) or keys[-1] in inner or any(r.name == name for r in rest):
-            raise UsageError(f"--input {given.name}: another --input gives a part of it, or all of {name}")
-        inner[keys[-1]] = given.value
-    return [*rest, *(Input(name, value) for name, value in found.items())]
+        if not isinstance(inner, dict) or keys[-1] in inner or any(p.name == name for p in plain):
+            raise UsageError(f"--input {path}: another --input gives a part of it, or all of {name}")
+        inner[keys[-1]] = value
+    return [*plain, *(Input(name, value) for name, value in dicts.items())]
 
 
 def _shape(text: str, name: str, shape: str) -> list[int]:
@@ -100,11 +99,11 @@ def _shape(text: str, name: str, shape: str) -> list[int]:
 def _dtype(text: str, name: str) -> torch.dtype:
     known = {word: value for word, value in vars(torch).items() if isinstance(value, torch.dtype)}
     known |= {str(getattr(dtype, "abbr", dtype)): dtype for dtype in known.values()}
-    found = known.get(name.removeprefix("torch."))
-    if found is None:
+    dtype = known.get(name.removeprefix("torch."))
+    if dtype is None:
         near = difflib.get_close_matches(name, known, n=3) or ["float32", "int64", "bool", "bf16"]
         raise UsageError(f"--input {text}: {name!r} is no dtype; write one such as {' or '.join(near)}")
-    return found
+    return dtype
 
 
 class Forward:
@@ -127,18 +126,17 @@ class Forward:
 
     def bind(self, inputs: list[Input]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for the model. Raises UsageError for a wrong name, a missing one, or one given twice."""
-        named: dict[str, Any] = {}
-        rest: dict[int, Any] = {}
-        for given in inputs:
-            key = self._resolve(given.name)
-            if key in named or key in rest:
-                raise UsageError(f"--input {given.name} is given twice: write each argument of {self._name} once")
-            if isinstance(key, str):
-                named[key] = given.value
-            else:
-                rest[key] = given.value
-        self._refuse_missing(named, rest)
-        return self._arguments(named, [rest[i] for i in sorted(rest)])
+        arguments: dict[Any, Any] = {}
+        for name, value in inputs:
+            key = self._resolve(name)
+            if key in arguments:
+                raise UsageError(f"--input {name} is given twice: write each argument of {self._name} once")
+            arguments[key] = value
+        rest = sorted(key for key in arguments if isinstance(key, int))
+        self._refuse_missing(arguments, rest)
+        leading = itertools.takewhile(lambda p: p.name in arguments, self._positional)
+        args = [arguments.pop(key) for key in [*(p.name for p in leading), *rest]]
+        return tuple(args), arguments
 
     def swallowed(self, inputs: list[Input]) -> list[str]:
         """The names of inputs that `**kwargs` took, since no parameter has them."""
@@ -167,7 +165,7 @@ class Forward:
             return name
         raise UsageError(self.wrong_name(name))
 
-    def _refuse_missing(self, named: dict[str, Any], rest: dict[int, Any]) -> None:
+    def _refuse_missing(self, named: dict[Any, Any], rest: list[int]) -> None:
         required = [p.name for p in self._named if p.default is p.empty]
         missing = [name for name in required if name not in named]
         if rest:
@@ -179,12 +177,3 @@ class Forward:
             raise UsageError(
                 f"{self._name} needs {', '.join(missing)}: add {flags}, with a SHAPE such as 1x3x224x224 or 1x16:int64"
             )
-
-    def _arguments(self, named: dict[str, Any], rest: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs): positional up to the first parameter that is not given."""
-        args: list[Any] = []
-        for p in self._positional:
-            if p.name not in named:
-                break
-            args.append(named.pop(p.name))
-        return (*args, *rest), named
