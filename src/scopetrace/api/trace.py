@@ -446,10 +446,10 @@ class OutlinedProgram(Shown):
 
         Raises OutlineError for a node that calls no function of this program.
         """
-        found = next((f for f in self.functions if f.identifier == node.args[1]), None)
-        if node.target is not torch.ops.higher_order.invoke_subgraph or found is None:
+        function = next((f for f in self.functions if f.identifier == node.args[1]), None)
+        if node.target is not torch.ops.higher_order.invoke_subgraph or function is None:
             raise OutlineError(f"{node.name} does not call a function of this program")
-        return found
+        return function
 
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from. Raises EditError for a graph edited since."""
@@ -478,10 +478,10 @@ def diff(before: Shown, after: Shown) -> Diff:
 
     Raises ArgumentTypeError for what is neither a Trace nor an OutlinedProgram.
     """
-    for given in (before, after):
-        if not isinstance(given, Shown):
+    for traced in (before, after):
+        if not isinstance(traced, Shown):
             raise ArgumentTypeError(
-                f"diff takes two traces, not {type(given).__name__}; st.trace and st.load give them"
+                f"diff takes two traces, not {type(traced).__name__}; st.trace and st.load give them"
             )
     return compare(program_of(before), program_of(after))
 
@@ -617,8 +617,8 @@ def _unbound(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argum
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(model, "__qualname__", type(model).__name__)
-        given = "positional arguments are args=(…,), keyword arguments kwargs={…}"
-        return ArgumentTypeError(f"{name} takes {signature}, and {error}; {given}")
+        hint = "positional arguments are args=(…,), keyword arguments kwargs={…}"
+        return ArgumentTypeError(f"{name} takes {signature}, and {error}; {hint}")
     return None
 
 

@@ -114,7 +114,7 @@ class _Forward:
             if group != ROOT:
                 self.schedule.missing = group, ROOT
         if self.open:
-            self._use(name for name in call.given if name in self.manager)
+            self._use(name for name in call.param_arguments if name in self.manager)
 
     def _use(self, params: Iterable[str]) -> None:
         group = next((self.manager[param] for param in params if self.manager[param] not in self.ready), None)
