@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -24,8 +24,6 @@ from scopetrace.ir.tape import Call, Tape, Value
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Meter
 from scopetrace.view.memory import Storage, forward_calls, storages_of, timeline_of
-
-Storages = Mapping[int, Storage]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,26 +65,31 @@ class _Candidate:
     """The call on the tape of the ops as they ran."""
     again: int
     """The position of the first op of its backward, before which it runs again."""
-    dropped: frozenset[int]
-    """The storages that are freed when it returns, and made again."""
-    kept: frozenset[int]
-    """The storages of its arguments, which are kept until it runs again."""
+    dropped: frozenset[Storage]
+    """What is freed when it returns, and made again."""
+    kept: frozenset[Storage]
+    """What its arguments are in, which is kept until it runs again."""
     passing: int
     """The bytes that are there besides while it runs again."""
     flops: int
     cost: int
     """What running it again takes: its FLOPs, and the bytes that it makes."""
 
-    def gain(self, storages: Storages, at: int) -> int:
+    def gain(self, at: int) -> int:
         """By how many bytes less is in use while an op after the call runs, and before it runs again."""
         if not self.record.stop <= at < self.again:
             return 0
-        less = sum(storages[s].size for s in self.dropped if storages[s].last >= at)
-        return less - sum(storages[s].size for s in self.kept if storages[s].last < at)
+        return sum(s.size for s in self.dropped if s.last >= at) - sum(s.size for s in self.kept if s.last < at)
 
-    def holds(self, storages: Storages, at: int) -> bool:
+    def worth(self, chosen: list[_Candidate], at: int) -> float:
+        """Bytes freed at a peak for what it costs, beyond what calls inside, in whose place it is, free and cost."""
+        inside = [other for other in chosen if other.is_in(self)]
+        gain = self.gain(at) - sum(other.gain(at) for other in inside)
+        return gain / max(self.cost - sum(other.cost for other in inside), 1)
+
+    def holds(self, at: int) -> bool:
         """Whether what it has made again is there while an op runs."""
-        return self.again <= at and any(storages[s].last >= at for s in self.dropped)
+        return self.again <= at and any(s.last >= at for s in self.dropped)
 
     def is_in(self, other: _Candidate) -> bool:
         """Whether this call was made in the other one, or is that."""
@@ -100,7 +103,7 @@ def checkpoint_plan(program: TracedProgram, budget_bytes: int) -> CheckpointPlan
         raise ArgumentError("checkpoint_plan is of a training step: trace a function that calls backward()")
     _, storages = storages_of(tape)
     candidates = list(_candidates(program, tape, storages))
-    search = _Search(tape, storages, budget_bytes)
+    search = _Search(tape, storages.values(), budget_bytes)
     chosen = search.cheapest(candidates)
     if chosen is None:
         raise ArgumentError(
@@ -121,7 +124,7 @@ class _Search:
         lowest: the lowest peak of the choices that were tried.
     """
 
-    def __init__(self, tape: Tape, storages: Storages, budget: int) -> None:
+    def __init__(self, tape: Tape, storages: Iterable[Storage], budget: int) -> None:
         self._tape, self._storages, self._budget = tape, storages, budget
         self.lowest = sys.maxsize
 
@@ -145,13 +148,13 @@ class _Search:
     def _timeline(self, chosen: list[_Candidate]) -> list[int]:
         """The bytes in use while each op runs, with calls checkpointed."""
         again = {s: c.again for c in chosen for s in c.dropped}
-        kept = dict(sorted((s, c.again) for c in chosen for s in c.kept))  # of several positions the last
+        kept = {s: c.again for c in sorted(chosen, key=lambda c: c.again) for s in c.kept}
         intervals = [(c.passing, c.again, c.again) for c in chosen]
-        for key, s in self._storages.items():
-            if key in again:
-                intervals += [(s.size, s.first, s.forward_last), (s.size, again[key], s.last)]
+        for s in self._storages:
+            if s in again:
+                intervals += [(s.size, s.first, s.forward_last), (s.size, again[s], s.last)]
             else:
-                intervals.append((s.size, s.first, max(s.last, kept.get(key, 0))))
+                intervals.append((s.size, s.first, max(s.last, kept.get(s, 0))))
         timeline = timeline_of(len(self._tape.ops), intervals)
         self.lowest = min(self.lowest, max(timeline))
         return timeline
@@ -170,13 +173,13 @@ class _Search:
             if peak <= self._budget:
                 return chosen
             at = timeline.index(peak)
-            worth = {c: _worth(c, chosen, self._storages, at) for c in free}
+            worth = {c: c.worth(chosen, at) for c in free}
             best = max(free, key=lambda c: worth[c], default=None)
             if best is not None and worth[best] > 0:
                 chosen = [*(c for c in chosen if not c.is_in(best)), best]
                 free = [c for c in free if not c.is_in(best)]
                 continue
-            whole = next((c for c in chosen if c.holds(self._storages, at)), None)
+            whole = next((c for c in chosen if c.holds(at)), None)
             if whole is None:
                 return chosen
             chosen = [c for c in chosen if c is not whole]
@@ -208,14 +211,7 @@ def _by_class(candidates: list[_Candidate]) -> list[list[_Candidate]]:
     return list(of_class.values())
 
 
-def _worth(c: _Candidate, chosen: list[_Candidate], storages: Storages, at: int) -> float:
-    """Bytes freed at a peak for what it costs, beyond what calls inside, in whose place it is, free and cost."""
-    inside = [other for other in chosen if other.is_in(c)]
-    gain = c.gain(storages, at) - sum(other.gain(storages, at) for other in inside)
-    return gain / max(c.cost - sum(other.cost for other in inside), 1)
-
-
-def _candidates(program: TracedProgram, tape: Tape, storages: Storages) -> Iterator[_Candidate]:
+def _candidates(program: TracedProgram, tape: Tape, storages: Mapping[int, Storage]) -> Iterator[_Candidate]:
     """The calls that make what only their own backward reads."""
     meter = Meter(program)
     times = collections.Counter(id(call.module) for call in program.calls)
@@ -225,21 +221,21 @@ def _candidates(program: TracedProgram, tape: Tape, storages: Storages) -> Itera
         again, record = first.get(call.position), records.get(call.position)
         if call.module is None or again is None or record is None or times[id(call.module)] > 1:
             continue
-        inside = {key: s for key, s in storages.items() if record.start <= s.first < record.stop}
-        dropped = {
-            key
-            for key, s in inside.items()
+        inside = [s for s in storages.values() if record.start <= s.first < record.stop]
+        dropped = frozenset(
+            s
+            for s in inside
             if s.backward_first is not None and s.backward_first >= again and s.forward_last < record.stop
-        }
+        )
         if not dropped or call.raised is not None or call.is_leaf:
             continue
-        intervals = [(s.size, s.first, record.stop if key in dropped else s.forward_last) for key, s in inside.items()]
+        intervals = [(s.size, s.first, record.stop if s in dropped else s.forward_last) for s in inside]
         peak = max(timeline_of(len(tape.ops), intervals)[record.start : record.stop])
-        kept = {v.storage for v in leaves((record.args, record.kwargs), Value)} & storages.keys()
-        passing = peak - sum(storages[s].size for s in dropped)
+        arguments = {v.storage for v in leaves((record.args, record.kwargs), Value)}
+        kept = frozenset(storages[key] for key in arguments & storages.keys())
+        passing = peak - sum(s.size for s in dropped)
         flops = sum(meter.flops(node) for node in call.nodes)
-        cost = flops + sum(s.size for s in inside.values())
-        yield _Candidate(call, record, again, frozenset(dropped), frozenset(kept), passing, flops, cost)
+        yield _Candidate(call, record, again, dropped, kept, passing, flops, flops + sum(s.size for s in inside))
 
 
 def _first_backward(tape: Tape) -> dict[int, int]:

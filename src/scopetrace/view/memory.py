@@ -55,7 +55,7 @@ class CallMemory:
     """The most that is in use while it runs, forward or backward, that of other calls included."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Storage:
     """Memory that the program makes."""
 

@@ -227,23 +227,22 @@ def _unmatched(root: Scope, target: Target) -> str:
     return f"no scope matches {target_text(target)}; {examples}"
 
 
-def level(scope: Scope, selection: Selection | None = None) -> int | None:
-    """The number of modules between a scope and the outermost scope that matches (None: the root).
-
-    None where neither the scope nor one around it matches.
-    """
-    around = list(scope.ancestors())
-    if selection is not None:
-        while around and not is_scope_named(around[-1], selection):
-            around.pop()
-    return sum(s.is_module for s in around[:-1]) if around else None
+def levels(scope: Scope, selection: Selection | None, outer: int | None = None) -> dict[Scope, int]:
+    """By scope that matches (None: all) or is in one that does, the number of modules to the outermost that matches."""
+    if outer is None:
+        level = 0 if selection is None or is_scope_named(scope, selection) else None
+    else:
+        level = outer + scope.is_module
+    by_scope = {} if level is None else {scope: level}
+    for child in scope.children:
+        by_scope |= levels(child, selection, level)
+    return by_scope
 
 
 def select_calls(calls: list[ModuleCall], depth: int | None, selection: Selection | None) -> list[ModuleCall]:
     """The calls in scopes that match, down to `depth` levels below the outermost match."""
-    levels = {call.scope: level(call.scope, selection) for call in calls}
-    chosen = {scope for scope, n in levels.items() if n is not None and (depth is None or n <= depth)}
-    return [call for call in calls if call.scope in chosen]
+    by_scope = levels(calls[0].scope, selection)
+    return [c for c in calls if c.scope in by_scope and (depth is None or by_scope[c.scope] <= depth)]
 
 
 def calls_table(calls: list[ModuleCall]) -> str:
