@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
@@ -23,7 +23,7 @@ from scopetrace.formatting import amount
 from scopetrace.ir.tape import Call, Tape, Value
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Meter
-from scopetrace.view.memory import Storage, forward_calls, storages_of, timeline_of
+from scopetrace.view.memory import Recomputed, Storage, forward_calls, storages_of, timeline_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +57,12 @@ class CheckpointPlan:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Candidate:
+class _Candidate(Recomputed):
     """A call that could be checkpointed."""
 
     call: ModuleCall
     record: Call
     """The call on the tape of the ops as they ran."""
-    again: int
-    """The position of the first op of its backward, before which it runs again."""
-    dropped: frozenset[Storage]
-    """What is freed when it returns, and made again."""
-    kept: frozenset[Storage]
-    """What its arguments are in, which is kept until it runs again."""
     passing: int
     """The bytes that are there besides while it runs again."""
     flops: int
@@ -103,7 +97,7 @@ def checkpoint_plan(program: TracedProgram, budget_bytes: int) -> CheckpointPlan
         raise ArgumentError("checkpoint_plan is of a training step: trace a function that calls backward()")
     _, storages = storages_of(tape)
     candidates = list(_candidates(program, tape, storages))
-    search = _Search(tape, storages.values(), budget_bytes)
+    search = _Search(tape, storages, budget_bytes)
     chosen = search.cheapest(candidates)
     if chosen is None:
         raise ArgumentError(
@@ -124,7 +118,7 @@ class _Search:
         lowest: the lowest peak of the choices that were tried.
     """
 
-    def __init__(self, tape: Tape, storages: Iterable[Storage], budget: int) -> None:
+    def __init__(self, tape: Tape, storages: list[Storage], budget: int) -> None:
         self._tape, self._storages, self._budget = tape, storages, budget
         self.lowest = sys.maxsize
 
@@ -147,15 +141,8 @@ class _Search:
 
     def _timeline(self, chosen: list[_Candidate]) -> list[int]:
         """The bytes in use while each op runs, with calls checkpointed."""
-        again = {s: c.again for c in chosen for s in c.dropped}
-        kept = {s: c.again for c in sorted(chosen, key=lambda c: c.again) for s in c.kept}
-        intervals = [(c.passing, c.again, c.again) for c in chosen]
-        for s in self._storages:
-            if s in again:
-                intervals += [(s.size, s.first, s.forward_last), (s.size, again[s], s.last)]
-            else:
-                intervals.append((s.size, s.first, max(s.last, kept.get(s, 0))))
-        timeline = timeline_of(len(self._tape.ops), intervals)
+        passing = [Storage(c.passing, c.again, c.again, c.again) for c in chosen]
+        timeline = timeline_of(len(self._tape.ops), [*self._storages, *passing], chosen)
         self.lowest = min(self.lowest, max(timeline))
         return timeline
 
@@ -211,7 +198,7 @@ def _by_class(candidates: list[_Candidate]) -> list[list[_Candidate]]:
     return list(of_class.values())
 
 
-def _candidates(program: TracedProgram, tape: Tape, storages: Mapping[int, Storage]) -> Iterator[_Candidate]:
+def _candidates(program: TracedProgram, tape: Tape, storages: list[Storage]) -> Iterator[_Candidate]:
     """The calls that make what only their own backward reads."""
     meter = Meter(program)
     times = collections.Counter(id(call.module) for call in program.calls)
@@ -221,7 +208,7 @@ def _candidates(program: TracedProgram, tape: Tape, storages: Mapping[int, Stora
         again, record = first.get(call.position), records.get(call.position)
         if call.module is None or again is None or record is None or times[id(call.module)] > 1:
             continue
-        inside = [s for s in storages.values() if record.start <= s.first < record.stop]
+        inside = [s for s in storages if record.start <= s.first < record.stop]
         dropped = frozenset(
             s
             for s in inside
@@ -229,13 +216,13 @@ def _candidates(program: TracedProgram, tape: Tape, storages: Mapping[int, Stora
         )
         if not dropped or call.raised is not None or call.is_leaf:
             continue
-        intervals = [(s.size, s.first, record.stop if s in dropped else s.forward_last) for s in inside]
-        peak = max(timeline_of(len(tape.ops), intervals)[record.start : record.stop])
+        alone = [dataclasses.replace(s, last=record.stop if s in dropped else s.forward_last) for s in inside]
+        peak = max(timeline_of(len(tape.ops), alone)[record.start : record.stop])
         arguments = {v.storage for v in leaves((record.args, record.kwargs), Value)}
-        kept = frozenset(storages[key] for key in arguments & storages.keys())
+        kept = frozenset(s for s in storages if s.key in arguments)
         passing = peak - sum(s.size for s in dropped)
         flops = sum(meter.flops(node) for node in call.nodes)
-        yield _Candidate(call, record, again, dropped, kept, passing, flops, flops + sum(s.size for s in inside))
+        yield _Candidate(again, dropped, kept, call, record, passing, flops, flops + sum(s.size for s in inside))
 
 
 def _first_backward(tape: Tape) -> dict[int, int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,8 +69,20 @@ class Storage:
     """The position of the last op of the forward that uses it."""
     backward_first: int | None = None
     """Where forward makes it and backward reads it, the position of the first op of backward that does."""
-    key: int = 0
-    """As `Value.storage`."""
+    key: int | None = None
+    """As `Value.storage`; None of what the bodies and the parts of an op need besides its results, while it runs."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recomputed:
+    """A part of the forward that runs again in backward."""
+
+    again: int
+    """The position of the first op of its backward, before which it runs again."""
+    dropped: frozenset[Storage]
+    """What is freed when it ends, and made again."""
+    kept: frozenset[Storage]
+    """What it reads, which is kept until it runs again."""
 
 
 class Memory(Tabular):
@@ -95,9 +107,8 @@ class Memory(Tabular):
     def __init__(self, program: TracedProgram, depth: int | None = None) -> None:
         """`depth`: levels of calls below the root that have rows; None for all."""
         tape = program.as_run
-        self.held_bytes, by_key = storages_of(tape)
-        storages = list(by_key.values())
-        self.timeline = timeline_of(len(tape.ops), ((s.size, s.first, s.last) for s in storages))
+        self.held_bytes, storages = storages_of(tape)
+        self.timeline = timeline_of(len(tape.ops), storages)
         self.peak_bytes = max(self.timeline, default=0)
         self.eager_peak_bytes = _eager_peak(tape, storages, self.peak_bytes)
         self.saved_bytes = sum(s.size for s in storages if s.backward_first is not None)
@@ -172,11 +183,8 @@ def forward_calls(op: Op, tape: Tape) -> Iterable[Call]:
     return () if op.call is None else op.call.ancestors()
 
 
-def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
-    """The bytes that are there before the program, and what it makes, by `Value.storage`.
-
-    What the bodies of a higher-order op need besides its results, while it runs, has a key below all others.
-    """
+def storages_of(tape: Tape) -> tuple[int, list[Storage]]:
+    """The bytes that are there before the program, and what it makes."""
     storages: dict[int, Storage] = {}
     for i, op in enumerate(tape.ops):
         for value in op.values():
@@ -192,14 +200,10 @@ def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
     results = *tape.graph_outputs(), *(write.value for write in getattr(tape, "attribute_writes", ()))
     for result in leaves(results, Value):
         storages[result.storage].last = len(tape.ops)
-    held = [s for s in storages.values() if tape.ops[s.first].kind in ("placeholder", "get_attr")]
-    free_key = min(storages, default=0)
-    for s in held:
-        del storages[s.key]
-    for s in [*_inside_ops(tape, storages.values())]:
-        free_key -= 1
-        storages[free_key] = s
-    return sum(s.size for s in held), storages
+    by_kind: dict[bool, list[Storage]] = {True: [], False: []}
+    for s in storages.values():
+        by_kind[tape.ops[s.first].kind in ("placeholder", "get_attr")].append(s)
+    return sum(s.size for s in by_kind[True]), [*by_kind[False], *_inside_ops(tape, by_kind[False])]
 
 
 def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
@@ -240,8 +244,7 @@ def _peak_of_parts(tape: Tape, op: Op, peaks: dict[Any, int]) -> int:
 
 def _peak_of(body: Tape) -> int:
     """The most that is in use while a body of a higher-order op runs once, its results included."""
-    storages = storages_of(body)[1].values()
-    return max(timeline_of(len(body.ops), ((s.size, s.first, s.last) for s in storages)), default=0)
+    return max(timeline_of(len(body.ops), storages_of(body)[1]), default=0)
 
 
 def _bytes(value: Value) -> int:
@@ -252,15 +255,20 @@ def _bytes(value: Value) -> int:
         return example(value.fake.numel()) * value.fake.element_size()
 
 
-def timeline_of(count: int, intervals: Iterable[tuple[int, int, int]]) -> list[int]:
-    """The bytes in use while each of `count` ops runs.
-
-    `intervals`: bytes, the position of the op that makes them, and that of the last one that uses them.
-    """
+def timeline_of(count: int, storages: Iterable[Storage], recomputed: Collection[Recomputed] = ()) -> list[int]:
+    """The bytes in use while each of `count` ops runs."""
+    again = {s: r.again for r in recomputed for s in r.dropped}
+    kept = {s: r.again for r in sorted(recomputed, key=lambda r: r.again) for s in r.kept}
     changes = [0] * (count + 2)
-    for size, first, last in intervals:
+
+    def use(size: int, first: int, last: int) -> None:
         changes[first] += size
         changes[min(last, count) + 1] -= size
+
+    for s in storages:
+        use(s.size, s.first, s.forward_last if s in again else max(s.last, kept.get(s, 0)))
+        if s in again:
+            use(s.size, again[s], s.last)
     return list(itertools.accumulate(changes[:count]))
 
 
@@ -268,17 +276,15 @@ def _eager_peak(tape: Tape, storages: list[Storage], peak: int) -> int:
     """The peak of a step in eager, where what a checkpointed region makes for backward is made again there."""
     if not isinstance(tape, RecordedTape) or not (tape.checkpointed and tape.backwards):
         return peak
-    intervals = {id(s): [(s.size, s.first, s.last)] for s in storages}
+    regions = []
     for start, stop in tape.checkpointed:
         inside = [s for s in storages if start <= s.first < stop > s.forward_last]
-        dropped = [(s, s.backward_first) for s in inside if s.backward_first is not None]
-        again = min([_runs_again(tape, start, stop), *(at for _, at in dropped)])
-        for s, _ in dropped:
-            intervals[id(s)] = [(s.size, s.first, s.forward_last), (s.size, again, s.last)]
+        dropped = {s: s.backward_first for s in inside if s.backward_first is not None}
+        again = min([_runs_again(tape, start, stop), *dropped.values()])
         read = {v.storage for op in tape.ops[start:stop] for v in op.inputs()}
-        for s in [s for s in storages if s.first < start and s.key in read and s.last < again]:
-            intervals[id(s)] = [(s.size, s.first, again)]
-    return max(timeline_of(len(tape.ops), itertools.chain(*intervals.values())), default=0)
+        kept = frozenset(s for s in storages if s.first < start and s.key in read)
+        regions.append(Recomputed(again, frozenset(dropped), kept))
+    return max(timeline_of(len(tape.ops), storages, regions), default=0)
 
 
 def _runs_again(tape: Tape, start: int, stop: int) -> int:
