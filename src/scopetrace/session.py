@@ -13,11 +13,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +44,7 @@ from scopetrace.autograd.history import (
     without_hidden_gradients,
     writes_to_inputs_apart,
 )
+from scopetrace.containers.arguments import named_arguments, signature_of_forward
 from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
@@ -267,7 +267,7 @@ class Recording:
             with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
         finally:
-            bound = {id(t): v for t, v in self._bound_tensors()}
+            bound = {id(v.fake): v for op in self.tape.ops for v in op.values()}
             changes += effects.restore()
             for table, before in hooks.values():
                 if table != before:
@@ -299,10 +299,6 @@ class Recording:
         if checks_enabled():
             verify(tape, "recording")
         return Run(tape, changes, bound, reads.was_read, functools.partial(self._differs, examples))
-
-    def _bound_tensors(self) -> Iterator[tuple[torch.Tensor, Value]]:
-        """The tensors of the trace that are known, each with its value."""
-        yield from [(v.fake, v) for op in self.tape.ops for v in op.values()]
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
@@ -430,9 +426,8 @@ class Recording:
         """Raise where the forward has caught an error that eager does not raise, or that it may not."""
         for error, op in caught(self.builder.raised):
             self.builder.failed = error, op
-            mistake: BaseException | None = error
-            if isinstance(error, Exception) and not isinstance(error, TraceError):
-                mistake = explained(error, self.builder, self.ops.data)
+            is_torchs = isinstance(error, Exception) and not isinstance(error, TraceError)
+            mistake = explained(error, self.builder, self.ops.data) if is_torchs else error
             if mistake is not None:
                 mistake.add_note("scopetrace: the forward has caught this error, which is none of the model's")
                 raise mistake
@@ -551,7 +546,7 @@ class Recording:
         if not spec:
             return None
         try:
-            arguments = arguments_of(_signature(forward), args, kwargs)
+            arguments = arguments_of(signature_of_forward(forward), args, kwargs)
         except ValueError:  # built-in callables have no signature
             arguments = [Argument(name, {name: x}) for name, x in named]
         specs = read_dynamic_shapes(spec, arguments, self.object_types)
@@ -599,37 +594,3 @@ def _names_backward(names: Set[str]) -> bool:
 def _may_vary(leaf: Any) -> bool:
     """Whether an argument may be an input: a tensor or a whole number."""
     return isinstance(leaf, (torch.Tensor, int)) and not isinstance(leaf, bool)
-
-
-def _signature(forward: Any) -> inspect.Signature:
-    return inspect.signature(forward.forward if isinstance(forward, torch.nn.Module) else forward)
-
-
-def argument_names(forward: Any, count: int) -> list[str]:
-    """What forward calls its first `count` positional arguments; `args[0]` and so on past `*args`."""
-    names: list[str] = []
-    try:
-        parameters = list(_signature(forward).parameters.values())
-    except (TypeError, ValueError):  # built-in callables have no signature
-        parameters = []
-    for p in parameters:
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
-        elif p.kind is p.VAR_POSITIONAL:
-            names += [f"{p.name}[{i}]" for i in range(count - len(names))]
-    names += [f"arg[{i}]" for i in range(count - len(names))]
-    return names[:count]
-
-
-def named_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Each argument with what forward calls it."""
-    return [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-
-
-def more_keywords(forward: Any, keywords: Iterable[str]) -> list[str]:
-    """Those of the keywords that forward takes by `**kwargs`; none where its signature is not known."""
-    try:
-        parameters = _signature(forward).parameters
-    except (TypeError, ValueError):
-        return []
-    return [name for name in keywords if name not in parameters]

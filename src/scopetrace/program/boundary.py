@@ -31,6 +31,7 @@ from scopetrace._compat.tensors import (
     storage_id,
     unsaved_buffers_of,
 )
+from scopetrace.containers.arguments import argument_names, more_keywords
 from scopetrace.containers.contents import difference, same, short
 from scopetrace.containers.structure import (
     Effect,
@@ -68,7 +69,6 @@ from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.sharing import InputSharing, StateSharing
 from scopetrace.record.uses import takes_by_key
-from scopetrace.session import argument_names, more_keywords
 
 Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
