@@ -426,8 +426,9 @@ class Recording:
         """Raise where the forward has caught an error that eager does not raise, or that it may not."""
         for error, op in caught(self.builder.raised):
             self.builder.failed = error, op
-            is_torchs = isinstance(error, Exception) and not isinstance(error, TraceError)
-            mistake = explained(error, self.builder, self.ops.data) if is_torchs else error
+            mistake: BaseException | None = error
+            if isinstance(error, Exception) and not isinstance(error, TraceError):
+                mistake = explained(error, self.builder, self.ops.data)
             if mistake is not None:
                 mistake.add_note("scopetrace: the forward has caught this error, which is none of the model's")
                 raise mistake
