@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -135,7 +136,7 @@ def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[st
         scopetrace diff before.st after.st
         scopetrace diff timm:resnet18 timm:resnet26
     """
-    differences = diff_of_traces(asked.trace(), asked.of(other).trace())
+    differences = diff_of_traces(asked.trace(), dataclasses.replace(asked, target=other).trace())
     if html is not None:
         html.write_text(f"<!doctype html><meta charset='utf-8'>{differences.to_html()}", encoding="utf-8")
     return differences.to_json() if as_json else str(differences), 3 if differences else 0

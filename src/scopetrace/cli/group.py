@@ -71,7 +71,7 @@ def model_raised(what: str, error: BaseException) -> ModelError:
 
     The places are the notes that tracing added to the exception; else the innermost line of the traceback.
     """
-    frames = _frames(error)
+    frames = traceback.extract_tb(error.__traceback__)
     notes = [note.removeprefix("scopetrace: ") for note in getattr(error, "__notes__", ())]
     places = [note for note in notes if note.startswith("while tracing ")]
     is_refused_op = bool(places) and type(error) is RuntimeError  # as torch's kernels raise it
@@ -82,12 +82,9 @@ def model_raised(what: str, error: BaseException) -> ModelError:
 
 def source_line(error: BaseException) -> list[str]:
     """`at file.py:12, in forward` for the innermost line outside this package, where there is one."""
-    theirs = [frame for frame in _frames(error) if not _is_ours(frame) and not frame.filename.startswith("<frozen")]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _is_ours(frame) and not frame.filename.startswith("<frozen")]
     return [_at(theirs[-1])] if theirs else []
-
-
-def _frames(error: BaseException) -> traceback.StackSummary:
-    return traceback.extract_tb(error.__traceback__)
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:

@@ -21,9 +21,8 @@ from rich.text import Text
 from torch.utils._pytree import tree_map_only
 
 from scopetrace.api.trace import Trace, load, trace
-from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import ModelError, error_text, model_raised
-from scopetrace.cli.inputs import Forward, Input, nested, parse_input
+from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
 from scopetrace.cli.step import OPTIMIZERS, Step
 from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.cli.terminal import print_text
@@ -150,10 +149,6 @@ class Asked:
     specialize: bool
     step: Step | None
     say: Callable[[str], None]
-
-    def of(self, target: str) -> Asked:
-        """The same inputs and options with another model."""
-        return dataclasses.replace(self, target=target)
 
     def trace(self, *, functional: bool = True) -> Trace:
         """Make the model and trace it.

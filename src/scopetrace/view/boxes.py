@@ -25,8 +25,7 @@ from scopetrace.containers.structure import leaves, leaves_with_path
 from scopetrace.ir.selection import Selection
 from scopetrace.program.graph import named, node_value, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.marks import Marks
-from scopetrace.view.measures import Measures, Meter, cost_text
+from scopetrace.view.measures import Marks, Measures, Meter, cost_text
 from scopetrace.view.text import counted, op_line, outermost
 from scopetrace.view.tree import Folder, Op, Run, Section, Tree, index_of, source_line, target_text
 
@@ -183,7 +182,7 @@ class _Boxes:
     def _op(self, op: Op, key: str, results: Nodes) -> Box:
         """`results` are also nodes without an example value, as a number that is computed of numbers."""
         call = self._tree.call_of(op.node)
-        box = Box(self._unique(key), target_text(op.node), "op", call, self._meter.of_op(op))
+        box = Box(self._unique(key), target_text(op.node), "op", call, self._meter.of(op))
         if op.node.target is torch.ops.higher_order.invoke_subgraph:
             box.label = f"function {[*op.bodies, *op.shared][0].name}"
         box.text = op_line(op, named)

@@ -1,9 +1,11 @@
-"""What a call costs: parameters, FLOPs and the memory of what its ops make.
+"""What a part of a program costs: parameters, FLOPs and the memory of what its ops make; what it writes and shares.
 
 Data flow:
     ops of a section and of those inside -> parameters that they read, each tensor once
                                          -> FLOPs of each op, by torch's own counter on tensors without data
                                          -> bytes of each new storage among their results
+    mutations of the recorded program, by scope path -> the names that a section writes
+    by parameter, the modules whose calls read it -> those of a section that others read, too
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from scopetrace._compat.symbols import Symbolic, example
 from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.formatting import amount
+from scopetrace.functionalization.report import mutations
 from scopetrace.ir.tape import Value
 from scopetrace.ops.functional_variants import tensor_of
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.tree import Op, Section
+from scopetrace.view.tree import Op, Run, Section, Tree, module_prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,30 +103,25 @@ class Meter:
         self._flops = FlopCounts()
         self._measures: dict[Section | Op, Measures] = {}
 
-    def of(self, section: Section) -> Measures:
-        """What a section costs, with all that is in it.
+    def of(self, part: Section | Op) -> Measures:
+        """What a section or an op costs, with all that is in it.
 
         A call of a function costs what its body costs. Of the bodies of `torch.cond`, the larger counts, as for torch's
         own counter; the body of a loop counts once.
         """
-        if section not in self._measures:
-            parts = [self.of_op(item) if isinstance(item, Op) else self.of(item) for item in section.items]
-            if section.kind == "call" and section.call.is_leaf and section.call.module is not None:
-                parts.append(Measures(tensors=tuple(section.call.module.parameters())))
-            self._measures[section] = _sum(parts)
-        return self._measures[section]
+        if part not in self._measures:
+            self._measures[part] = self._of_op(part) if isinstance(part, Op) else self._of_section(part)
+        return self._measures[part]
 
-    def sum(self, sections: Iterable[Section]) -> Measures:
-        """What several sections cost together."""
-        return _sum(map(self.of, sections))
+    def sum(self, parts: Iterable[Section | Op]) -> Measures:
+        """What several parts cost together."""
+        return _sum(map(self.of, parts))
 
-    def of_op(self, op: Op) -> Measures:
-        """What an op costs, with its bodies."""
-        if op not in self._measures:
-            self._measures[op] = self._measured(op)
-        return self._measures[op]
+    def _of_section(self, section: Section) -> Measures:
+        leaf = section.call.module if section.kind == "call" and section.call.is_leaf else None
+        return _sum([self.sum(section.items), Measures(tensors=() if leaf is None else tuple(leaf.parameters()))])
 
-    def _measured(self, op: Op) -> Measures:
+    def _of_op(self, op: Op) -> Measures:
         names = [str(node.target) for node in op.attributes]
         tensors = [self._attributes[name] for name in names if name in self._attributes]
         bodies = [*op.bodies, *op.shared]
@@ -146,6 +144,38 @@ def _makes(body: Section, op: Op) -> bool:
     """Whether the results of a body are those of the op, as in a call of a function; a scan puts them together."""
     results = [type_text(node_value(node)) for node in leaves(body.outputs, torch.fx.Node)]
     return results == list(map(type_text, _tensors(node_value(op.node))))
+
+
+class Marks:
+    """Which sections of a tree write to inputs, buffers and parameters, and which read shared parameters."""
+
+    def __init__(self, program: TracedProgram, tree: Tree) -> None:
+        self._writes = [(f"{m.module}/", m.name, m.kind) for m in mutations(program.reported)]
+        self._readers: dict[str, list[tuple[int, str | None]]] = {}  # by parameter, ops and the modules around
+        for section in tree.root.walk():
+            for op in section.items:
+                for node in op.attributes if isinstance(op, Op) else ():
+                    if isinstance(program.tape.attributes.get(str(node.target)), torch.nn.Parameter):
+                        self._readers.setdefault(str(node.target), []).append((op.first, section.call.fqn))
+        self._shared = {name for name, readers in self._readers.items() if len({fqn for _, fqn in readers}) > 1}
+
+    def writes(self, section: Section) -> tuple[str, ...]:
+        """The inputs of the model by path, and the parameters and buffers by name, without the module's own prefix."""
+        if section.kind == "backward":  # its path is that of the forward, which did it
+            return ()
+        prefix = module_prefix(section) or ""
+        writes = [(name, kind) for path, name, kind in self._writes if path.startswith(f"{section.path}/")]
+        return tuple(dict.fromkeys(name if kind == "input" else name.removeprefix(prefix) for name, kind in writes))
+
+    def shares(self, part: Op | Section | Run) -> tuple[str, ...]:
+        """The parameters that ops of a part read, and other modules, too."""
+        names = []
+        for name in self._shared:
+            inside = {fqn for number, fqn in self._readers[name] if part.first <= number < part.stop}
+            outside = {fqn for number, fqn in self._readers[name] if not part.first <= number < part.stop}
+            if inside and outside - inside:
+                names.append(name)
+        return tuple(sorted(names))
 
 
 # FLOPs ---------------------------------------------------------------------------------------------------------------

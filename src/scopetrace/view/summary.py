@@ -18,8 +18,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.formatting import Tabular, amount
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.marks import Marks
-from scopetrace.view.measures import Measures, Meter, share
+from scopetrace.view.measures import Marks, Measures, Meter, share
 from scopetrace.view.text import counted
 from scopetrace.view.tree import Folder, Op, Run, Section, Tree
 

@@ -31,7 +31,7 @@ def _events(section: Section, meter: Meter) -> Iterator[dict[str, Any]]:
     yield _event(section.label, section.first, section.op_count, facts)
     for op in section.items:
         if isinstance(op, Op):
-            facts = {"op": op_line(op, named), **_cost(meter.of_op(op))}
+            facts = {"op": op_line(op, named), **_cost(meter.of(op))}
             yield _event(target_text(op.node), op.first, 1, facts)
     for inner in section.sections():
         yield from _events(inner, meter)
