@@ -119,12 +119,8 @@ class Forward:
             self._kinds = {p.kind for p in parameters}
         except (TypeError, ValueError):  # scripted modules have no signature
             self._named, self._kinds = [], set(_VARIABLE)
+        self._names = [p.name for p in self._named]
         self._positional = [p for p in self._named if p.kind in _POSITIONAL]
-
-    @property
-    def first(self) -> str | None:
-        """The name of the first parameter."""
-        return self._named[0].name if self._named else None
 
     def bind(self, inputs: list[Input]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for the model. Raises UsageError for a wrong name, a missing one, or one given twice."""
@@ -142,18 +138,16 @@ class Forward:
 
     def swallowed(self, inputs: list[Input]) -> list[str]:
         """The names of inputs that `**kwargs` took, since no parameter has them."""
-        return [i.name for i in inputs if not i.name.isdigit() and i.name not in {p.name for p in self._named}]
+        return [i.name for i in inputs if not i.name.isdigit() and i.name not in self._names]
 
     def wrong_name(self, name: str) -> str:
         """What to say of a name that is no parameter."""
-        names = [p.name for p in self._named]
-        near = difflib.get_close_matches(name, names, n=1)
+        near = difflib.get_close_matches(name, self._names, n=1)
         instead = f"write --input {near[0]}=…; " if near else ""
-        return f"{self._name} has no argument {name!r}: {instead}its arguments are {', '.join(names) or 'none'}"
+        return f"{self._name} has no argument {name!r}: {instead}its arguments are {', '.join(self._names) or 'none'}"
 
     def _resolve(self, name: str) -> str | int:
         """The name of the argument that an input stands for; of one in `*args`, the position."""
-        names = [p.name for p in self._named]
         is_position = name.isascii() and name.isdigit()
         if is_position and int(name) < len(self._positional):
             return self._positional[int(name)].name
@@ -162,8 +156,8 @@ class Forward:
         if is_position:
             known = ", ".join(f"{i} ({p.name})" for i, p in enumerate(self._positional))
             raise UsageError(f"{self._name} has no position {name}: its positions are {known or 'none'}")
-        is_keyword = _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, names, n=1)
-        if name in names or is_keyword:
+        is_keyword = _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, self._names, n=1)
+        if name in self._names or is_keyword:
             return name
         raise UsageError(self.wrong_name(name))
 
