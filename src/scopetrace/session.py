@@ -16,7 +16,7 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +44,6 @@ from scopetrace.autograd.history import (
     without_hidden_gradients,
     writes_to_inputs_apart,
 )
-from scopetrace.containers.arguments import named_arguments, signature_of_forward
 from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
@@ -64,6 +63,7 @@ from scopetrace.errors import (
     DynamicShapeError,
     InputMismatchError,
     RandomStateError,
+    ScopetraceError,
     TraceError,
     UnsupportedOpError,
     noting_errors,
@@ -72,12 +72,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.reads import numbers_read
-from scopetrace.ir.tape import (
-    AttributeWrite,
-    RecordedTape,
-    Value,
-    checks_enabled,
-)
+from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -101,10 +96,10 @@ from scopetrace.record.dynamic_shapes import (
     symbolic_strides,
 )
 from scopetrace.record.effects import refuse_tags, settings_left
-from scopetrace.record.explanations import errors_explained, explained
+from scopetrace.record.explanations import explain, explained
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
-from scopetrace.record.model import Model
+from scopetrace.record.model import Model, named_arguments, signature_of_forward
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
@@ -255,12 +250,12 @@ class Recording:
         arguments = named_arguments(forward, args, kwargs)
         inputs = [(path, v.fake) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
         effects = EffectWatch(fn, self.model, arguments, self.object_types, inputs)
-        guessed = self._assumptions.differentiates is None and _names_backward(effects.reach.names)
+        names, differentiates = effects.reach.names, self._assumptions.differentiates
+        guessed = differentiates is None and ("backward" in names or {"autograd", "grad"} <= names)
         if guessed:
             self.builder.differentiates = self.tape.exact_autograd = self.ops.exact = True
         examples = [self.values.examples[value] for value in tape.inputs]
-        parts = self.builder, self.model, effects.reach, self.reads.members
-        reads = StateReads(*parts, examples, effects.objects)
+        reads = StateReads(self.builder, self.model, effects.reach, self.reads.members, examples, effects.objects)
         hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
         changes: list[Change] = []
         try:
@@ -283,12 +278,13 @@ class Recording:
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads += guards
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
-        names = [name for name, _ in arguments[: len(args)]]
-        was, after = (numbers_read(*pair, names, self.object_types, reads.names) for pair in ((args, kwargs), fakes))
+        positional = [name for name, _ in arguments[: len(args)]]
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
-        new = {n.name: n.value for n in after}
+        new = {n.name: n.value for n in numbers_read(*fakes, positional, self.object_types, reads.names)}
         tape.argument_numbers = [
-            dataclasses.replace(n, changes=new.get(n.name) != n.value) for n in was if n.name not in dynamic
+            dataclasses.replace(n, changes=new.get(n.name) != n.value)
+            for n in numbers_read(args, kwargs, positional, self.object_types, reads.names)
+            if n.name not in dynamic
         ]
         self._refuse(forward, others)
         self._break_reference_cycles()
@@ -386,7 +382,7 @@ class Recording:
         calls = CallRecorder(*parts, autograd.finish)
         with scopes.activate(self.builder.state):
             with (
-                errors_explained(self.builder, self.ops.data),
+                self._errors_explained(),
                 self._unseeded(),
                 noting_errors(self.builder.raised),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
@@ -428,7 +424,7 @@ class Recording:
             self.builder.failed = error, op
             mistake: BaseException | None = error
             if isinstance(error, Exception) and not isinstance(error, TraceError):
-                mistake = explained(error, self.builder, self.ops.data)
+                mistake = explained(error, self.builder, self.ops)
             if mistake is not None:
                 mistake.add_note("scopetrace: the forward has caught this error, which is none of the model's")
                 raise mistake
@@ -558,6 +554,16 @@ class Recording:
         return dynamic
 
     @contextlib.contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except ScopetraceError:
+            raise
+        except Exception as error:
+            explain(error, self.builder, self.ops)
+            raise
+
+    @contextlib.contextmanager
     def _unseeded(self) -> Iterator[None]:
         """Refuse a forward that sets the state of torch's generator: fake tensors draw no numbers from it.
 
@@ -585,11 +591,6 @@ def _are_alike(old: Any, new: torch.Tensor) -> bool:
     if not isinstance(old, torch.Tensor) or is_symbolic(new):
         return False
     return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
-
-
-def _names_backward(names: Set[str]) -> bool:
-    """Whether code with these names is likely to differentiate. A wrong answer costs a second run, and no more."""
-    return "backward" in names or {"autograd", "grad"} <= names
 
 
 def _may_vary(leaf: Any) -> bool:

@@ -31,7 +31,6 @@ from scopetrace._compat.tensors import (
     storage_id,
     unsaved_buffers_of,
 )
-from scopetrace.containers.arguments import argument_names, more_keywords
 from scopetrace.containers.contents import difference, same, short
 from scopetrace.containers.structure import (
     Effect,
@@ -68,6 +67,7 @@ from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.sharing import InputSharing, StateSharing
+from scopetrace.record.model import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
 
 Forward = Callable[..., Any] | None

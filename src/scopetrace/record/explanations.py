@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import traceback
-from collections.abc import Iterator
 
 import torch
 
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE
-from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
+from scopetrace.errors import DataDependentError, TraceError, UnsupportedOpError
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.data import DataReader, NoRealValue
+from scopetrace.record.data import NoRealValue
+from scopetrace.record.ops import OpRecorder
 
 
-@contextlib.contextmanager
-def errors_explained(builder: TapeBuilder, data: DataReader) -> Iterator[None]:
-    """Turn what torch raises for a value that is not there into a TraceError; add the place to all other errors."""
-    try:
-        yield
-    except ScopetraceError:
-        raise
-    except Exception as error:
-        place = _place(error, builder)
-        meant = explained(error, builder, data)
-        if meant is not None:
-            meant.stands_for(error, f"  torch: {_first_line(error)}")
-            raise meant from error
-        error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
-        raise
+def explain(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> None:
+    """Raise the TraceError that says what an error of the forward means, or add its place to it as a note."""
+    meant = explained(error, builder, ops)
+    if meant is not None:
+        meant.stands_for(error, f"  torch: {_first_line(error)}")
+        raise meant from error
+    place = _place(error, builder)
+    error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
 
 
-def explained(error: Exception, builder: TapeBuilder, data: DataReader) -> TraceError | None:
+def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceError | None:
     """The TraceError that says what an error of torch means; None for an error of the model."""
     place = _place(error, builder)
     failed = builder.failed
@@ -48,11 +40,11 @@ def explained(error: Exception, builder: TapeBuilder, data: DataReader) -> Trace
         if builder.optimizer is not None:
             problem = f"{type(builder.optimizer).__name__} branches in Python on the values of tensors"
             hint = "step it after a call of the trace, on the gradients that this leaves in `grad`"
-        reader = data.reader(getattr(error, "cond", None), running)
+        reader = ops.data.reader(getattr(error, "cond", None), running)
         return DataDependentError(problem, op=reader, hint=hint, **place)
     if isinstance(error, NoRealValue):
         problem = f"Python needs a value, and there is none: {error}"
-        return DataDependentError(problem, op=data.reader(None, running), **place)
+        return DataDependentError(problem, op=ops.data.reader(None, running), **place)
     op = None if running is None else str(running)
     for text, (problem, hint) in _NO_FAKE.items():
         if text in str(error):

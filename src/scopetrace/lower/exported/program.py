@@ -24,7 +24,6 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from scopetrace._compat import export as compat
 from scopetrace._compat.ops import building, is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
-from scopetrace.containers.arguments import argument_names
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat
@@ -46,6 +45,7 @@ from scopetrace.program.graph import (
     set_unbacked_bindings,
 )
 from scopetrace.program.traced import TracedProgram
+from scopetrace.record.model import argument_names
 
 
 def to_exported_program(
