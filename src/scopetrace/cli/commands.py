@@ -12,9 +12,9 @@ import click
 import torch
 from click.shell_completion import get_completion_class
 
+from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
-from scopetrace.api.trace import diff as diff_of_traces
 from scopetrace.cli.run import Asked, FilePath, json_text, model_command, takes_depth, takes_json, takes_scope
 from scopetrace.cli.terminal import print_text
 from scopetrace.errors import UsageError
@@ -136,7 +136,7 @@ def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[st
         scopetrace diff before.st after.st
         scopetrace diff timm:resnet18 timm:resnet26
     """
-    differences = diff_of_traces(asked.trace(), dataclasses.replace(asked, target=other).trace())
+    differences = functions.diff(asked.trace(), dataclasses.replace(asked, target=other).trace())
     if html is not None:
         html.write_text(f"<!doctype html><meta charset='utf-8'>{differences.to_html()}", encoding="utf-8")
     return differences.to_json() if as_json else str(differences), 3 if differences else 0

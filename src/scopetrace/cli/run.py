@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils._pytree import tree_map_only
 
-from scopetrace.api.trace import Trace, load, trace
+from scopetrace.api.functions import load
+from scopetrace.api.trace import Trace, trace
 from scopetrace.cli.group import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
 from scopetrace.cli.step import OPTIMIZERS, Step
