@@ -378,7 +378,7 @@ class Trace(Shown):
         and values; numbers and texts; with which inputs, tensors of the model and other results each result shares
         memory, and which of them it is. Tolerances are those of `torch.testing.assert_close`, the absolute one times
         the largest value of the tensor where that is below 1. Of objects that hold no tensors only the types are
-        compared. Both runs start from the model's present state, which is restored. Returns what was compared, in words.
+        compared. Both start from the model's present state, which is restored. Returns what was compared, in words.
 
         Raises CheckError with all differences; for a specialized trace, with the specializations that do not hold on
         these inputs. Raises ScopetraceError for a loaded trace, which has no model.

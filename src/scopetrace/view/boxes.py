@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -257,23 +257,19 @@ def _results(item: Item) -> list[torch.fx.Node]:
 def _argument_names(item: Section | Run) -> dict[torch.fx.Node, str]:
     section = item.members[0] if isinstance(item, Run) else item
     arguments = section.inputs.items() if section.kind == "call" else ()
-    return _first_names((name + path, leaf) for name, x in arguments for path, leaf in leaves_with_path(x))
+    return _by_leaf([(name + path, leaf) for name, x in arguments for path, leaf in leaves_with_path(x)])
 
 
 def _result_names(item: Section | Run) -> dict[torch.fx.Node, str]:
     section = item.members[-1] if isinstance(item, Run) else item
-    if section.kind != "call":
-        return {}
-    results = ((path.strip("[].'\""), path, leaf) for path, leaf in leaves_with_path(section.outputs))
-    return _first_names((n if n.isidentifier() else f"output{path}", leaf) for n, path, leaf in results)
+    results = leaves_with_path(section.outputs) if section.kind == "call" else ()
+    names = ((path.strip("[].'\""), path, leaf) for path, leaf in results)
+    return _by_leaf([(name if name.isidentifier() else f"output{path}", leaf) for name, path, leaf in names])
 
 
-def _first_names(leaves: Iterable[tuple[str, Any]]) -> dict[torch.fx.Node, str]:
-    names: dict[torch.fx.Node, str] = {}
-    for name, leaf in leaves:
-        if isinstance(leaf, torch.fx.Node):
-            names.setdefault(leaf, name)
-    return names
+def _by_leaf(names: list[tuple[str, Any]]) -> dict[torch.fx.Node, str]:
+    """By node, the first of its names."""
+    return {leaf: name for name, leaf in reversed(names) if isinstance(leaf, torch.fx.Node)}
 
 
 def _port(node: torch.fx.Node, name: str | None = None) -> Port:
