@@ -29,12 +29,12 @@ def _events(section: Section, meter: Meter) -> Iterator[dict[str, Any]]:
     cost = meter.of(section)
     facts = {"path": section.path, "ops": cost.ops, "parameters": cost.parameter_count, **_cost(cost)}
     yield _event(section.label, section.first, section.op_count, facts)
-    for op in section.items:
-        if isinstance(op, Op):
-            facts = {"op": op_line(op, named), **_cost(meter.of(op))}
-            yield _event(target_text(op.node), op.first, 1, facts)
-    for inner in section.sections():
-        yield from _events(inner, meter)
+    for item in section.items:
+        if isinstance(item, Op):
+            facts = {"op": op_line(item, named), **_cost(meter.of(item))}
+            yield _event(target_text(item.node), item.first, 1, facts)
+        for inner in item.bodies if isinstance(item, Op) else [item]:
+            yield from _events(inner, meter)
 
 
 def _cost(cost: Measures) -> dict[str, int]:
