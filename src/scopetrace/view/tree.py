@@ -13,6 +13,7 @@ each member's inputs come from.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,7 +24,7 @@ import torch.fx
 
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, number_text
-from scopetrace.containers.structure import container_type, leaves, open_container
+from scopetrace.containers.structure import container_type, open_container
 from scopetrace.formatting import LONGEST, short_repr
 from scopetrace.ir.scopes import Scope, source_of
 from scopetrace.ir.tape import BodyTape, Tape
@@ -180,7 +181,7 @@ class Tree:
         if not isinstance(lowering.tape, BodyTape):
             sections[calls.pop(0).position] = top
         places = _places(lowering.graph)
-        in_order: list[tuple[int, ModuleCall | _Place]] = [*_begins(calls, places), *enumerate(places)]
+        in_order: list[tuple[int, ModuleCall | _Place]] = [*_begins(calls, places, lowering), *enumerate(places)]
         for _, item in sorted(in_order, key=operator.itemgetter(0)):
             if isinstance(item, ModuleCall):
                 parent, scope = item.parent, item.scope.parent
@@ -277,28 +278,16 @@ def _places(graph: torch.fx.Graph) -> list[_Place]:
     return places[::-1]
 
 
-def _begins(calls: list[ModuleCall], places: list[_Place]) -> Iterator[tuple[int, ModuleCall]]:
-    """The calls in order, each with the number of the op before which it begins.
-
-    That is the first op in it. A call without ops (`nn.Identity`) begins when its arguments are there.
-    """
-    numbers = {place.node: number for number, place in enumerate(places)}
-    first = {place.position: number for number, place in reversed([*enumerate(places)])}
-    limit, limits = len(places), []
-    for call in reversed(calls):  # a call begins no later than those after it, so those inside it
-        limit = min(limit, first.get(call.position, limit))
-        limits.append(limit)
-        if call.position in first and call.parent is not None:
-            first.setdefault(call.parent.position, limit)
-    begin = 0
-    for call, limit in zip(calls, reversed(limits), strict=True):
-        if call.position in first:
-            yield limit, call
-            begin = limit + 1
-        else:
-            arguments = leaves(call.argument_templates, torch.fx.Node)
-            begin = min(limit, max(begin, *(numbers.get(node, -1) + 1 for node in arguments), 0))
-            yield begin, call
+def _begins(calls: list[ModuleCall], places: list[_Place], lowering: FxLowering) -> Iterator[tuple[int, ModuleCall]]:
+    """The calls in order, each with the number of the op before which it begins: the first that ran after its start."""
+    positions = {op: i for i, op in enumerate(lowering.tape.ops)}
+    last, starts = 0, []
+    for place in places:  # of an op that the tape has not, as one of a pass, the position of the op before it
+        op = lowering.op_of.get(place.node)
+        last = max(last, 0 if op is None else positions.get(op, 0))
+        starts.append(last)
+    for call in calls:
+        yield bisect.bisect_left(starts, call.record.start), call
 
 
 def _part_of(node: torch.fx.Node) -> tuple[Any, int]:
