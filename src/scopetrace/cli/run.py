@@ -222,6 +222,10 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A progress line on standard error, where that is a terminal."""
-    with Console(stderr=True).status("") as status:
+    """A progress line on standard error, where that is a terminal: a status has a thread, which others need not."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
         yield lambda text: status.update(Text(text))

@@ -73,9 +73,7 @@ class _Writer:
         self._depth = depth
         self._tree = Tree(program)
         self._tape = program.tape
-        self._attributes = self._tape.attributes
-        self._constants = self._tape.constants
-        self._folder = Folder(self._tree, self._constants)
+        self._folder = Folder(self._tree, program.tape.constants)
 
     def lines(self, selection: Selection | None) -> Iterator[str]:
         """The lines of the text, in order."""
@@ -104,7 +102,7 @@ class _Writer:
     def _parameters(self) -> list[torch.Tensor]:
         """The parameters that ops read and those of leaf modules, each once."""
         read = dict.fromkeys(str(node.target) for op, _ in self._tree.ops.values() for node in op.attributes)
-        tensors = [self._attributes[name] for name in read if name in self._attributes]
+        tensors = [self._tape.attributes[name] for name in read if name in self._tape.attributes]
         for call in self._tree.calls:
             if call.is_leaf and call.module is not None:
                 tensors += call.module.parameters()
@@ -130,7 +128,7 @@ class _Writer:
         else:
             yield indent + _header(section, label)
             depth += 1
-        name = functools.partial(_in_place, prefix=module_prefix(section), constants=self._constants)
+        name = functools.partial(_in_place, prefix=module_prefix(section), constants=self._tape.constants)
         yield from self._items(section.items, indent + _INDENT, depth, operator.attrgetter("label"), name)
 
     def _items(
@@ -196,19 +194,19 @@ def _header(section: Section, label: str, *notes: str) -> str:
 
 
 def outermost(section: Section, selection: Selection) -> Iterator[Section]:
-    """The calls and user scopes that a selection names and that are not inside another one of them."""
-    if is_section_named(section, selection):
+    """The calls and user scopes that a selection names and that are not inside another one of them.
+
+    Patterns alone name user scopes; bodies of ops have no names.
+    """
+    if section.kind == "call":
+        is_selected = is_named(section.call, selection)
+    else:
+        is_selected = section.kind != "body" and is_scope_named(section.scope, selection)
+    if is_selected:
         yield section
         return
     for inner in section.sections():
         yield from outermost(inner, selection)
-
-
-def is_section_named(section: Section, selection: Selection) -> bool:
-    """Whether a selection names a call, or patterns in it a user scope; bodies of ops have no names."""
-    if section.kind == "call":
-        return is_named(section.call, selection)
-    return section.kind != "body" and is_scope_named(section.scope, selection)
 
 
 def refuse_unnamed(root: Scope, calls: Sequence[ModuleCall], selection: Selection) -> None:
