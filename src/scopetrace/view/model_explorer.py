@@ -71,8 +71,8 @@ class _Graph:
         }
 
     def _body(self, section: Section) -> str:
-        assert section.program is not None
-        graph = _Graph(section.name, section.program, self._tree, self._meter)
+        assert section.lowering is not None
+        graph = _Graph(section.name, section.lowering, self._tree, self._meter)
         graph.add(section)
         self.inner += [graph.data(section), *graph.inner]
         return section.name

@@ -86,7 +86,7 @@ class Section:
     """The call; for a user scope or body, the call around it; of a part of the backward, the one that it belongs to."""
     name: str = ""
     """That of a user scope, of the graph module of a body, or of a part of the backward; empty for a call."""
-    program: FxLowering | None = None
+    lowering: FxLowering | None = None
     """The graph of a body."""
     items: list[Op | Section] = dataclasses.field(default_factory=list)
     first: int = 0
@@ -115,15 +115,15 @@ class Section:
     @property
     def inputs(self) -> Any:
         """The arguments of a call, the operands of a body; others have none."""
-        if self.program is not None:
-            return list(self.program.graph.find_nodes(op="placeholder"))
+        if self.lowering is not None:
+            return list(self.lowering.graph.find_nodes(op="placeholder"))
         return self.call.argument_templates if self.kind == "call" else ()
 
     @property
     def outputs(self) -> Any:
         """What a call or a body returns; others return nothing."""
-        if self.program is not None:
-            return self.program.output.args[0]
+        if self.lowering is not None:
+            return self.lowering.output.args[0]
         return self.call.output_template if self.kind == "call" else ()
 
     def sections(self) -> Iterator[Section]:
