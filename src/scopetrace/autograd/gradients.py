@@ -54,6 +54,7 @@ from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.explanations import sparse_gradient
 from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
 
@@ -587,13 +588,6 @@ class GradientRecorder:
 
     def _refuse(self, problem: str, hint: str, op: str = "torch.autograd.grad") -> NoReturn:
         raise UnsupportedOpError(problem, op=op, **self._builder.where(), hint=hint)
-
-
-def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
-    """The error for a gradient that eager would add to `grad` by rules of its own for sparse tensors."""
-    problem = "the gradient of a parameter is sparse, as that of an embedding with sparse=True"
-    hint = "make the embedding with sparse=False, and the optimizer one that takes dense gradients"
-    return UnsupportedOpError(problem, op=op, module=module, source=source, hint=hint)
 
 
 def _hooks_now(*places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor]) -> list[list[Callable[..., Any]]]:

@@ -51,8 +51,8 @@ from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.checks import StateCheck
 from scopetrace.program.sharing import InputSharing, StateSharing
 from scopetrace.program.state import LiveState
+from scopetrace.record.model import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
-from scopetrace.session import argument_names, more_keywords
 
 Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""

@@ -42,7 +42,7 @@ from scopetrace.program.graph import (
     refuse_names,
 )
 from scopetrace.program.traced import TracedProgram
-from scopetrace.session import argument_names
+from scopetrace.record.model import argument_names
 
 
 def to_exported_program(
