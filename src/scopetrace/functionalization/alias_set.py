@@ -28,15 +28,15 @@ from scopetrace.ir.tape import Op, Value
 from scopetrace.ops.functional_variants import is_factory
 from scopetrace.ops.history import DETACHED, NO_VIEWS, OVERWRITE, can_require_grad
 from scopetrace.ops.view_inverses import (
-    Positions,
-    Strided,
     ViewFunction,
     by_geometry,
     by_op,
     by_own_inverse,
     geometry_of,
     index_in,
+    indexed,
     overlaps_itself,
+    strided,
 )
 from scopetrace.ops.views import is_contiguous
 
@@ -245,7 +245,7 @@ class AliasSet:
                     if is_nearest:
                         found = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
                     if found is None and is_contiguous(parent.fake):
-                        found = Strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)
+                        found = strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)
             if found is not None:
                 self._functions[view, parent] = found
         return found
@@ -289,7 +289,7 @@ class AliasSet:
             indices = index_in(self._row_positions, geometry.positions())
             if indices is None or old.fake.dtype != self.roots[0].fake.dtype:
                 raise refusal("a view of an expanded input, of another dtype, is written", op)
-            found = self._functions[old, old] = Positions((self._row_positions.numel(),), geometry.size, indices)
+            found = self._functions[old, old] = indexed((self._row_positions.numel(),), geometry.size, indices)
         return found
 
     # ---------------------------------------------------------------- names of one tensor

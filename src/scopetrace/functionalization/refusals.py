@@ -23,7 +23,6 @@ from scopetrace.ops.functional_variants import (
     is_out_argument,
     tensor_of,
     undeclared_writes,
-    written_arguments,
 )
 from scopetrace.ops.view_inverses import Geometry, geometry_of, overlaps_itself, spans_meet
 
@@ -85,7 +84,7 @@ def refuse_overlap(op: Op) -> None:
 
 def _slots(op: Op) -> tuple[list[_Slot], list[_Slot]]:
     """The tensors that an op writes, and those that it only reads."""
-    names = {*written_arguments(op.target), *undeclared_writes(op.target, op.args, op.kwargs)}
+    names = {*schema_of(op.target).written, *undeclared_writes(op.target, op.args, op.kwargs)}
     slots = []
     given = zip(schema_of(op.target).names, op.args, strict=False)
     for name, a in (*given, *op.kwargs.items()):
@@ -142,7 +141,7 @@ def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = by_name(func, args, kwargs)
-    outs = [tensor_of(given.get(name)) for name in written_arguments(func)]
+    outs = [tensor_of(given.get(name)) for name in schema_of(func).written]
     out = next((t for t in outs if isinstance(t, torch.Tensor) and example(t.numel()) > 0), None)
     if (
         out is None

@@ -19,7 +19,7 @@ from scopetrace._compat.tensors import FakeTensor, FakeTensorMode, storage_id
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.ir.tape import BodyTape, Op, Value, values_in
-from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_writes
+from scopetrace.ops.functional_variants import undeclared_writes
 
 
 def fakes_of(x: Any) -> Any:
@@ -30,9 +30,7 @@ def fakes_of(x: Any) -> Any:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Value]:
     """The values that an op writes."""
     schema = schema_of(func)
-    names = {a.name for a in schema.arguments if a.is_written}
-    if any(name in UNDECLARED_WRITTEN for name in schema.names):
-        names |= set(undeclared_writes(func, args, kwargs))
+    names = {*schema.written, *undeclared_writes(func, args, kwargs)}
     given = {**dict(zip(schema.names, args, strict=False)), **kwargs}
     return values_in([given[name] for name in schema.names if name in names and name in given])
 
