@@ -77,8 +77,8 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
+from scopetrace.ir.argument_numbers import numbers_read
 from scopetrace.ir.leaf_reads import note_leaf
-from scopetrace.ir.reads import numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import (
     AttributeWrite,

@@ -46,6 +46,7 @@ from scopetrace.containers.structure import (
     with_given,
 )
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
+from scopetrace.ir.argument_numbers import check_numbers
 from scopetrace.ir.reads import (
     MISSING,
     Asked,
@@ -56,9 +57,7 @@ from scopetrace.ir.reads import (
     OfInput,
     OfTensor,
     Read,
-    Tied,
     check,
-    check_numbers,
     is_same,
     unchanged,
 )
@@ -734,9 +733,6 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
                 problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
     if isinstance(read.place, Flag):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
-    if isinstance(read.place, Tied):
-        hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
-        return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
     hint = (isinstance(read.place, Asked) and read.place.hint) or "or pass it as an argument, if calls differ in it"
     return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
 

@@ -45,6 +45,7 @@ from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
 from scopetrace.guards.reach import Reach, functions_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
+    ALL_MODULES,
     NO_CALL,
     Asked,
     CallInputs,
@@ -56,10 +57,8 @@ from scopetrace.ir.reads import (
     OfFunctions,
     OfModules,
     OfTensor,
-    ProcessHooks,
     Read,
     Submodules,
-    Tied,
     WhichInputs,
     WhichOfModel,
     hooks_of_module,
@@ -218,7 +217,7 @@ class StateReads:
         for aspect in OfModules.ASPECTS:
             place = OfModules(named, aspect, self.names, frozenset(name for _, name in changed))
             yield Read(f"{aspect} of the modules", snapshot(place.now(NO_CALL)), place, (), path)
-        yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
+        yield Read("hooks of all modules", ALL_MODULES.now(NO_CALL), ALL_MODULES, (), path)
         tables = sorted({"_parameters", "_buffers"} & (self.names or set()))
         if tables:  # code that goes past the attributes, as `self._buffers.get("cache") is None`
             keys = Asked(_keys_of, (plain, tables))
@@ -267,7 +266,8 @@ class StateReads:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used | self._members.keys(), held):
             names = " and ".join([name for _, name, _, _ in tied])
-            yield Read(f"{names} as one tensor", True, Tied(tuple([(t, key) for _, _, t, key in tied])), (), root)
+            place: Any = Asked(_hold_one, ([(t, key) for _, _, t, key in tied],), None, _UNTIE, "tensor")
+            yield Read(f"{names} as one tensor", True, place, (), root)
         for key, t in self._members.items():
             owner = model.owner(t)
             if key in used or owner is None:
@@ -471,6 +471,14 @@ def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...
         if table.get(key) is not None:
             names.setdefault(id(table[key]), []).append(name)
     return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
+
+
+_UNTIE = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
+
+
+def _hold_one(places: Sequence[tuple[dict[str, Any], str]]) -> bool:
+    """Whether entries of tables hold one and the same tensor."""
+    return len({id(table.get(key)) for table, key in places}) == 1
 
 
 def _keys_of(modules: Sequence[torch.nn.Module], tables: Sequence[str]) -> list[list[str]]:
