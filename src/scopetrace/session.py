@@ -51,9 +51,8 @@ from scopetrace.autograd.history import (
     writes_to_inputs_apart,
 )
 from scopetrace.containers.contents import Change, same, snapshot
+from scopetrace.containers.effects import Returned, Watch
 from scopetrace.containers.structure import (
-    Returned,
-    Watch,
     identifier,
     instantiate,
     leaves,

@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
+from scopetrace.containers.effects import effect_targets
+from scopetrace.containers.structure import is_plain_object, open_container
 from scopetrace.errors import FixedValueWarning, InputMismatchError
 
 

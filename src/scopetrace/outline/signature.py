@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from scopetrace.containers.structure import close_container, is_object, leaves_with_path, map_structure, open_container
-from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value, bind
+from scopetrace.ir.signatures import bind
+from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value
 
 
 @dataclasses.dataclass(frozen=True)

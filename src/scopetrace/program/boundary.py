@@ -32,19 +32,8 @@ from scopetrace._compat.tensors import (
     unsaved_buffers_of,
 )
 from scopetrace.containers.contents import difference, same, short
-from scopetrace.containers.structure import (
-    Effect,
-    Given,
-    GivenPart,
-    Returned,
-    apply_effects,
-    effect_targets,
-    instantiate,
-    leaves,
-    map_structure,
-    match,
-    with_given,
-)
+from scopetrace.containers.effects import Effect, Given, GivenPart, Returned, apply_effects, effect_targets, with_given
+from scopetrace.containers.structure import instantiate, leaves, map_structure, match
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.argument_numbers import check_numbers
 from scopetrace.ir.reads import (
@@ -61,7 +50,8 @@ from scopetrace.ir.reads import (
     is_same,
     unchanged,
 )
-from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
+from scopetrace.ir.signatures import bind, forward_of
+from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry

@@ -39,7 +39,8 @@ from scopetrace._compat.graph_module import (
 from scopetrace._compat.ops import garbage_collector_off, is_op
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
-from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
+from scopetrace.containers.effects import without_argument_mutation
+from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path
 from scopetrace.errors import (
     ArgumentTypeError,
     DataDependentError,
@@ -54,6 +55,7 @@ from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
 from scopetrace.ir.side_effects import refusal
+from scopetrace.ir.signatures import bind, forward_of
 from scopetrace.ir.tape import (
     Call,
     FunctionalTape,
@@ -61,9 +63,7 @@ from scopetrace.ir.tape import (
     RecordedTape,
     Tape,
     Value,
-    bind,
     checks_enabled,
-    forward_of,
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import WriteBack

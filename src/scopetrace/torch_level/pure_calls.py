@@ -44,8 +44,8 @@ def pure_call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pure
         return None
     if step.kind == "call_method":
         name = _plain_name(step.target)
-        found = name is not None and hasattr(torch.Tensor, name)
-        return PureCall(Step("call_method", name), args, kwargs, args[:1]) if found else None
+        has_one = name is not None and hasattr(torch.Tensor, name)
+        return PureCall(Step("call_method", name), args, kwargs, args[:1]) if has_one else None
     pure = _without_inplace(step, args, kwargs)
     if pure is None:
         plain = next(_functions_named(step.target), None)
@@ -61,10 +61,10 @@ def _plain_name(name: str) -> str | None:
 
 
 def _without_inplace(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
-    given = bound_arguments(step.target, args, kwargs)
-    if given.get("inplace") is not True:
+    arguments = bound_arguments(step.target, args, kwargs)
+    if arguments.get("inplace") is not True:
         return None
-    position = list(given).index("inplace")
+    position = list(arguments).index("inplace")
     if "inplace" not in kwargs:
         return PureCall(step, (*args[:position], False, *args[position + 1 :]), kwargs, args[:1])
     rest = {name: a for name, a in kwargs.items() if name != "inplace"}

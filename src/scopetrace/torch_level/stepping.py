@@ -102,18 +102,18 @@ class _Stepper(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
-        given = [_plain(x) for x in self.fetch_args_kwargs_from_env(n)]
+        operands = [_plain(x) for x in self.fetch_args_kwargs_from_env(n)]
         step = Step(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
         args, kwargs, outputs = (), {}, None
         known = not in_transform() and not autocast_enabled()
         if known:
-            args, kwargs = self._values(given)
+            args, kwargs = self._values(operands)
             known = not _hides_tensors((args, kwargs))
-        trial = self._try(step, *given) if known and self.with_trials else None
+        trial = self._try(step, *operands) if known and self.with_trials else None
         tape, grad = self.builder.tape, torch.is_grad_enabled()
         scope, start = scope_of_node(n, tape.root), len(tape.ops)
         with self.builder.from_node(tape.root, scope, n.stack_trace):
-            out = step(*given[0], **given[1])
+            out = step(*operands[0], **operands[1])
         stop = len(tape.ops)
         known = known and not in_transform()
         if known:
