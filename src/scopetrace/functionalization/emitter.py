@@ -219,7 +219,7 @@ class Emitter:
 
     def _lift(self, origin: Op, x: Any) -> Any:
         """Constants among the arguments become attributes."""
-        if not any(isinstance(leaf, torch.Tensor) for leaf in flat(x)):
+        if not any(issubclass(kind, torch.Tensor) for kind in set(map(type, flat(x)))):
             return x
         return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)
 

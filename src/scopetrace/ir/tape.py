@@ -15,7 +15,6 @@ import dataclasses
 import inspect
 import itertools
 import operator
-import os
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Union
@@ -256,7 +255,11 @@ class Op:
         """The tensors that the op read or wrote, in order."""
         if self.kind == "call_module":
             return leaves((self.args, self.kwargs), Value)
-        return values_in((self.args, self.kwargs) if self.kwargs else self.args)
+        values: list[Value] = []
+        _collect(self.args, values)
+        if self.kwargs:
+            _collect(self.kwargs.values(), values)
+        return values
 
     @property
     def name(self) -> str:
@@ -674,11 +677,3 @@ _LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most
 def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
     """An op's argument, or a template, with other values in place of those that are keys of `values`."""
     return map_structure(lambda v: values.get(v, v), x, (Value, BodyTape))
-
-
-def checks_enabled() -> bool:
-    """Whether each stage verifies its result, because the environment variable `SCOPETRACE_CHECK` is `1`.
-
-    Asked once per stage, not once per op.
-    """
-    return os.environ.get("SCOPETRACE_CHECK") == "1"

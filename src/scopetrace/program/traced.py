@@ -56,16 +56,8 @@ from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.signatures import bind, forward_of
-from scopetrace.ir.tape import (
-    Call,
-    FunctionalTape,
-    ProgramTape,
-    RecordedTape,
-    Tape,
-    Value,
-    checks_enabled,
-)
-from scopetrace.ir.verify import verify
+from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value
+from scopetrace.ir.verify import checks_enabled, verify
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast
