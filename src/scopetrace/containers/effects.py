@@ -101,20 +101,20 @@ class Watch:
             if [key for key, _ in after] != [key for key, _ in before] or not all(
                 map(_same, [a for _, a in after], [b for _, b in before])
             ):
-                parts = [part for key, child in after for part in self.given(child, (key,))]
+                parts = [part for key, child in after for part in self.argument_parts(child, (key,))]
                 effects.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types), parts))
         return effects
 
     def _tensors(self, x: Any) -> Iterator[torch.Tensor]:
         return (t for _, t in leaves_with_path(x, "", self._object_types) if isinstance(t, torch.Tensor))
 
-    def given(self, x: Any, path: tuple[str, ...] = ()) -> list[GivenPart]:
+    def argument_parts(self, x: Any, path: tuple[str, ...] = ()) -> list[GivenPart]:
         """The parts of what the forward gives that are objects among its arguments."""
         known = self._known.get(id(x))
         if known is not None:
             return [(path, known)]
         children = open_container(x, self._object_types) or []
-        return [part for key, child in children for part in self.given(child, (*path, key))]
+        return [part for key, child in children for part in self.argument_parts(child, (*path, key))]
 
 
 def _walk(
@@ -132,9 +132,9 @@ def _has_identity(x: Any) -> bool:
     return type(x) not in PLAIN and not isinstance(x, (torch.Tensor, *NUMBERS, *NOT_PLAIN))
 
 
-def with_given(template: Any, given: list[GivenPart], leaf: Leaf) -> Any:
+def with_given(template: Any, given_parts: list[GivenPart], leaf: Leaf) -> Any:
     """A template in which each part that is an object among the arguments is a Given."""
-    parts = dict(given)
+    parts = dict(given_parts)
 
     def put(x: Any, path: tuple[str, ...]) -> Any:
         if path in parts:

@@ -127,16 +127,6 @@ class OfClass(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class OfArgument(Place):
-    """An object among the arguments, which a call gets too."""
-
-    value: Any
-
-    def now(self, call: CallInputs) -> Any:
-        return self.value
-
-
-@dataclasses.dataclass(frozen=True)
 class Submodules(Place):
     """The submodules of a module, in order, where the forward went through them."""
 
@@ -513,7 +503,7 @@ def unchanged(read: Read, known: set[int]) -> list[Condition]:
         return [Condition(f"{{}}({', '.join('{}' for _ in args)}) == {{}}", (ask, *args, answer))]
     if read.others or not is_same(read):
         return whole
-    if isinstance(place, InTable | InClosure | OfClass | OfArgument):
+    if isinstance(place, InTable | InClosure | OfClass):
         of_content = list(_with_content(read, place.now(NO_CALL), known))
         return whole if None in of_content else [*_is_there(place), *(c for c in of_content if c is not None)]
     return list(_of_place(place, traced)) or whole

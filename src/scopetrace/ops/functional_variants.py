@@ -54,29 +54,23 @@ _NO_VALUES = frozenset(
 )
 """Ops that change what the tensor is, to autograd or the allocator, and no element, without torch's tag for that."""
 
-_STATISTICS = {
-    "aten::batch_norm": "training",
-    "aten::native_batch_norm": "training",
-    "aten::_batch_norm_impl_index": "training",
-    "aten::cudnn_batch_norm": "training",
-    "aten::miopen_batch_norm": "training",
-    "aten::instance_norm": "use_input_stats",
-    "aten::batch_norm_update_stats": None,
-    "aten::batch_norm_gather_stats": None,
-    "aten::batch_norm_gather_stats_with_counts": None,
+_LEGIT = ("_native_batch_norm_legit_functional", 3)
+_STATISTICS: dict[str, tuple[str | None, tuple[str, int] | None]] = {
+    "aten::batch_norm": ("training", _LEGIT),
+    "aten::native_batch_norm": ("training", _LEGIT),
+    "aten::_batch_norm_impl_index": ("training", None),
+    "aten::cudnn_batch_norm": ("training", ("_batch_norm_with_update_functional", 4)),
+    "aten::miopen_batch_norm": ("training", _LEGIT),
+    "aten::instance_norm": ("use_input_stats", None),
+    "aten::batch_norm_update_stats": (None, None),
+    "aten::batch_norm_gather_stats": (None, None),
+    "aten::batch_norm_gather_stats_with_counts": (None, None),
 }
-"""Ops that write their running statistics without a word in the schema, and the argument that turns it on."""
+"""Ops that write their running statistics without a word in the schema: the argument that turns it on, and the variant
+with the number of its results before the new statistics."""
 
 _SKIP_EMPTY = frozenset({"aten::batch_norm", "aten::_batch_norm_impl_index"})
 """Those that leave the statistics alone for an empty input, which they look at before they choose a kernel."""
-
-_STATISTICS_VARIANTS = {
-    "aten::batch_norm": ("_native_batch_norm_legit_functional", 3),
-    "aten::native_batch_norm": ("_native_batch_norm_legit_functional", 3),
-    "aten::cudnn_batch_norm": ("_batch_norm_with_update_functional", 4),
-    "aten::miopen_batch_norm": ("_native_batch_norm_legit_functional", 3),
-}
-"""Their variants, and how many results come before the new statistics."""
 
 FIRST_HAS_GRADIENT = frozenset(
     getattr(torch.ops.aten, name).default
@@ -226,7 +220,7 @@ def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if name in _UNDECLARED:
         return (_UNDECLARED[name],)
     arguments = by_name(func, args, kwargs)
-    switch = _STATISTICS[name]
+    switch, _ = _STATISTICS[name]
     if switch is not None and not arguments[switch]:
         return ()
     if name in _SKIP_EMPTY and 0 in tensor_of(arguments["input"]).shape:
@@ -248,9 +242,10 @@ def undeclared_variant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 @functools.cache
 def _statistics_variant(func: Any) -> FunctionalVariant | None:
     schema = schema_of(func)
-    if schema.name not in _STATISTICS_VARIANTS:
+    _, variant = _STATISTICS.get(schema.name, (None, None))
+    if variant is None:
         return None
-    name, count = _STATISTICS_VARIANTS[schema.name]
+    name, count = variant
     op = getattr(torch.ops.aten, name).default
     new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(schema.written))]
     results: tuple[int | str, ...] = schema.written or tuple(range(len(schema.returns)))

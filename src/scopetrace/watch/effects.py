@@ -19,7 +19,17 @@ import torch
 from scopetrace._compat.gradients import hooks_of
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import parameters_of, tags_of
-from scopetrace.containers.contents import ATTRIBUTES, Change, content_of, fill_cell, form_of, put_entry, same, snapshot
+from scopetrace.containers.contents import (
+    ATTRIBUTES,
+    Change,
+    changed_entries,
+    content_of,
+    fill_cell,
+    form_of,
+    put_entry,
+    same,
+    snapshot,
+)
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.guards.reach import Reach
 from scopetrace.record.model import Model
@@ -127,21 +137,17 @@ class EffectWatch:
 
     def _of_classes(self) -> Iterator[Change]:
         for kind, before in self._classes:
-            now = dict(vars(kind))
-            for name in dict.fromkeys((*before, *now)):
-                old, new = before.get(name, MISSING), now.get(name, MISSING)
-                if new is not old and name[:2] != "__":
+            for name, old, new in changed_entries(before, vars(kind)):
+                if name[:2] != "__":
                     put = functools.partial(_set_attribute, kind, name)
                     yield Change(f"{kind.__name__}.{name}", old, new, kind, name, put, (id(kind), name))
 
     def _of_tags(self) -> Iterator[Change]:
         for path, t, before in self._tagged:
             now = (tags_of(t) if isinstance(t, torch.Tensor) else vars(t)) if vars(t) else _NO_TAGS
-            for key in dict.fromkeys((*before, *now)) if now or before else ():
-                old, new = before.get(key, MISSING), now.get(key, MISSING)
-                if new is not old:
-                    put = functools.partial(put_entry, vars(t), key)
-                    yield Change(f"{path}.{key}", old, new, t, key, put, (id(t), key))
+            for key, old, new in changed_entries(before, now) if now or before else ():
+                put = functools.partial(put_entry, vars(t), key)
+                yield Change(f"{path}.{key}", old, new, t, key, put, (id(t), key))
 
 
 def _set_attribute(kind: type, name: str, value: Any) -> None:

@@ -52,7 +52,6 @@ from scopetrace.ir.reads import (
     InClosure,
     InTable,
     InTables,
-    OfArgument,
     OfClass,
     OfFunctions,
     OfModules,
@@ -145,7 +144,7 @@ class StateReads:
             fn = fn.func
         owner = getattr(fn, "__self__", fn)
         objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
-        of_objects = [Read(n, snapshot(x, self.names), OfArgument(x), names=self.names) for n, x in objects]
+        of_objects = [Read(n, snapshot(x, self.names), InTable({n: x}, n), names=self.names) for n, x in objects]
         others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
         return [*variables, *attributes, *others, *self._of_members(held)]
 
