@@ -71,7 +71,7 @@ class Place:
     stays = False
     """Whether it exists in another process too: it belongs to the call or to torch, not to the model's objects."""
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         """What is there at a call; MISSING where there is nothing."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class InTable(Place):
     def kind(self) -> str:
         return "global" if "__name__" in self.table else "attribute"
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return self.table.get(self.key, MISSING)
 
 
@@ -98,7 +98,7 @@ class InClosure(Place):
     cell: types.CellType
     kind = "closure"
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return content_of(self.cell)
 
 
@@ -109,7 +109,7 @@ class InTables(Place):
     tables: tuple[dict[str, Any], ...]
     key: str
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return next((table[self.key] for table in self.tables if self.key in table), MISSING)
 
 
@@ -120,7 +120,7 @@ class OfClass(Place):
     owner: type
     key: str
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         member = getattr(self.owner, self.key, MISSING)
         # a method of nn.Module is that class: tracers of torch replace its methods for a time
         return torch.nn.Module if member is vars(torch.nn.Module).get(self.key, self) else member
@@ -135,7 +135,7 @@ class Submodules(Place):
     """Of the module."""
     kind = "submodules"
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return dict(self.module.__dict__["_modules"])
 
     def words(self, traced: dict[str, Any], current: dict[str, Any]) -> tuple[str, str, str]:
@@ -165,7 +165,7 @@ class OfModules(Place):
     def kind(self) -> str:
         return "hooks" if self.aspect == "hooks" else "code"
 
-    def now(self, call: CallInputs) -> dict[str, Any]:
+    def current(self, call: CallInputs) -> dict[str, Any]:
         """By name of a module, what there is; empty entries are left out."""
         if self.aspect == "classes":
             return {name: type(module) for name, module in self.modules}
@@ -235,7 +235,7 @@ class OfFunctions(Place):
     functions: tuple[types.FunctionType, ...]
     kind = "code"
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return [self._parts(f.__code__, f.__defaults__ or (), f.__kwdefaults__ or {}) for f in self.functions]
 
     @staticmethod
@@ -255,7 +255,7 @@ class Asked(Place):
     """How a program can follow it, which an error says where it has changed."""
     kind: str = "attribute"
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return self.ask(*self.args)
 
 
@@ -269,7 +269,7 @@ class OfInput(Place):
     args: tuple[Any, ...] = ()
     kind, stays = "input", True
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return fact_of(call.tensors[self.index], self.fact, self.args)
 
 
@@ -282,7 +282,7 @@ class GradientOfInput(Place):
     gradient: torch.Tensor | None = None
     kind, stays = "input", True
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return self.gradient is not None and call.tensors[self.index].grad is self.gradient
 
 
@@ -292,7 +292,7 @@ class WhichInputs(Place):
 
     kind, stays = "input", True
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         ids = list(map(id, call.tensors))
         return tuple(map(ids.index, ids))
 
@@ -305,7 +305,7 @@ class WhichOfModel(Place):
     """Of each tensor its name in the model, its module and its name there."""
     kind = "input"
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         fqns = {id(_held(module, name)): fqn for fqn, module, name in self.owners}
         return tuple([(i, fqns[id(t)]) for i, t in enumerate(call.tensors) if id(t) in fqns])
 
@@ -326,7 +326,7 @@ class OfTensor(Place):
     fact: str
     kind = "tensor"
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         name, _, of_it = self.name.partition(".")
         tensor = getattr(self.module, name, None)
         if of_it:
@@ -341,7 +341,7 @@ class HasGradient(Place):
     tensor: torch.Tensor
     kind, stays = "tensor", True
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return self.tensor.grad is not None
 
 
@@ -365,7 +365,7 @@ class Flag(Place):
     args: tuple[Any, ...] = ()
     kind, stays = "state", True
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         return flag(self.function, self.args)
 
 
@@ -389,9 +389,9 @@ class Read:
     skip: frozenset[tuple[int, Any]] = frozenset()
     """Entries that do not count: the id of what holds them, and their key."""
 
-    def now(self, call: CallInputs = NO_CALL) -> Any:
+    def current(self, call: CallInputs = NO_CALL) -> Any:
         """What is there now, as a snapshot."""
-        return snapshot(self.place.now(call), self.names, self.skip)
+        return snapshot(self.place.current(call), self.names, self.skip)
 
     def place_names(self) -> list[str]:
         """What it is called; of functions, the name of each."""
@@ -487,8 +487,8 @@ def _line_of(code: types.CodeType, name: str) -> int:
 
 def is_same(read: Read) -> bool:
     """Whether the answer to a read is that of the trace."""
-    now = read.now()
-    return same(read.value, now) or any(same(other, now) for other in read.others)
+    current = read.current()
+    return same(read.value, current) or any(same(other, current) for other in read.others)
 
 
 def unchanged(read: Read, known: set[int]) -> list[Condition]:
@@ -504,23 +504,22 @@ def unchanged(read: Read, known: set[int]) -> list[Condition]:
     if read.others or not is_same(read):
         return whole
     if isinstance(place, InTable | InClosure | OfClass):
-        of_content = list(_with_content(read, place.now(NO_CALL), known))
-        return whole if None in of_content else [*_is_there(place), *(c for c in of_content if c is not None)]
+        current = place.current(NO_CALL)
+        of_content = list(_with_content(read, current, known))
+        certain = [condition for condition in of_content if condition is not None]
+        return [_is_there(place, current), *certain] if len(certain) == len(of_content) else whole
     return list(_of_place(place, traced)) or whole
 
 
-def _is_there(place: Any) -> Iterator[Condition]:
-    """That the object that a place has now stays there."""
-    now = place.now(NO_CALL)
+def _is_there(place: Any, current: Any) -> Condition:
+    """That a place goes on to have the same object."""
     if isinstance(place, InTable):
-        yield _is_entry(place.table, place.key, now)
-    elif isinstance(place, InClosure):
-        yield _is_attribute(place.cell, "cell_contents", now)
-    elif isinstance(place, OfClass):
-        if now is torch.nn.Module:
-            yield Condition(f"{{}}.{place.key} is {{}}.{place.key}", (place.owner, now))
-        else:
-            yield _is_attribute(place.owner, place.key, now)
+        return _is_entry(place.table, place.key, current)
+    if isinstance(place, InClosure):
+        return _is_attribute(place.cell, "cell_contents", current)
+    if current is torch.nn.Module:
+        return Condition(f"{{}}.{place.key} is {{}}.{place.key}", (place.owner, current))
+    return _is_attribute(place.owner, place.key, current)
 
 
 def _of_place(place: Any, traced: Any) -> Iterator[Condition]:

@@ -671,7 +671,7 @@ class StateCheck:
     def run_facts(self, call: CallInputs, number: Number) -> None:
         """Raise InputMismatchError for a fact of an input that differs."""
         for place, read in self.facts:
-            value, now = _in_numbers(read.value, number), place.now(call)
+            value, now = _in_numbers(read.value, number), place.current(call)
             if isinstance(place, OfInput) and place.fact == "layout":
                 value = _layout_for(call.tensors[place.index], value, number)
             if not same(value, now):
@@ -691,7 +691,7 @@ class StateCheck:
         """Compare each thing by itself, where the quick check fails: an equal one may be there."""
         for read in self._reads:
             if not is_same(read):
-                value, now = read.value, read.now()
+                value, now = read.value, read.current()
                 if isinstance(read.place, OfTensor) and read.place.fact == "metadata":
                     raise _not_as_traced(self._tape, read.name, value, None if now is MISSING else now)
                 raise _mismatch(read, value, now)
@@ -718,7 +718,7 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
     if isinstance(read.place, OfFunctions):
         problem = "the code or the default arguments of a function are not those of the trace"
-        for function, old, new in zip(read.place.functions, read.value, read.now(), strict=True):
+        for function, old, new in zip(read.place.functions, read.value, read.current(), strict=True):
             if not same(old, new):
                 problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
     if isinstance(read.place, Flag):

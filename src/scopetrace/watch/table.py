@@ -175,10 +175,10 @@ class StateReads:
             if key == ALL_SUBMODULES:
                 outer = name.rpartition(".")[0]
                 place: Any = Submodules(module, outer)
-                yield Read(f"the submodules of {outer or 'the model'}", place.now(NO_CALL), place, frames, path)
+                yield Read(f"the submodules of {outer or 'the model'}", place.current(NO_CALL), place, frames, path)
                 continue
             place = self._place(module, key)
-            value = place.now(NO_CALL)
+            value = place.current(NO_CALL)
             if isinstance(value, torch.Tensor):
                 self._members[id(value)] = value
                 if isinstance(place, InTable) and place.table is module.__dict__:
@@ -215,12 +215,12 @@ class StateReads:
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
         for aspect in OfModules.ASPECTS:
             place = OfModules(named, aspect, self.names, frozenset(name for _, name in changed))
-            yield Read(f"{aspect} of the modules", snapshot(place.now(NO_CALL)), place, (), path)
-        yield Read("hooks of all modules", ALL_MODULES.now(NO_CALL), ALL_MODULES, (), path)
+            yield Read(f"{aspect} of the modules", snapshot(place.current(NO_CALL)), place, (), path)
+        yield Read("hooks of all modules", ALL_MODULES.current(NO_CALL), ALL_MODULES, (), path)
         tables = sorted({"_parameters", "_buffers"} & (self.names or set()))
         if tables:  # code that goes past the attributes, as `self._buffers.get("cache") is None`
             keys = Asked(_keys_of, (plain, tables))
-            yield Read("the names of parameters and buffers", keys.now(NO_CALL), keys, (), path)
+            yield Read("the names of parameters and buffers", keys.current(NO_CALL), keys, (), path)
 
     # ---------------------------------------------------------------- tensors
 
@@ -239,7 +239,7 @@ class StateReads:
         frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
         places = WhichInputs(), WhichOfModel(tuple(of_model) if code is None else self._model.owners)
         now = CallInputs((), {}, self._examples)
-        which = WhichOfModel(tuple(of_model)).now(now)
+        which = WhichOfModel(tuple(of_model)).current(now)
         if code is not None and which:
             raise UnsupportedOpError(
                 f"{tape.input_paths[which[0][0]]} is a tensor of the model, and the forward compares objects (`is`, "
@@ -249,7 +249,7 @@ class StateReads:
                 hint="give x.clone() to the trace",
             )
         if code is not None:
-            yield Read("which arguments are one tensor", places[0].now(now), places[0], frames, path)
+            yield Read("which arguments are one tensor", places[0].current(now), places[0], frames, path)
         yield Read("which arguments are tensors of the model", which, places[1], frames, path)
 
     def _of_members(self, held: Sequence[_Held]) -> Iterator[Read]:
@@ -273,7 +273,7 @@ class StateReads:
                 continue
             fqn, holder, attribute = owner
             place = OfTensor(holder, attribute, "metadata")
-            yield Read(fqn, place.now(NO_CALL), place, (), root)
+            yield Read(fqn, place.current(NO_CALL), place, (), root)
 
     def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
         """Where each tensor of the model is that several places hold, if its id is in `used`."""
@@ -363,7 +363,7 @@ class RanFunctions:
         functions = [*self.functions.values(), *self.inner]
         if functions:
             place = OfFunctions(tuple(functions))
-            yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
+            yield Read("functions", snapshot(place.current(NO_CALL)), place, (), path)
         known = set[tuple[int, str]]()
         for function in functions:
             frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
@@ -403,7 +403,7 @@ class RanFunctions:
         called = {kind: None for kind in called if not issubclass(kind, torch.fx.GraphModule)}  # made at its first call
         for kind, name in itertools.product(called, ("forward", "__call__")):
             place = OfClass(kind, name)
-            yield Read(f"{kind.__name__}.{name}", snapshot(place.now(NO_CALL)), place, (), path)
+            yield Read(f"{kind.__name__}.{name}", snapshot(place.current(NO_CALL)), place, (), path)
         for kind in filter(is_users_class, self._kinds):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
@@ -412,7 +412,7 @@ class RanFunctions:
                 may_run = is_value or code in self.codes or (code is not None and kind in called)
                 if may_run and (id(base), name) not in skip and is_users_class(base):
                     place = OfClass(kind, name)
-                    yield self._read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path, skip)
+                    yield self._read(f"{kind.__name__}.{name}", place.current(NO_CALL), place, (), path, skip)
 
 
 _LEVELS = 2
