@@ -14,7 +14,7 @@ import importlib
 import sys
 from typing import Any
 
-from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, open_container, rebuilt
+from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, open_container, unflattened
 from scopetrace.errors import TraceFileError
 
 
@@ -112,5 +112,5 @@ def with_imports(template: Any) -> Any:
         return template
     inside = [(key, with_imports(item)) for key, item in children]
     if isinstance(template, OpaqueContainer):
-        return rebuilt(imported_class(template.kind), with_imports(template.context), inside)
+        return unflattened(imported_class(template.kind), with_imports(template.context), inside)
     return close_container(template, [item for _, item in inside])

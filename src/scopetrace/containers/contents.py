@@ -504,7 +504,7 @@ class Contents:
             self.add(f"{self._saved[id(table)].name}[{short(key)}]", table[key])
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Break reference cycles: forget everything."""
         for kept in (self._saved, self.functions, self.modules, self.tensors, self.classes):
             kept.clear()
 

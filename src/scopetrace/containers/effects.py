@@ -17,7 +17,6 @@ from scopetrace.containers.structure import (
     NOT_PLAIN,
     NUMBERS,
     PLAIN,
-    Children,
     Leaf,
     close_container,
     is_registered,
@@ -26,6 +25,7 @@ from scopetrace.containers.structure import (
     map_structure,
     open_container,
     open_like,
+    walk,
 )
 from scopetrace.errors import ExportError
 
@@ -87,7 +87,7 @@ class Watch:
         """`inputs` are the tensors among the arguments; a registered class may have computed others from them."""
         self._object_types = object_types
         ids = set(map(id, inputs))
-        walked = [*_walk(arguments, (), object_types)]
+        walked = [(path, x, children) for path, x, children in walk(arguments, object_types) if children is not None]
         self._before = [container for container in walked if not isinstance(container[1], tuple)]
         parts = [((*path, key), child) for path, _, children in walked for key, child in children]
         whole = [part for part in parts if _has_identity(part[1]) and ids.issuperset(map(id, self._tensors(part[1])))]
@@ -115,16 +115,6 @@ class Watch:
             return [(path, known)]
         children = open_container(x, self._object_types) or []
         return [part for key, child in children for part in self.argument_parts(child, (*path, key))]
-
-
-def _walk(
-    x: Any, path: tuple[str, ...], object_types: Collection[type]
-) -> Iterator[tuple[tuple[str, ...], Any, Children]]:
-    children = open_container(x, object_types)
-    if children is not None:
-        yield path, x, children
-        for key, child in children:
-            yield from _walk(child, (*path, key), object_types)
 
 
 def _has_identity(x: Any) -> bool:

@@ -103,11 +103,8 @@ def is_object(x: Any) -> bool:
 
 def object_classes(x: Any, object_types: Collection[type] = ()) -> set[type]:
     """The classes of the containers in a value of the user that are objects."""
-    children = open_container(x, object_types)
-    if children is None:
-        return set()
-    inner = set[type]().union(*(object_classes(child, object_types) for _, child in children))
-    return inner if isinstance(x, (list, tuple, dict)) else inner | {type(x)}
+    containers = (part for _, part, children in walk(x, object_types) if children is not None)
+    return {type(part) for part in containers if not isinstance(part, (list, tuple, dict))}
 
 
 def map_structure(
@@ -151,7 +148,7 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
     if not isinstance(template, OpaqueContainer):
         return close_container(template, items)
     if _pytree_node(template.kind) is not None:
-        return _assembled(template.kind, template.context, template.keys, items)
+        return _unflattened(template.kind, template.context, template.keys, items)
     new = _empty(template.kind)
     new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
     return new
@@ -177,14 +174,19 @@ def _add_leaves(items: Iterable[Any], leaf: Leaf, collected: list[Any]) -> None:
             _add_leaves([item for _, item in open_container(x) or ()], leaf, collected)
 
 
+def walk(
+    x: Any, object_types: Collection[type] = (), path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Children | None]]:
+    """Each container and leaf, outer before inner: the keys that lead to it, itself, and its children."""
+    children = open_container(x, object_types)
+    yield path, x, children
+    for key, child in children or ():
+        yield from walk(child, object_types, (*path, key))
+
+
 def leaves_with_path(x: Any, path: str = "", object_types: Collection[type] = ()) -> Iterator[tuple[str, Any]]:
     """Each leaf with its path in Python's own notation, such as `"[0]['mask']"` or `".logits"`."""
-    children = open_container(x, object_types)
-    if children is None:
-        yield path, x
-        return
-    for key, item in children:
-        yield from leaves_with_path(item, path + key, object_types)
+    return ((path + "".join(keys), leaf) for keys, leaf, children in walk(x, object_types) if children is None)
 
 
 def identifier(path: str, taken: set[str]) -> str:
@@ -265,29 +267,29 @@ def close_container(like: Any, items: list[Any]) -> Any:
     if kind is torch.Size:  # a Size holds numbers only
         numbers = all(isinstance(item, (int, torch.SymInt)) for item in items)
         return torch.Size(items) if numbers else tuple(items)
-    kind, context, children = _parts(like)
-    return _assembled(kind, context, [key for key, _ in children], items)
+    kind, context, children = _flattened(like)
+    return _unflattened(kind, context, [key for key, _ in children], items)
 
 
-def taken_apart(x: Any) -> tuple[type, Any, Children] | None:
+def flattened(x: Any) -> tuple[type, Any, Children] | None:
     """Class, context and children of a container that is neither list, tuple, dict nor Size; None for all else.
 
     The context is what an instance has beside its children.
     """
-    return None if open_container(x) is None or type(x) in (list, tuple, dict, torch.Size) else _parts(x)
+    return None if open_container(x) is None or type(x) in (list, tuple, dict, torch.Size) else _flattened(x)
 
 
-def rebuilt(kind: type, context: Any, children: Children) -> Any:
-    """A template's container from what `taken_apart` gave."""
+def unflattened(kind: type, context: Any, children: Children) -> Any:
+    """A template's container from what `flattened` gave."""
     keys, items = [key for key, _ in children], [item for _, item in children]
     try:
-        return _assembled(kind, context, keys, items)
+        return _unflattened(kind, context, keys, items)
     except Exception:  # a foreign class may raise anything for what an older version of it gave
         return OpaqueContainer(kind, context, keys, items)
 
 
-def _parts(x: Any) -> tuple[type, Any, Children]:
-    """As `taken_apart`, for an object of any class, whose attributes are its children."""
+def _flattened(x: Any) -> tuple[type, Any, Children]:
+    """As `flattened`, for an object of any class, whose attributes are its children."""
     kind, children = type(x), open_container(x, (type(x),)) or []
     if isinstance(x, OpaqueContainer):
         return x.kind, x.context, children
@@ -302,8 +304,8 @@ def _parts(x: Any) -> tuple[type, Any, Children]:
     return kind, {name: value for name, value in getattr(x, "__dict__", {}).items() if name not in names}, children
 
 
-def _assembled(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
-    """The inverse of `_parts`; an OpaqueContainer where a class does not take these items and give them back."""
+def _unflattened(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
+    """The inverse of `_flattened`; an OpaqueContainer where a class does not take these items and give them back."""
     if pytree.is_namedtuple_class(kind):
         return tuple.__new__(kind, items)  # the class's own __new__ may look at the items, as PackedSequence's does
     node = _pytree_node(kind)

@@ -53,7 +53,7 @@ class SizeRules:
     """Which sizes and numbers a call may have. `check` raises for others."""
 
     env: WatchedShapeEnv
-    """torch's guards, and what Python was told of the symbols."""
+    """torch's guards, and what Python read of the symbols."""
     dynamic: list[DynamicInput] = dataclasses.field(default_factory=list)
     specs: dict[Any, DimSpec] = dataclasses.field(default_factory=dict)
     """By symbol, what `dynamic_shapes` says of it."""

@@ -38,7 +38,7 @@ _CANONICAL = {"input": "self", "exponential_average_factor": "momentum", "epsilo
 """Arguments that an op and its variant name differently."""
 
 _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
-"""What a factory is told about its result. With `out=` it takes that from `out`."""
+"""The arguments of a factory that describe its result. With `out=` it takes them from `out`."""
 
 _IN_DTYPE_OF_OUT = frozenset(
     f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nanmean", "nansum", "prod", "sum")
@@ -294,7 +294,7 @@ def _dropped(func: Any, op: Any) -> tuple[str, ...]:
 
 
 def _options_of_out(func: Any, variant: FunctionalVariant, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the variant is told because it does not see `out`: what a factory makes, and in which dtype to sum."""
+    """Arguments in place of `out`, which the variant does not take: what a factory makes, or the dtype to sum in."""
     out = tensor_of(arguments.get(variant.dropped[0]))
     if not isinstance(out, torch.Tensor):
         return {}
