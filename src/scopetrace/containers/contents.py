@@ -195,18 +195,14 @@ def entries_of(x: dict[Any, Any]) -> dict[Any, Any]:
     return dict(_base_of(x).items(x))
 
 
-_DICT = Form(entries_of, write_dict, "[]")
-_LIST = Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)
 ATTRIBUTES = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects whose attributes are what code of users gives them."""
 _INNER = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects of libraries that hold something in attributes."""
 _OPTIMIZER = Form(attributes_and_slots, _write_attributes, ".", by_identity=True)
-_ITERATOR = Form(_position, _write_nothing)
 _FORMS: dict[type, Form] = {
-    list: _LIST,
-    collections.deque: Form(lambda x: list(collections.deque.__iter__(x)), _write_list),
-    dict: _DICT,
+    **dict.fromkeys((list, collections.deque), Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)),
+    dict: Form(entries_of, write_dict, "[]"),
     types.MappingProxyType: Form(dict, _write_nothing, "[]"),
     set: Form(lambda x: set(set.__iter__(x)), _write_set),
     tuple: Form(lambda x: tuple(tuple.__iter__(x)), _write_nothing),
@@ -247,7 +243,7 @@ def form_of(kind: Any) -> Form | None:
         bits = operator.attrgetter("bit_generator.state")
         return Form(bits, lambda x, c: setattr(x.bit_generator, "state", c), is_generator=True)
     if hasattr(kind, "__next__"):
-        return _ITERATOR if is_library(kind.__module__) else ATTRIBUTES
+        return Form(_position, _write_nothing) if is_library(kind.__module__) else ATTRIBUTES
     has_attributes = bool(kind.__dictoffset__) or bool(slots_of(kind))
     return ATTRIBUTES if has_attributes and is_users_class(kind) else None
 

@@ -20,8 +20,8 @@ class StandIn:
     """What all stand-ins have."""
 
     asked: Asked
-    fresh: set[Any]
-    """Of a container, the keys of entries that were written since."""
+    fresh: set[Any] | None
+    """Of a container, the keys of entries that were written since; None for all."""
 
 
 def stand_in(x: Any, asked: Asked) -> Any:
@@ -98,16 +98,16 @@ def _with_fresh(kind: Any) -> type:
 
     def __setitem__(self: Any, key: Any, value: Any) -> None:
         put(self, key, value)
-        if base is dict or isinstance(key, int):
+        if self.fresh is not None and (base is dict or isinstance(key, int)):
             self.fresh.add(key if base is dict or key >= 0 else key + list.__len__(self))
 
     def __iter__(self: Any) -> Any:
-        if len(self.fresh) < base.__len__(self):
+        if self.fresh is not None and len(self.fresh) < base.__len__(self):
             self.asked()
         return base.__iter__(self)
 
     def emptied(self: Any) -> None:
-        self.fresh = _Everything()
+        self.fresh = None
         clear(self)
 
     return type(
@@ -116,20 +116,9 @@ def _with_fresh(kind: Any) -> type:
 
 
 def _is_fresh(x: Any, key: Any) -> bool:
-    return (
-        isinstance(key, (int, str, tuple))
-        and (key + list.__len__(x) if type(key) is int and key < 0 else key) in x.fresh
-    )
-
-
-class _Everything(set[Any]):
-    """Nothing old is left."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return 1 << 60
+    if not isinstance(key, (int, str, tuple)):
+        return False
+    return x.fresh is None or (key + list.__len__(x) if type(key) is int and key < 0 else key) in x.fresh
 
 
 _ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv neg pos"

@@ -98,7 +98,7 @@ def is_object(x: Any) -> bool:
     kind = container_type(x)
     if issubclass(kind, (list, tuple, dict)):
         return False
-    return isinstance(x, OpaqueContainer) or _pytree_node(kind) is not None or dataclasses.is_dataclass(kind)
+    return isinstance(x, OpaqueContainer) or is_registered(kind) or dataclasses.is_dataclass(kind)
 
 
 def object_classes(x: Any, object_types: Collection[type] = ()) -> set[type]:
@@ -145,10 +145,8 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
     if children is None:
         return template
     items = [instantiate(fn, item, leaf) for _, item in children]
-    if not isinstance(template, OpaqueContainer):
+    if not isinstance(template, OpaqueContainer) or is_registered(template.kind):
         return close_container(template, items)
-    if _pytree_node(template.kind) is not None:
-        return _unflattened(template.kind, template.context, template.keys, items)
     new = _empty(template.kind)
     new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
     return new
@@ -243,7 +241,7 @@ def is_plain_object(x: Any) -> bool:
     kind: Any = type(x)
     if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, *NUMBERS, *NOT_PLAIN)):
         return False
-    if _pytree_node(kind) is not None or dataclasses.is_dataclass(kind):
+    if is_registered(kind) or dataclasses.is_dataclass(kind):
         return False
     try:
         _empty(kind)

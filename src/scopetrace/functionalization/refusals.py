@@ -24,7 +24,8 @@ from scopetrace.ops.functional_variants import (
     tensor_of,
     undeclared_writes,
 )
-from scopetrace.ops.view_inverses import Geometry, geometry_of, overlaps_itself, spans_meet
+from scopetrace.ops.view_inverses import geometry_of, overlaps_itself, spans_meet
+from scopetrace.ops.views import dense_strides
 
 _aten = torch.ops.aten
 _VISITS_IN_ORDER = ("index_", "scatter", "masked_scatter", "put", "_index_put")
@@ -118,7 +119,7 @@ def _same_elements(a: Value, b: Value) -> bool:
         return a.fake.dtype.itemsize == b.fake.dtype.itemsize
     if x.offset != y.offset or x.dims != y.dims or a.fake.dtype.itemsize != b.fake.dtype.itemsize:
         return False
-    return not x.is_dense()  # of dense tensors, eager compares the strides, those of size 1 too
+    return dense_strides(a.fake) is None  # of dense tensors, eager compares the strides, those of size 1 too
 
 
 def _meet(a: Value, b: Value) -> bool:
@@ -155,4 +156,4 @@ def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     # `bernoulli` does not keep the strides of its input. The others do where they can; the vectorized way to draw
     # normal numbers, for contiguous tensors only, is another stream.
     name = schema_of(func).name
-    return name == "aten::bernoulli_" or (name == "aten::normal_" and not Geometry.of(out, 0).is_dense())
+    return name == "aten::bernoulli_" or (name == "aten::normal_" and dense_strides(out) is None)

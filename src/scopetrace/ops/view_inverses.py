@@ -71,15 +71,6 @@ class Geometry(NamedTuple):
             reach += s * (n - 1)
         return False
 
-    def is_dense(self) -> bool:
-        """Whether the elements fill an interval of positions, each once."""
-        reach = 1
-        for s, n in sorted((s, n) for n, s in self.dims):
-            if s != reach:
-                return False
-            reach *= n
-        return True
-
     def span(self) -> tuple[int, int]:
         """The first and the last position; (0, -1) without elements."""
         if self.numel == 0:
