@@ -197,8 +197,13 @@ class OfModules(Place):
         return f"{key} of {of}", was, is_now
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The tables of a module that have its hooks."""
+HOOKS = {
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_forward_hooks": "forward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_backward_hooks": "backward hooks",
+}
+"""The tables of a module that have its hooks, and what people call these."""
 ALL_MODULES = OfModules((("all modules", None),), "hooks", None, frozenset())
 """The hooks that run for each module of the process."""
 
@@ -207,17 +212,12 @@ def hook_tables(module: torch.nn.Module | None) -> dict[str, dict[Any, Any]]:
     """By kind, the tables of the hooks of a module; of those of all modules for None."""
     if module is None:
         return hooks_of_all_modules()
-    return {words_of_hooks(name): module.__dict__.get(name, {}) for name in HOOKS}
+    return {words: module.__dict__.get(name, {}) for name, words in HOOKS.items()}
 
 
 def hooks_of_module(module: torch.nn.Module | None) -> dict[str, list[Any]]:
     """By kind, the hooks of a module; those of all modules for None."""
     return {kind: [*table.values()] for kind, table in hook_tables(module).items() if table}
-
-
-def words_of_hooks(table: str) -> str:
-    """What people call the hooks in a table of a module: `forward pre-hooks`."""
-    return table.strip("_").replace("_", " ").replace("pre ", "pre-")
 
 
 @weak_cache
@@ -552,8 +552,8 @@ def _of_modules(place: OfModules, traced: dict[str, Any]) -> Iterator[Condition]
     else:
         tables = [table for module in modules for table in hook_tables(module).values()]
         yield Condition("not any({})", ([table for table in tables if not table],))
-        filled = [table for table in tables if table]
-        yield Condition("{} == {}", (filled, [table.copy() for table in filled]))
+        if filled := [table for table in tables if table]:
+            yield Condition("{} == {}", (filled, [table.copy() for table in filled]))
 
 
 def _has_entries(table: dict[Any, Any]) -> Condition:

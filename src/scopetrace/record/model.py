@@ -36,7 +36,7 @@ from scopetrace.containers.contents import (
     write_dict,
 )
 from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_watchable
-from scopetrace.ir.reads import HOOKS, words_of_hooks
+from scopetrace.ir.reads import HOOKS
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 
@@ -298,7 +298,7 @@ class SavedModule:
             table, old = own.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
-                    hooks, put = words_of_hooks(name), self._put_hooks(name)
+                    hooks, put = HOOKS[name], self._put_hooks(name)
                     yield Change(f"{hooks} of {self.name}", old, dict(table), self.module, name, put)
                 write_dict(table, old)
 
