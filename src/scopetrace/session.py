@@ -51,8 +51,9 @@ from scopetrace.autograd.history import (
     writes_to_inputs_apart,
 )
 from scopetrace.containers.contents import Change, same, snapshot
-from scopetrace.containers.effects import Returned, Watch
 from scopetrace.containers.structure import (
+    Returned,
+    Watch,
     identifier,
     instantiate,
     leaves,
@@ -76,11 +77,11 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.argument_numbers import numbers_read
 from scopetrace.ir.leaf_reads import note_leaf
+from scopetrace.ir.reads import numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
-from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value
-from scopetrace.ir.verify import checks_enabled, verify
+from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
+from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope

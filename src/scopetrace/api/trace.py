@@ -32,8 +32,8 @@ from scopetrace.errors import (
     ScopetraceError,
     SideEffectWarning,
 )
-from scopetrace.ir.argument_numbers import warn_of_numbers
 from scopetrace.ir.conditions import Specialization, Specializations
+from scopetrace.ir.reads import warn_of_numbers
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.side_effects import SideEffect, refusal
 from scopetrace.lower.exported.constraints import explain

@@ -19,8 +19,7 @@ import torch
 from scopetrace._compat.gradients import SavedTensorsHooks, current_node, next_sequence_number, policy_of
 from scopetrace._compat.ops import is_op, is_random, paused, schema_of
 from scopetrace._compat.tensors import version_of
-from scopetrace.containers.effects import Returned
-from scopetrace.containers.structure import leaves
+from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
 from scopetrace.record.builder import TapeBuilder, ValueTable

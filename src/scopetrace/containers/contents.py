@@ -558,11 +558,21 @@ def _entries(saved: _Saved, after: Any) -> Iterator[Change]:
         entry = (id(owner), None)
         yield Change(name, before, after, holder, "", put, entry, is_generator=form.is_generator, place=place)
         return
+    if form.entries == ".":
+        changes = changed_attributes(name, owner, before, after, _put_attribute)
+        yield from (change for change in changes if not is_memo(owner, change.attribute, change.old))
+        return
     for key, old, new in changed_entries(before, after):
-        if not is_memo(owner, key, old):
-            of, attribute = (owner, key) if form.entries == "." else (holder, "")
-            put = functools.partial(_putter(form), owner, key)
-            yield Change(_name_of_entry(name, form, key), old, new, of, attribute, put, (id(owner), key))
+        put = functools.partial(put_entry, owner, key)
+        yield Change(_name_of_entry(name, form, key), old, new, holder, "", put, (id(owner), key))
+
+
+def changed_attributes(
+    name: str, owner: Any, before: Mapping[str, Any], after: Mapping[str, Any], put: Callable[[Any, str, Any], None]
+) -> Iterator[Change]:
+    """The attributes of an object of this name that are others; `put(owner, attribute, value)` puts one back."""
+    for key, old, new in changed_entries(before, after):
+        yield Change(f"{name}.{key}", old, new, owner, key, functools.partial(put, owner, key), (id(owner), key))
 
 
 def _putter(form: Form) -> Callable[[Any, Any, Any], None]:
@@ -593,12 +603,12 @@ def is_memo(owner: Any, name: Any, old: Any) -> bool:
     return isinstance(known, functools.cached_property)
 
 
-def fill_cell(cell: types.CellType, value: Any) -> None:
-    """Give a variable of an enclosing function a value; MISSING takes it away."""
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Give an attribute of a class, or `cell_contents`, a value; MISSING takes it away."""
     if value is MISSING:
-        del cell.cell_contents
+        delattr(owner, name)
     else:
-        cell.cell_contents = value
+        setattr(owner, name, value)
 
 
 _SHOWN, _WIDTH = 8, 60

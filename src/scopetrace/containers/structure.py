@@ -4,6 +4,8 @@ Data flow:
     a value of the user -> map_structure -> a template: copies of its containers with other leaves (tape values, nodes)
     a template          -> map_structure -> a template with other leaves
     a template          -> instantiate   -> a value of the user, with tensors for leaves
+    arguments before and after the forward -> Watch.effects -> Effects: containers that now hold other things
+    Effects, in a call of the trace -> apply_effects -> the same change in the caller's containers
     arguments and results -> tensor_holders -> the classes, unknown to pytree, whose instances a recording opens
 
 Containers are those of `torch.utils._pytree` (lists, tuples, dicts, named tuples, registered types such as
@@ -25,20 +27,20 @@ import keyword
 import math
 import re
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Set, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set, ValuesView
 from typing import Any
 
 import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
-from scopetrace.errors import InputMismatchError, OpaqueOutputError
+from scopetrace.errors import ExportError, InputMismatchError, OpaqueOutputError
 
-NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 STATEFUL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What a program belongs to, also where it is an argument: a call takes these objects and no others."""
-NOT_PLAIN = (*STATEFUL, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
-PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
+_NOT_PLAIN = (*STATEFUL, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
+_PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 _RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # in the code that torch.fx generates
 
 Leaf = type | tuple[type, ...]
@@ -121,7 +123,7 @@ def map_structure(
     if isinstance(x, leaf):
         return fn(x)
     kind = type(x)
-    if kind in PLAIN:
+    if kind in _PLAIN:
         return x
     if kind is tuple or kind is list:
         return kind([map_structure(fn, item, leaf, object_types, other) for item in x])
@@ -168,7 +170,7 @@ def _add_leaves(items: Iterable[Any], leaf: Leaf, collected: list[Any]) -> None:
             _add_leaves(x, leaf, collected)
         elif kind is dict:
             _add_leaves(x.values(), leaf, collected)
-        elif kind not in PLAIN:
+        elif kind not in _PLAIN:
             _add_leaves([item for _, item in open_container(x) or ()], leaf, collected)
 
 
@@ -203,7 +205,7 @@ def identifier(path: str, taken: set[str]) -> str:
 def open_container(x: Any, object_types: Collection[type] = ()) -> Children | None:
     """The children of a container, or None for a leaf."""
     kind = type(x)
-    if kind in PLAIN or isinstance(x, torch.Tensor) or (kind is torch.Size and all(type(n) is int for n in x)):
+    if kind in _PLAIN or isinstance(x, torch.Tensor) or (kind is torch.Size and all(type(n) is int for n in x)):
         return None
     if kind is tuple or kind is list:
         return [(f"[{i}]", item) for i, item in enumerate(x)]
@@ -239,7 +241,7 @@ def is_registered(kind: type) -> bool:
 def is_plain_object(x: Any) -> bool:
     """Whether `x` is no container and consists of its attributes alone, so that they suffice to make it again."""
     kind: Any = type(x)
-    if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, *NUMBERS, *NOT_PLAIN)):
+    if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, *_NUMBERS, *_NOT_PLAIN)):
         return False
     if is_registered(kind) or dataclasses.is_dataclass(kind):
         return False
@@ -314,7 +316,7 @@ def _unflattened(kind: type, context: Any, keys: list[str], items: list[Any]) ->
         return new
     if node is None:
         return OpaqueContainer(kind, context, keys, items)
-    if all(isinstance(leaf, (torch.Tensor, *NUMBERS)) for _, leaf in leaves_with_path(items)):
+    if all(isinstance(leaf, (torch.Tensor, *_NUMBERS)) for _, leaf in leaves_with_path(items)):
         return node.unflatten_fn(items, context)
     try:
         new = node.unflatten_fn(items, context)
@@ -400,7 +402,7 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
 
 
 def _short(x: Any) -> str:
-    text = repr(x) if type(x) in PLAIN else getattr(x, "__name__", f"a {type(x).__name__}")
+    text = repr(x) if type(x) in _PLAIN else getattr(x, "__name__", f"a {type(x).__name__}")
     return _cut(text)
 
 
@@ -489,7 +491,7 @@ def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str, object_types: Col
 
 def opaque_leaves(x: Any, object_types: Collection[type]) -> list[tuple[str, Any]]:
     """The leaves of a value, with their paths, that are neither tensors, numbers, text, nor the like."""
-    plain = (torch.Tensor, *NUMBERS, *PLAIN)
+    plain = (torch.Tensor, *_NUMBERS, *_PLAIN)
     return [(path, item) for path, item in leaves_with_path(x, "", object_types) if not isinstance(item, plain)]
 
 
@@ -507,3 +509,148 @@ def refuse_without_structure(result: Any, kinds: tuple[type, ...], object_types:
                 f"{what} with tensors in it, which has no order or keys that a trace could keep",
                 hint="return a list, tuple or dict",
             )
+
+
+# What the forward puts into its arguments --------------------------------------------------------------------------
+
+
+GivenPart = tuple[tuple[str, ...], tuple[str, ...]]
+"""A part of what a forward gives that is an object among its arguments: its place, and that in (args, kwargs)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """In a template, an object among the arguments, which a call gives back as it is."""
+
+    path: tuple[str, ...]
+    """The keys, as text, that lead to it from (args, kwargs)."""
+    leaves: int
+    """How many leaves it has in the template."""
+
+
+@dataclasses.dataclass
+class Effect:
+    """A container among the arguments into which the forward put other things."""
+
+    path: tuple[str, ...]
+    """The keys, as text, that lead to it from (args, kwargs)."""
+    content: Any
+    """A template of the container as it is afterwards."""
+    given: list[GivenPart] = dataclasses.field(default_factory=list)
+    """The parts of `content` that are parts of the arguments."""
+
+
+@dataclasses.dataclass
+class Returned:
+    """What a program gives where its forward has effects."""
+
+    result: Any
+    effects: list[Effect]
+
+
+def without_argument_mutation(outputs: Any, leaf: type) -> Any:
+    """The result of a program, for forms that have nothing beside it; `leaf` is the type of its tensors.
+
+    Raises ExportError where the forward puts a tensor into a container that it does not return too.
+    """
+    if not isinstance(outputs, Returned):
+        return outputs
+    returned = set(map(id, leaves(outputs.result, leaf)))
+    for effect in outputs.effects:
+        if not returned.issuperset(map(id, leaves(effect.content, leaf))):
+            raise ExportError(
+                f"the forward puts new tensors into a container among its arguments, {''.join(effect.path[1:])}",
+                hint="return them, or the container",
+            )
+    return outputs.result
+
+
+class Watch:
+    """The containers among the arguments of a forward, and what they hold before it."""
+
+    def __init__(self, arguments: Any, object_types: Collection[type], inputs: Collection[torch.Tensor]) -> None:
+        """`inputs` are the tensors among the arguments; a registered class may have computed others from them."""
+        self._object_types = object_types
+        ids = set(map(id, inputs))
+        walked = [(path, x, children) for path, x, children in walk(arguments, object_types) if children is not None]
+        self._before = [container for container in walked if not isinstance(container[1], tuple)]
+        parts = [((*path, key), child) for path, _, children in walked for key, child in children]
+        whole = [part for part in parts if _has_identity(part[1]) and ids.issuperset(map(id, self._tensors(part[1])))]
+        self._known = {id(x): path for path, x in reversed(whole)}
+
+    def effects(self, leaf_of: Callable[[torch.Tensor], Any]) -> list[Effect]:
+        """The containers that have changed; in the templates of what they hold, `leaf_of` a tensor stands for it."""
+        effects = []
+        for path, x, before in self._before:
+            after = open_container(x, self._object_types) or []
+            if [key for key, _ in after] != [key for key, _ in before] or not all(
+                map(_same, [a for _, a in after], [b for _, b in before])
+            ):
+                parts = [part for key, child in after for part in self.argument_parts(child, (key,))]
+                effects.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types), parts))
+        return effects
+
+    def _tensors(self, x: Any) -> Iterator[torch.Tensor]:
+        return (t for _, t in leaves_with_path(x, "", self._object_types) if isinstance(t, torch.Tensor))
+
+    def argument_parts(self, x: Any, path: tuple[str, ...] = ()) -> list[GivenPart]:
+        """The parts of what the forward gives that are objects among its arguments."""
+        known = self._known.get(id(x))
+        if known is not None:
+            return [(path, known)]
+        children = open_container(x, self._object_types) or []
+        return [part for key, child in children for part in self.argument_parts(child, (*path, key))]
+
+
+def _has_identity(x: Any) -> bool:
+    """Whether it is an object that a caller may know again, rather than a number, a text or a tensor."""
+    return type(x) not in _PLAIN and not isinstance(x, (torch.Tensor, *_NUMBERS, *_NOT_PLAIN))
+
+
+def with_given(template: Any, given_parts: list[GivenPart], leaf: Leaf) -> Any:
+    """A template in which each part that is an object among the arguments is a Given."""
+    parts = dict(given_parts)
+
+    def put(x: Any, path: tuple[str, ...]) -> Any:
+        if path in parts:
+            return Given(parts[path], len(leaves(x, leaf)))
+        if not any(part[: len(path)] == path for part in parts):
+            return x
+        return close_container(x, [put(child, (*path, key)) for key, child in open_container(x) or []])
+
+    return put(template, ()) if parts else template
+
+
+def _same(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and isinstance(now, (bool, int, float, str)) and now == before)
+
+
+def effect_targets(effects: Sequence[Any], template: Any, arguments: Any) -> list[Any]:
+    """The caller's objects at the `path` of each effect in (args, kwargs), of which `template` is the template."""
+    targets = []
+    for effect in effects:
+        form, x = template, arguments
+        for key in effect.path:
+            x = dict(open_like(form, x) or [])[key]
+            form = dict(open_container(form) or [])[key]
+        targets.append(x)
+    return targets
+
+
+def apply_effects(effects: list[Effect], containers: list[Any]) -> None:
+    """Put what the forward put into its containers into the caller's; `effects` hold tensors here."""
+    for effect, x in zip(effects, containers, strict=True):
+        if isinstance(x, list):
+            x[:] = effect.content
+        elif isinstance(x, dict):
+            entries = dict(effect.content)
+            x.clear()
+            x.update(entries)
+        elif is_registered(type(x)):
+            vars(x).update(vars(effect.content))
+        elif dataclasses.is_dataclass(x):
+            for key, item in open_container(effect.content) or []:
+                object.__setattr__(x, key[1:], item)
+        else:
+            vars(x).clear()
+            vars(x).update(vars(effect.content))

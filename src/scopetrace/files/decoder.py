@@ -32,8 +32,7 @@ from scopetrace.files.tensors import TensorReader, dtype_of
 from scopetrace.files.types import checked_fields
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
-from scopetrace.ir.signatures import Signed
-from scopetrace.ir.tape import GIVEN_META, Call, Op, Tape, Value, flat
+from scopetrace.ir.tape import GIVEN_META, Call, Op, Signed, Tape, Value, flat
 
 _NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
 _PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}

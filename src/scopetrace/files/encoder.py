@@ -35,8 +35,7 @@ from scopetrace.files.tensors import TensorWriter, can_hold
 from scopetrace.formatting import short_repr
 from scopetrace.ir.reads import in_a_file
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.signatures import signature_of
-from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, is_plain
+from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, is_plain, signature_of
 
 _ITSELF = (type(None), bool, int, str)
 

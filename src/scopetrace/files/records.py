@@ -11,7 +11,7 @@ from typing import Any
 
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import BINDING_KEYS
-from scopetrace.containers.effects import Effect, Returned
+from scopetrace.containers.structure import Effect, Returned
 from scopetrace.ir import conditions, reads, registered, tape, write_back
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect

@@ -37,8 +37,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.infer import check, rules
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
-from scopetrace.ir.tape import Value, map_argument, values_in
-from scopetrace.ir.verify import checks_enabled
+from scopetrace.ir.tape import Value, checks_enabled, map_argument, values_in
 from scopetrace.ops import views
 from scopetrace.ops.views import VIEW_OPS, Int, view_arguments
 

@@ -15,6 +15,7 @@ import dataclasses
 import inspect
 import itertools
 import operator
+import os
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Union
@@ -25,11 +26,10 @@ from scopetrace._compat.ops import OpOverload
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
-from scopetrace.containers.effects import GivenPart, Returned
-from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.ir.argument_numbers import ArgumentNumber
+from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure
+from scopetrace.containers.weak_cache import weak_cache
 from scopetrace.ir.conditions import SizeRules, Specialization
-from scopetrace.ir.reads import Read
+from scopetrace.ir.reads import ArgumentNumber, Read
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
@@ -401,6 +401,50 @@ def is_grad_on(ops: list[Op]) -> bool:
     return True in grads or not grads
 
 
+class Signed:
+    """Stands for a function of which the signature is known, and nothing else."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.__signature__ = signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing calls it; `inspect.signature` wants a callable."""
+        raise NotImplementedError
+
+
+signature_of = weak_cache(inspect.signature)
+"""The signature of a function, read once. Raises TypeError and ValueError where it has none."""
+
+
+def forward_of(call: Call, root: Any) -> Any:
+    """The function that a call ran, for its signature; `root` is that of the root call, None where it is not known."""
+    if call.module is not None and call.position > 0:
+        return call.module.forward
+    if root is not None:
+        return root
+    forward: Any = getattr(call.module_type, "forward", None)
+    if forward is None:  # of a function, or scripted
+        return None if call.signature is None else Signed(call.signature)
+    return types.MethodType(forward, object())  # in a loaded trace, which has no modules
+
+
+def bind(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by the names of forward's parameters, defaults included.
+
+    Without a signature that fits, positional arguments are named `arg0`, `arg1`, ...
+    """
+    function = getattr(forward, "__func__", None)
+    try:
+        if function is None:
+            bound = inspect.signature(forward).bind(*args, **kwargs)
+        else:
+            bound = signature_of(function).bind(None, *args, **kwargs)
+    except (TypeError, ValueError):  # scripted and built-in callables have no signature
+        return {f"arg{i}": a for i, a in enumerate(args)} | kwargs
+    bound.apply_defaults()
+    return dict(itertools.islice(bound.arguments.items(), function is not None, None))
+
+
 @dataclasses.dataclass(eq=False)
 class AttributeWrite:
     """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`), or the `grad` of a tensor."""
@@ -677,3 +721,11 @@ _LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most
 def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
     """An op's argument, or a template, with other values in place of those that are keys of `values`."""
     return map_structure(lambda v: values.get(v, v), x, (Value, BodyTape))
+
+
+def checks_enabled() -> bool:
+    """Whether each stage verifies its result, because the environment variable `SCOPETRACE_CHECK` is `1`.
+
+    Asked once per stage, not once per op.
+    """
+    return os.environ.get("SCOPETRACE_CHECK") == "1"

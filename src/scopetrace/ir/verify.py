@@ -8,7 +8,6 @@ verifier after each pass.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 from scopetrace._compat.ops import is_op, schema_of
@@ -17,14 +16,6 @@ from scopetrace.errors import InvalidTapeError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value
 from scopetrace.ir.write_back import ChangeShape, FromGraph, GraphInput, Source, StateRef, ViewOf
-
-
-def checks_enabled() -> bool:
-    """Whether each stage verifies its result, because the environment variable `SCOPETRACE_CHECK` is `1`.
-
-    Asked once per stage, not once per op.
-    """
-    return os.environ.get("SCOPETRACE_CHECK") == "1"
 
 
 def verify(tape: Tape, stage: str) -> None:

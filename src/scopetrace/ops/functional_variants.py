@@ -87,6 +87,9 @@ _UNDECLARED = {
 }
 """The other ops that do, and the argument that they always write."""
 
+MAY_WRITE_UNDECLARED = _STATISTICS.keys() | _UNDECLARED.keys()
+"""The names of the ops of which some calls have `undeclared_writes`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FunctionalVariant:
@@ -202,21 +205,14 @@ def _describe(func: Any, op: Any) -> FunctionalVariant:
 # Undeclared mutation -------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def may_write_undeclared(func: Any) -> bool:
-    """Whether `undeclared_writes` finds anything in some calls."""
-    name = schema_of(func).name
-    return name in _UNDECLARED or name in _STATISTICS
-
-
 def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Names of arguments that this call writes although the schema of `func` does not say so.
 
     On CPU, the version counters of running statistics do not tell either, except for `instance_norm`.
     """
-    if not may_write_undeclared(func):
-        return ()
     name = schema_of(func).name
+    if name not in MAY_WRITE_UNDECLARED:
+        return ()
     if name in _UNDECLARED:
         return (_UNDECLARED[name],)
     arguments = by_name(func, args, kwargs)

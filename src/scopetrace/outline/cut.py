@@ -16,9 +16,19 @@ import torch
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols, has_symbols, own_values
-from scopetrace.ir.signatures import bind, forward_of
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, is_grad_on, renamed
-from scopetrace.ir.verify import checks_enabled, verify
+from scopetrace.ir.tape import (
+    BodyTape,
+    Call,
+    FunctionalTape,
+    Op,
+    Value,
+    bind,
+    checks_enabled,
+    forward_of,
+    is_grad_on,
+    renamed,
+)
+from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
 from scopetrace.outline.ranges import Range, Ranges
 from scopetrace.outline.readers import Bound, Captured, Place, Readers

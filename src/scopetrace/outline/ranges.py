@@ -19,8 +19,7 @@ import torch
 
 from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.segment import has_symbols
-from scopetrace.ir.signatures import forward_of
-from scopetrace.ir.tape import Call, FunctionalTape, Op, Value
+from scopetrace.ir.tape import Call, FunctionalTape, Op, Value, forward_of
 from scopetrace.outline.key import Identity
 from scopetrace.outline.readers import Readers
 from scopetrace.outline.signature import own_tensors

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from scopetrace.containers.structure import close_container, is_object, leaves_with_path, map_structure, open_container
-from scopetrace.ir.signatures import bind
-from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value
+from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value, bind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,10 +32,20 @@ from scopetrace._compat.tensors import (
     unsaved_buffers_of,
 )
 from scopetrace.containers.contents import difference, same, short
-from scopetrace.containers.effects import Effect, Given, GivenPart, Returned, apply_effects, effect_targets, with_given
-from scopetrace.containers.structure import instantiate, leaves, map_structure, match
+from scopetrace.containers.structure import (
+    Effect,
+    Given,
+    GivenPart,
+    Returned,
+    apply_effects,
+    effect_targets,
+    instantiate,
+    leaves,
+    map_structure,
+    match,
+    with_given,
+)
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
-from scopetrace.ir.argument_numbers import check_numbers
 from scopetrace.ir.reads import (
     MISSING,
     Asked,
@@ -47,11 +57,11 @@ from scopetrace.ir.reads import (
     OfTensor,
     Read,
     check,
+    check_numbers,
     is_same,
     unchanged,
 )
-from scopetrace.ir.signatures import bind, forward_of
-from scopetrace.ir.tape import ProgramTape, Value
+from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry

@@ -26,8 +26,8 @@ from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, renamed, values_in
-from scopetrace.ir.verify import checks_enabled, verify
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, checks_enabled, renamed, values_in
+from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.program.fake_run import FakeRun, append_op, makes_numbers

@@ -17,8 +17,7 @@ import torch
 
 from scopetrace._compat.graph_module import parts_that_switch_grad
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.effects import Returned
-from scopetrace.containers.structure import map_structure
+from scopetrace.containers.structure import Returned, map_structure
 from scopetrace.errors import ExportError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import OfInput
 from scopetrace.ir.tape import ProgramTape

@@ -39,8 +39,7 @@ from scopetrace._compat.graph_module import (
 from scopetrace._compat.ops import garbage_collector_off, is_op
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
-from scopetrace.containers.effects import without_argument_mutation
-from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path
+from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
     DataDependentError,
@@ -55,9 +54,18 @@ from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
 from scopetrace.ir.side_effects import refusal
-from scopetrace.ir.signatures import bind, forward_of
-from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value
-from scopetrace.ir.verify import checks_enabled, verify
+from scopetrace.ir.tape import (
+    Call,
+    FunctionalTape,
+    ProgramTape,
+    RecordedTape,
+    Tape,
+    Value,
+    bind,
+    checks_enabled,
+    forward_of,
+)
+from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast

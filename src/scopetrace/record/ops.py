@@ -68,8 +68,8 @@ from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import (
+    MAY_WRITE_UNDECLARED,
     is_metadata_only,
-    may_write_undeclared,
     undeclared_variant,
     undeclared_writes,
 )
@@ -122,7 +122,7 @@ class OpFacts:
         self.squeezes = schema.name.startswith("aten::squeeze")
         self.may_be_cast = autocast_may_change(func)
         self.is_fast_path = schema.name == FAST_PATH
-        self.may_write_undeclared = may_write_undeclared(func)
+        self.may_write_undeclared = schema.name in MAY_WRITE_UNDECLARED
         self.takes_one_dtype = schema.op_name in _OF_ONE_DTYPE
 
 

@@ -15,8 +15,8 @@ import torch.fx
 from scopetrace.errors import FunctionalizationError
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap
-from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape
-from scopetrace.ir.verify import checks_enabled, verify
+from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, checks_enabled
+from scopetrace.ir.verify import verify
 from scopetrace.program.traced import functional_tape
 from scopetrace.torch_level.lift import Lifter
 from scopetrace.torch_level.step import Renew, Step

@@ -15,8 +15,8 @@ import torch
 from scopetrace._compat.ops import is_collective
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.segment import own_values
-from scopetrace.ir.tape import Op, RecordedTape, Value
-from scopetrace.ir.verify import checks_enabled, verify
+from scopetrace.ir.tape import Op, RecordedTape, Value, checks_enabled
+from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
 from scopetrace.torch_level.step import NodeCall, Renew, Trial
 from scopetrace.torch_level.stepping import NodeRecord

@@ -34,7 +34,7 @@ from scopetrace.errors import CallNotFoundError
 from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection, Target, is_named, is_scope_named, several, target_text
-from scopetrace.ir.signatures import signature_of
+from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import FxLowering, named, node_value, typed
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.tree import (

@@ -61,6 +61,7 @@ from scopetrace.ir.reads import (
     WhichInputs,
     WhichOfModel,
     hooks_of_module,
+    tied_place,
 )
 from scopetrace.ir.scopes import Frames, source_of
 from scopetrace.ir.tape import RecordedTape
@@ -265,8 +266,7 @@ class StateReads:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used | self._members.keys(), held):
             names = " and ".join([name for _, name, _, _ in tied])
-            place: Any = Asked(_hold_one, ([(t, key) for _, _, t, key in tied],), None, _UNTIE, "tensor")
-            yield Read(f"{names} as one tensor", True, place, (), root)
+            yield Read(f"{names} as one tensor", True, tied_place([(t, key) for _, _, t, key in tied]), (), root)
         for key, t in self._members.items():
             owner = model.owner(t)
             if key in used or owner is None:
@@ -470,14 +470,6 @@ def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...
         if table.get(key) is not None:
             names.setdefault(id(table[key]), []).append(name)
     return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
-
-
-_UNTIE = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
-
-
-def _hold_one(places: Sequence[tuple[dict[str, Any], str]]) -> bool:
-    """Whether entries of tables hold one and the same tensor."""
-    return len({id(table.get(key)) for table, key in places}) == 1
 
 
 def _keys_of(modules: Sequence[torch.nn.Module], tables: Sequence[str]) -> list[list[str]]:
