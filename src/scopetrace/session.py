@@ -408,7 +408,7 @@ class Recording:
             assert containers is not None
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
-            tape.given = containers.given(out)
+            tape.given = containers.argument_parts(out)
             refuse_without_structure(out, (FakeTensor,), object_types)
             refuse_hidden(out, (FakeTensor,), "the result", object_types)
             opaque = opaque_leaves(out, object_types)

@@ -29,15 +29,15 @@ from scopetrace.ir.tape import Op, Value
 from scopetrace.ops.functional_variants import is_factory
 from scopetrace.ops.history import DETACHED, NO_VIEWS, OVERWRITE, can_require_grad
 from scopetrace.ops.view_inverses import (
-    Positions,
-    Strided,
     ViewFunction,
     by_geometry,
     by_op,
     by_own_inverse,
     geometry_of,
     index_in,
+    indexed,
     overlaps_itself,
+    strided,
 )
 from scopetrace.ops.views import is_contiguous
 
@@ -247,7 +247,7 @@ class AliasSet:
             function = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
         if function is None and is_contiguous(parent.fake):
             shift = view.offset - parent.offset
-            return Strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)
+            return strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)
         return function
 
     # ---------------------------------------------------------------- the row
@@ -288,7 +288,7 @@ class AliasSet:
             indices = index_in(self._row_positions, geometry.positions())
             if indices is None or old.fake.dtype != self.roots[0].fake.dtype:
                 raise refusal("a view of an expanded input, of another dtype, is written", op)
-            function = self._functions[old, old] = Positions((self._row_positions.numel(),), geometry.size, indices)
+            function = self._functions[old, old] = indexed((self._row_positions.numel(),), geometry.size, indices)
         return function
 
     # ---------------------------------------------------------------- names of one tensor

@@ -18,7 +18,7 @@ from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta, Outputs
-from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, holds_tensor, map_argument, operands
+from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, flat, map_argument, values_in
 from scopetrace.ops.functional_variants import FIRST_HAS_GRADIENT
 
 _aten = torch.ops.aten
@@ -49,7 +49,7 @@ class Emitter:
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, (args, kwargs))
-        inputs = operands(args, kwargs)
+        inputs = values_in((args, kwargs))
         inferred, out = self.inference.run(func, args, kwargs, inputs)
         if inferred is None:
             outputs = self._outputs(origin, func, inputs, out)
@@ -203,7 +203,7 @@ class Emitter:
         return None if origin.call is None else self.calls.get(origin.call, origin.call)
 
     def _lift(self, origin: Op, x: Any) -> Any:
-        if not holds_tensor(x):
+        if not any(issubclass(kind, torch.Tensor) for kind in set(map(type, flat(x)))):
             return x
         return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)
 

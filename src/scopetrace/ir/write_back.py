@@ -91,8 +91,7 @@ class ViewStep:
         """The view of `base` in a call, where `number` gives the values of its numbers."""
         with _grad_mode(self.grad):
             out = self.op(base, *resolved(self.args, number), **resolved(self.kwargs, number))
-        found: torch.Tensor = out if self.slot is None else out[self.slot]
-        return found
+        return out if self.slot is None else out[self.slot]
 
     def __str__(self) -> str:
         args = ", ".join([*map(str, self.args), *(f"{k}={v}" for k, v in self.kwargs.items())])

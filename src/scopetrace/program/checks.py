@@ -23,7 +23,6 @@ from scopetrace.ir.reads import (
     OfInput,
     OfTensor,
     Read,
-    Tied,
     check,
     is_same,
     unchanged,
@@ -52,7 +51,7 @@ class StateCheck:
         """Raise InputMismatchError for a fact of an input that differs."""
         for read in self.facts:
             place = read.place
-            value, current = resolved(read.value, number), place.now(call)
+            value, current = resolved(read.value, number), place.current(call)
             if isinstance(place, OfInput) and place.fact == "layout":
                 value = _layout_for(call.tensors[place.index], value, number)
             if not same(value, current):
@@ -74,7 +73,7 @@ class StateCheck:
         """Compare each thing by itself, where the quick check fails: an equal one may be there."""
         for read in self._reads:
             if not is_same(read):
-                current = read.now()
+                current = read.current()
                 if isinstance(read.place, OfTensor) and read.place.fact == "metadata":
                     raise not_as_traced(self._tape, read.name, read.value, None if current is MISSING else current)
                 raise _mismatch(read, read.value, current)
@@ -112,15 +111,13 @@ def _mismatch(read: Read, value: Any, current: Any) -> InputMismatchError:
     if place.kind == "input":
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
     if isinstance(place, OfFunctions):
-        functions = zip(place.functions, read.value, read.now(), strict=True)
+        functions = zip(place.functions, read.value, read.current(), strict=True)
         changed = [function.__qualname__ for function, old, new in functions if not same(old, new)]
         which = changed[-1] if changed else "a function"
         problem = f"the code or the default arguments of {which} are not those of the trace"
     if isinstance(place, Flag):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
     hint = (asked and asked.hint) or "or pass it as an argument, if calls differ in it"
-    if isinstance(place, Tied):
-        hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
     return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
 
 

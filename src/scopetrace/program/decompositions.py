@@ -27,15 +27,7 @@ from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import (
-    BodyTape,
-    FunctionalTape,
-    Op,
-    Value,
-    checks_enabled,
-    renamed,
-    values_in,
-)
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, checks_enabled, renamed, values_in
 from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.recurrent import drops_between_layers
@@ -125,18 +117,18 @@ class _TapeDecomposer(TapeRewriter):
             self._stay(op, placed)
 
     def _stay(self, op: Op, placed: Op) -> None:
-        if all(_is_laid_out(self.now[v], v) for v in op.inputs()):
+        if all(_is_laid_out(self.replacements[v], v) for v in op.inputs()):
             self.copy(op, placed)
             return
         self.rewrite_bodies(op)
-        args, kwargs = renamed((op.args, op.kwargs), self.now)
+        args, kwargs = renamed((op.args, op.kwargs), self.replacements)
         results = self.emitter.run(placed, op.target, args, kwargs)
-        self.now.update(zip(op.values(), values_in(results), strict=True))
+        self.replacements.update(zip(op.values(), values_in(results), strict=True))
 
     def _lay_out(self, values: list[Value], at: list[Op]) -> None:
         """Give values the strides that they had, where a decomposition gave them others; at the place of an op."""
         for old, placed in itertools.product(values, at):
-            if not _is_laid_out(self.now[old], old):
+            if not _is_laid_out(self.replacements[old], old):
                 copied = placed.replace(target="strides", args=(old,), kwargs={}, outputs=old, writes=())
                 self._decompose(copied, placed, functools.partial(_with_strides, like=old.fake))
 
@@ -159,12 +151,12 @@ class _TapeDecomposer(TapeRewriter):
                 results = self.emitter.run(origin, step.target, args, kwargs)
                 inside.update(zip(step.values(), values_in(results), strict=True))
         for old, result in zip(op.values(), body.outputs, strict=True):
-            self.now[old] = self._as_before(op, placed, old, inside[result])
+            self.replacements[old] = self._as_before(op, placed, old, inside[result])
         return True
 
     def _body(self, op: Op, rule: Any) -> BodyTape | None:
         """The decomposition; that of an earlier op where the operands of both have equal metadata."""
-        args, kwargs = renamed((op.args, op.kwargs), self.now)
+        args, kwargs = renamed((op.args, op.kwargs), self.replacements)
         arguments, operands = values_in((args, kwargs)), self._operands(op)
         key = self.emitter.inference.key_of_call(op.target, args, kwargs) if is_op(op.target) else None
         whole = None if key is None else (key, op.grad, *map(operands.index, arguments))
@@ -176,11 +168,11 @@ class _TapeDecomposer(TapeRewriter):
         return self.known[whole]
 
     def _operands(self, op: Op) -> list[Value]:
-        return list(dict.fromkeys(self.now[v] for v in op.inputs()))
+        return list(dict.fromkeys(self.replacements[v] for v in op.inputs()))
 
     def _as_before(self, op: Op, placed: Op, old: Value, new: Value) -> Value:
         """A result, in memory of its own where that of the op was."""
-        operands = {v.storage: self.now[v].storage for v in op.inputs()}
+        operands = {v.storage: self.replacements[v].storage for v in op.inputs()}
         if new.storage in operands.values():
             if old.storage in operands:
                 return new

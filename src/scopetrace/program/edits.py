@@ -29,17 +29,7 @@ from scopetrace.errors import EditError, ScopetraceError
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.ir.rewriter import copied_calls, new_storages
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import (
-    BodyTape,
-    Call,
-    FunctionalTape,
-    Op,
-    ProgramTape,
-    Tape,
-    Value,
-    checks_enabled,
-    values_in,
-)
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, checks_enabled, values_in
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.fake_run import FakeRun, append_op, are_alike, fakes_of, makes_numbers, written_by

@@ -19,7 +19,7 @@ from scopetrace._compat.tensors import FakeTensor, FakeTensorMode, storage_id
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.ir.tape import BodyTape, Op, Value, values_in
-from scopetrace.ops.functional_variants import by_name, undeclared_writes, written_arguments
+from scopetrace.ops.functional_variants import by_name, undeclared_writes
 
 
 def fakes_of(x: Any) -> Any:
@@ -29,9 +29,9 @@ def fakes_of(x: Any) -> Any:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Value]:
     """The values that an op writes."""
-    names = {*written_arguments(func), *undeclared_writes(func, args, kwargs)}
-    arguments = by_name(func, args, kwargs)
-    return values_in([arguments.get(name) for name in schema_of(func).names if name in names])
+    schema, arguments = schema_of(func), by_name(func, args, kwargs)
+    names = {*schema.written, *undeclared_writes(func, args, kwargs)}
+    return values_in([arguments.get(name) for name in schema.names if name in names])
 
 
 def append_op(emitter: Emitter, origin: Op, func: Any, args: Any, kwargs: Any) -> Any:

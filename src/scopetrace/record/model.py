@@ -22,21 +22,22 @@ from typing import Any, TypeVar
 import torch
 import torch.fx
 
-from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import unsaved_buffers_of
 from scopetrace.containers.contents import (
     ATOMS,
     Change,
     Contents,
     attributes_and_slots,
+    changed_entries,
     content_of,
     is_memo,
     is_users_class,
     put_entry,
     same_entries,
+    write_dict,
 )
 from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_watchable
-from scopetrace.ir.reads import HOOKS, words_of_hooks
+from scopetrace.ir.reads import HOOKS
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 
@@ -285,7 +286,7 @@ class SavedModule:
         for table, old in zip(self.live, self.tables, strict=True):
             if not same_entries(table, old):
                 found += self._changes(table, old)
-                _fill(table, old)
+                write_dict(table, old)
         unsaved = self.live[0].get("_non_persistent_buffers_set")
         if unsaved is not None and unsaved != self.unsaved:
             unsaved.clear()
@@ -298,9 +299,9 @@ class SavedModule:
             table, old = own.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
-                    hooks, put = words_of_hooks(name), self._put_hooks(name)
+                    hooks, put = HOOKS[name], self._put_hooks(name)
                     yield Change(f"{hooks} of {self.name}", old, dict(table), self.module, name, put)
-                _fill(table, old)
+                write_dict(table, old)
 
     def _put_hooks(self, name: str) -> Callable[[dict[Any, Any]], None]:
         """Gives the module such hooks, and says how each is called, as before or after the forward."""
@@ -309,30 +310,23 @@ class SavedModule:
         entries = {way: {**self.hooks.get(way, {}), **own[way]} for way in ways}
 
         def put(hooks: dict[Any, Any]) -> None:
-            _fill(own[name], hooks)
+            write_dict(own[name], hooks)
             for way, known in entries.items():
-                _fill(own[way], {key: x for key, x in known.items() if key in hooks})
+                write_dict(own[way], {key: x for key, x in known.items() if key in hooks})
 
         return put
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
         bookkeeping = bookkeeping_of(type(self.module))
-        for name in dict.fromkeys((*old, *table)):
-            before, now = old.get(name, MISSING), table.get(name, MISSING)
-            if before is now or name in bookkeeping or (compiles and name[0] == "_"):
+        for name, before, after in changed_entries(old, table):
+            if name in bookkeeping or (compiles and name[0] == "_"):
                 continue
-            if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
+            if isinstance(after, torch.Tensor) or not is_memo(self.module, name, before):
                 put = functools.partial(put_entry, table, name)
-                is_buffer = table is self.live[2] and name not in unsaved_buffers_of(self.module)
-                buffer = is_buffer if table is self.live[2] else None
+                buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
                 entry = (id(table), name)
-                yield Change(f"{self.name}.{name}", before, now, self.module, name, put, entry, buffer)
-
-
-def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    table.clear()
-    table.update(entries)
+                yield Change(f"{self.name}.{name}", before, after, self.module, name, put, entry, buffer)
 
 
 def is_torchs(module: torch.nn.Module) -> bool:
