@@ -304,6 +304,7 @@ def capture_frames(outer: Frames, boundary: CodeType, ran: Ran) -> tuple[Frames,
     `ran` gets their code.
     """
     frames: list[Frame] = []
+    new: Ran = {}
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -313,8 +314,10 @@ def capture_frames(outer: Frames, boundary: CodeType, ran: Ran) -> tuple[Frames,
         if not (is_hidden(code.co_filename) if hidden is None else hidden):
             frames.append((code, frame.f_lineno))
             if id(code) not in ran:
-                ran[id(code)] = code, frame.f_globals
+                new[id(code)] = code, frame.f_globals
         frame = frame.f_back
+    if frame is not None:  # else this is outside of the forward
+        ran.update(new)
     frames.reverse()
     return (outer, tuple(frames))
 
