@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
@@ -29,7 +30,6 @@ from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
     dumps,
-    loads,
     look_up,
     method_of,
     parts_that_switch_grad,
@@ -630,7 +630,7 @@ def _prepare(program: TracedProgram) -> str | None:
 
 
 def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
-    return TracedProgram.read(io.BytesIO(data), loads(foreign))
+    return TracedProgram.read(io.BytesIO(data), pickle.loads(foreign))
 
 
 def _with_present_tensors(tape: Program) -> Program:
