@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import starmap
@@ -28,7 +29,6 @@ from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
     dumps,
-    loads,
     look_up,
     method_of,
     parts_that_switch_grad,
@@ -396,7 +396,7 @@ def _prepare(program: TracedProgram) -> str | None:
 
 
 def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
-    return TracedProgram.read(io.BytesIO(data), loads(foreign))
+    return TracedProgram.read(io.BytesIO(data), pickle.loads(foreign))
 
 
 def _with_current_tensors(tape: Program) -> Program:
