@@ -30,7 +30,7 @@ def fakes_of(x: Any) -> Any:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Value]:
     """The values that an op writes."""
     names = {*written_arguments(func), *undeclared_writes(func, args, kwargs)}
-    arguments = by_name(func, args, kwargs)
+    arguments = by_name(func, args, kwargs) if names else {}
     return values_in([arguments.get(name) for name in schema_of(func).names if name in names])
 
 
