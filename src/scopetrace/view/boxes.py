@@ -22,9 +22,8 @@ import torch.fx
 from scopetrace.containers.structure import leaves, leaves_with_path
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.selection import Selection
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import call_position, named, node_value, type_text
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.marks import Marks
 from scopetrace.view.measures import Measures, Meter, cost_text
 from scopetrace.view.text import counted, is_section_named, label_of, op_line

@@ -33,10 +33,9 @@ from scopetrace.lower.onnx.ops import OpFunctions, split_ops
 from scopetrace.lower.onnx.translate import exported_program, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import add_outputs, attach, chosen, onnx_tensor, save
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering, call_position
 from scopetrace.program.outlined import Function, OutlineTarget, outline_calls
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
 
