@@ -183,11 +183,8 @@ class _Compiled:
         program = program_of(made)
         self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
         inputs = program.boundary.enter(args, {})
-        if (
-            self._backward is None
-            or not torch.is_grad_enabled()
-            or not any(map(_requires_grad, program.lowering.states))
-        ):
+        learns = torch.is_grad_enabled() and any(map(_requires_grad, program.lowering.states))
+        if self._backward is None or not learns:
             return made, self._compiler(made.graph_module, inputs)
         split, backward_compiler = self._backward
         parts = split(program)
