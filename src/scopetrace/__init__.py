@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from scopetrace.ir.write_back import WriteBack as WriteBack
     from scopetrace.order.execution import ExecutionOrder
     from scopetrace.order.symbolic import ExecOrderTracer, TracingConfig
-    from scopetrace.program.calls import ModuleCall
     from scopetrace.program.outlined import Function as Function
+    from scopetrace.program.traced import ModuleCall
 
 __version__ = "0.1.0"
 

@@ -216,11 +216,7 @@ class Recording:
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
-            self.builder,
-            self.values,
-            self.reads,
-            self.factory,
-            inference,
+            *(builder, self.values, self.reads, self.factory, inference),
             lambda body, args: NodeRunner(body, builder).run(*args),
             specialize=specialize,
         )

@@ -21,8 +21,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentError
 from scopetrace.formatting import amount
 from scopetrace.ir.tape import Call, Tape, Value
-from scopetrace.program.calls import ModuleCall
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Meter
 from scopetrace.view.memory import Recomputed, Storage, forward_calls, storages_of, timeline_of
 

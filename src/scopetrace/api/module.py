@@ -17,7 +17,7 @@ import torch
 from scopetrace._compat.tensors import persistent_buffers_of
 from scopetrace.errors import ModeError
 from scopetrace.ir.tape import ProgramTape
-from scopetrace.program.state import current_tensors
+from scopetrace.program.boundary import current_tensors
 from scopetrace.program.traced import TracedProgram
 
 Program = TypeVar("Program", bound=ProgramTape)

@@ -23,11 +23,10 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.activations import CallValues, activations
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import is_recomputed, phase_of, scope_path
 from scopetrace.program.lint import lint
 from scopetrace.program.selection import Calls
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes, outermost_boxes
 from scopetrace.view.diff import digest
 from scopetrace.view.memory import Memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,7 @@ class _Builder:
         self, old: RecordedTape, new: FunctionalTape, sets: dict[int, AliasSet], read: Callable[[Value], Value]
     ) -> None:
         self.old, self.new, self.sets, self.read = old, new, sets, read
+        self._last = functools.partial(last_of, sets)
         self.returned: list[Any] = []
         self._given: dict[int, int] = {}  # by the id of each of them its index
         self._outputs = leaves(old.outputs, (Value, *Symbolic))
@@ -135,9 +137,6 @@ class _Builder:
         if self.old.grad:
             return None if aliases.is_seen else False
         return True if aliases.is_seen and new.requires_grad else None
-
-    def _last(self, value: Value) -> Value:
-        return last_of(self.sets, value)
 
     # ---------------------------------------------------------------- results
 

@@ -233,7 +233,7 @@ class WriteBack(Printed):
                     )
                 with _grad_mode(update.grad):
                     _ = target.grad_fn  # brings up to date what autograd knows of a view whose base was written
-                    once = _once(target.stride())
+                    once = once_each(target.stride())
                     target[once].copy_(value[once]) if once else target.copy_(value)
         for source in (*self.results, *self.bound):
             result = None if source is None else resolver.get(source)
@@ -389,7 +389,6 @@ def resolved(x: Any, number: Number) -> Any:
 
 
 def base_of(source: Source | None) -> Source | None:
-    """What a view is of; of any other source itself."""
     return source.base if isinstance(source, ViewOf) else source
 
 
@@ -406,13 +405,13 @@ def _laid_out(value: torch.Tensor, source: FromGraph, number: Number, inputs: Se
             if value.layout is not torch.strided or copy.stride() == value.stride():
                 return copy
             stride = value.stride()  # clone() packs a view with gaps
-        once = _once(stride)
+        once = once_each(stride)
         part = value[once] if once else value
         moved = torch.empty_strided(part.size(), stride, dtype=value.dtype, device=value.device).copy_(part)
         return moved if moved.size() == value.size() else moved.expand(value.size())
 
 
-def _once(stride: Sequence[int]) -> tuple[slice, ...]:
+def once_each(stride: Sequence[int]) -> tuple[slice, ...]:
     """An index of one element of each that `expand` repeats; empty where none is repeated."""
     return tuple(slice(0, 1) if s == 0 else slice(None) for s in stride) if 0 in stride else ()
 

@@ -33,7 +33,6 @@ from scopetrace.ir.scopes import scope
 from scopetrace.ir.tape import Phase
 from scopetrace.ir.write_back import CopyInto, StateRef
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
-from scopetrace.program.calls import Saved
 from scopetrace.program.graph import (
     call_position,
     forward_place,
@@ -42,7 +41,7 @@ from scopetrace.program.graph import (
     scope_path,
     set_place,
 )
-from scopetrace.program.traced import TracedProgram, functional_tape
+from scopetrace.program.traced import Saved, TracedProgram, functional_tape
 from scopetrace.session import record
 
 Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]

@@ -123,6 +123,18 @@ def new_values(call: Call, forward: Any) -> list[tuple[str, Value]]:
     return [*values_with_path(bind(forward, args, kwargs)), *held.items()]
 
 
+def written_values(call: Call, forward: Any, tape: Tape) -> dict[str, Value]:
+    """For a recorded tape, as `new_values`: from the last op in the call that writes each storage."""
+    last = {v.storage: op for op in tape.ops[call.start : call.stop] for v in op.writes}
+    values = dict(values_with_path(bind(forward, call.args, call.kwargs)))
+    prefix = call.prefix
+    for name, value in tape.attribute_reads():
+        if call.module is not None and name.startswith(prefix):
+            values.setdefault(name.removeprefix(prefix), value)
+    writers = {name: last[v.storage] for name, v in values.items() if v.storage in last}
+    return {name: op.values()[0] for name, op in writers.items() if op.values()}
+
+
 def values_with_path(arguments: dict[str, Template]) -> list[tuple[str, Value]]:
     """The values among the arguments of a call, each with its path, `past[0]`."""
     leaves = [leaf for name, arg in arguments.items() for leaf in leaves_with_path(arg, name)]

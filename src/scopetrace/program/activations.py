@@ -18,9 +18,8 @@ import torch.fx
 
 from scopetrace.containers.structure import instantiate, leaves
 from scopetrace.errors import CallNotFoundError
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.selection import Calls
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
 @dataclasses.dataclass(frozen=True)

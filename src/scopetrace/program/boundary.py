@@ -16,18 +16,15 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from scopetrace._compat.ops import in_transform
 from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import (
-    is_symbolic,
-    passes_its_class,
-    storage_id,
-)
+from scopetrace._compat.tensors import buffers_of, is_symbolic, passes_its_class, storage_id, unsaved_buffers_of
+from scopetrace.containers.contents import same
 from scopetrace.containers.structure import (
     Effect,
     Given,
@@ -40,17 +37,25 @@ from scopetrace.containers.structure import (
     match,
     with_given,
 )
-from scopetrace.errors import EditError, InputMismatchError
+from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
+    MISSING,
     CallInputs,
+    InTable,
+    OfInput,
+    OfTensor,
+    check,
     check_numbers,
+    is_same,
+    unchanged,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
+from scopetrace.ir.write_back import GraphInput, Number, StateRef, resolved
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
-from scopetrace.program.checks import StateCheck
+from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
 from scopetrace.program.sharing import InputSharing, StateSharing
-from scopetrace.program.state import LiveState
+from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
 from scopetrace.record.model import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
 
@@ -391,6 +396,179 @@ class CallBoundary:
         """A function from a symbolic size to its value in a call with these inputs."""
         rules, count = self.tape.sizes, len(self.tape.inputs)
         return (lambda n: n) if rules is None else rules.values(inputs[:count], inputs[count:])
+
+
+@dataclasses.dataclass(slots=True)
+class _Bound:
+    holder: torch.nn.Module
+    leaf: str
+    """Its name in the holder, a submodule of the GraphModule."""
+    module: torch.nn.Module
+    attribute: str
+    """Its name in the module, a part of the model."""
+    table: dict[str, Any]
+    """Where the module had it in the trace: its parameters, buffers or other attributes."""
+    last: torch.Tensor
+    """The one that the GraphModule got last from the model."""
+    dtype: torch.dtype
+    shape: torch.Size
+    """As they were in the trace."""
+
+
+class LiveState:
+    """The model's tensors as they are now: a parameter or buffer may have been assigned anew since the trace."""
+
+    def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module) -> None:
+        self._tape = tape
+        self._writes = [
+            (w, w.module or submodule(graph_module, w.fqn if w.of is None else "")) for w in tape.attribute_writes
+        ]
+        self._owners = _owners(tape)
+        self._bound: dict[str, _Bound] = {}
+        self._places: dict[str, tuple[torch.nn.Module, str]] = {}
+        fakes = {name: value.fake for name, value in tape.attribute_reads()}
+        targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
+        for name in targets & tape.attributes.keys():
+            path, _, leaf = name.rpartition(".")
+            place = self._places[name] = graph_module.get_submodule(path), leaf
+            if name in self._owners:
+                owner, last = self._owners[name], tape.attributes[name]
+                fake = fakes.get(name, last)
+                self._bound[name] = _Bound(*place, *owner, table_of(*owner) or {}, last, fake.dtype, fake.shape)
+        self._unread = [
+            (name, self._owners[name], (fake.dtype, fake.shape))
+            for name, fake in fakes.items()
+            if name in self._owners and name not in targets and not tape.edited
+        ]
+        """Tensors that only ops without effect take, as where Python asks them for their number."""
+
+    def refresh(self) -> None:
+        """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there.
+
+        Raises StateMismatchError for one that is gone, or of another dtype or shape than in the trace.
+        """
+        for name, bound in self._bound.items():
+            t = bound.table.get(bound.attribute)
+            if t is not bound.last:
+                t = look_up(bound.module, bound.attribute)
+                if t is None:
+                    raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), None)
+                if look_up(bound.holder, bound.leaf) is bound.last:
+                    put_tensor(bound.holder, bound.leaf, t)
+                    bound.last = t
+            if t.dtype is not bound.dtype or t.shape != bound.shape:
+                raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), (t.dtype, t.shape))
+        for name, place, traced in self._unread:
+            t = look_up(*place)
+            current = None if t is None else (t.dtype, t.shape)
+            if current is None or current not in (traced, self._tape.settled.get(name)):
+                raise not_as_traced(self._tape, name, traced, current)
+
+    @property
+    def places(self) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
+        """Where the model, and where the GraphModule has each tensor of the model: module and name."""
+        return [(bound.module, bound.attribute, bound.holder, bound.leaf) for bound in self._bound.values()]
+
+    @property
+    def bound(self) -> dict[str, torch.Tensor]:
+        """By name, the tensor that was last bound to the GraphModule."""
+        return {name: bound.last for name, bound in self._bound.items()}
+
+    def current(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """The present tensors behind `get_attr` targets, as they were last bound to the GraphModule."""
+        return [self._bound[name].last if name in self._bound else self.held(name) for name in names]
+
+    def held(self, name: str) -> torch.Tensor:
+        """The present tensor behind a `get_attr` target: that of the GraphModule, or of the model if none reads it."""
+        place = self._places.get(name) or self._owners.get(name)
+        t = None if place is None else look_up(*place)
+        return self._tape.attributes[name] if t is None else t
+
+    def table_of(self, name: str) -> tuple[dict[str, Any], str] | None:
+        """Where the GraphModule has the tensor behind a `get_attr` target: a table and a key; else None."""
+        place = self._places.get(name)
+        table = None if place is None else table_of(*place)
+        return None if place is None or table is None else (table, place[1])
+
+    def write(self, results: Iterator[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Assign the tensors that forward assigned to attributes of the model's modules, and the gradients."""
+
+        def outside(of: GraphInput | StateRef) -> torch.Tensor:
+            return inputs[of.index] if isinstance(of, GraphInput) else self.held(of.name)
+
+        for of in self._tape.cleared:
+            outside(of).grad = None
+        for (write, module), tensor in zip(self._writes, results, strict=True):
+            if write.is_cache and look_up(module, write.name) is not None:
+                continue
+            if write.of is not None:
+                give_gradient(outside(write.of), tensor, adds=write.adds)
+            elif write.buffer is None:
+                put_tensor(module, write.name, tensor)
+            else:  # it may be new: the forward registered it
+                buffers_of(module)[write.name] = tensor
+                unsaved = unsaved_buffers_of(module)
+                (unsaved.discard if write.buffer else unsaved.add)(write.name)
+
+
+def current_tensors(tape: ProgramTape) -> dict[str, torch.Tensor]:
+    """By name on the tape, the tensors that the model has now."""
+    current = {name: look_up(module, attribute) for name, (module, attribute) in _owners(tape).items()}
+    return {name: t for name, t in current.items() if t is not None}
+
+
+def _owners(tape: ProgramTape) -> dict[str, tuple[torch.nn.Module, str]]:
+    """By name on the tape, module and attribute; without script modules, which keep their tensors in C++."""
+    owners = {n: (module, at) for n, (module, at) in tape.owners.items() if module is not None}
+    return {n: owner for n, owner in owners.items() if not isinstance(owner[0], torch.jit.ScriptModule)}
+
+
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+class StateCheck:
+    """Compares the state at a call with that of the trace."""
+
+    def __init__(self, tape: ProgramTape) -> None:
+        self._tape = tape
+        self._reads = [read for read in tape.reads if read.place.kind != "input"]
+        self.facts = [read for read in tape.reads if read.place.kind == "input"]
+        """What was read of inputs."""
+        known = set[int]()
+        conditions = [condition for read in self._reads for condition in unchanged(read, known)]
+        self.run_state = check(conditions, self._compare_all)
+        """Raise StateMismatchError for what is not as it was, beside the inputs."""
+
+    def run_facts(self, call: CallInputs, number: Number) -> None:
+        """Raise InputMismatchError for a fact of an input that differs."""
+        for read in self.facts:
+            place = read.place
+            value, current = resolved(read.value, number), place.current(call)
+            if isinstance(place, OfInput) and place.fact == "layout":
+                value = layout_for(call.tensors[place.index], value, number)
+            if not same(value, current):
+                raise mismatch(read, value, current)
+
+    def run_numbers(self) -> None:
+        """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
+        for read in self._reads:
+            place, value = read.place, read.value
+            if not isinstance(place, InTable) or type(value) not in _NUMBERS or read.others:
+                continue
+            current = place.table.get(place.key, MISSING)
+            if current != value:
+                raise StateMismatchError(
+                    f"{read.name}: {value} when traced and {current} now; trace again, or put it back"
+                )
+
+    def _compare_all(self) -> None:
+        """Compare each thing by itself, where the quick check fails: an equal one may be there."""
+        for read in self._reads:
+            if not is_same(read):
+                current = read.current()
+                if isinstance(read.place, OfTensor) and read.place.fact == "metadata":
+                    raise not_as_traced(self._tape, read.name, read.value, None if current is MISSING else current)
+                raise mismatch(read, read.value, current)
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any, Any]:

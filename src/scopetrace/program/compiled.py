@@ -30,6 +30,7 @@ from scopetrace.ir.write_back import (
     ViewOf,
     ViewStep,
     WriteBack,
+    once_each,
     resolved,
 )
 from scopetrace.ops.view_inverses import Geometry
@@ -227,7 +228,7 @@ def _copied(pairs: list[tuple[_Layout, torch.Tensor]]) -> list[torch.Tensor]:
     memory = pairs[0][1].new_empty(stop - start)
     views = [memory.as_strided(p.size, p.stride, p.offset - start) for p, _ in pairs]
     for view, (promise, value) in zip(views, pairs, strict=True):
-        once = tuple(slice(0, 1) if s == 0 else slice(None) for s in promise.stride)
+        once = once_each(promise.stride)
         view[once].copy_(value[once])
     return views
 

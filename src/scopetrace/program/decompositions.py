@@ -32,7 +32,7 @@ from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.program.fake_run import FakeRun, append_op, makes_numbers
-from scopetrace.program.liveness import live_ops
+from scopetrace.program.graph import live_ops
 
 _aten = torch.ops.aten
 _HINT = "give the op a decomposition of ATen ops on tensors, or leave it out of the table"

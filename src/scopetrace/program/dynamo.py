@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.graph_module import parts_that_switch_grad
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import Returned, map_structure
-from scopetrace.errors import ExportError, InputMismatchError, StateMismatchError
+from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
 from scopetrace.ir.reads import OfInput
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.program.boundary import CallBoundary, Entered, without_autocast
@@ -115,3 +116,18 @@ def _refuse(tape: ProgramTape) -> None:
                 module=tape.root.path,
                 hint="compile the graph alone, tr.run(torch.compile(tr.graph_module), *args)",
             )
+
+
+@constant_to_dynamo
+def prepare(program: Any) -> str | None:
+    """Make what Dynamo cannot trace, and compare the state with that of the trace, while torch.compile compiles.
+
+    Returns why the call cannot be traced: an error in here would be one of torch.compile.
+    """
+    try:
+        program.boundary.state.refresh()
+        program.boundary.check.run_state()
+        program.__dict__["plain_call"] = PlainCall(program.boundary, program.graph_module)
+    except ScopetraceError as error:
+        return f"{type(error).__name__}: {error}"
+    return None

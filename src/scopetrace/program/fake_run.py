@@ -29,8 +29,9 @@ def fakes_of(x: Any) -> Any:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Value]:
     """The values that an op writes."""
-    schema, arguments = schema_of(func), by_name(func, args, kwargs)
+    schema = schema_of(func)
     names = {*schema.written, *undeclared_writes(func, args, kwargs)}
+    arguments = by_name(func, args, kwargs) if names else {}
     return values_in([arguments.get(name) for name in schema.names if name in names])
 
 

@@ -13,8 +13,10 @@ that torch keeps when it traces a graph again.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import keyword
+import math
 import operator
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -30,16 +32,17 @@ from scopetrace._compat.graph_module import (
     set_arguments,
     set_grad_enabled,
 )
-from scopetrace._compat.symbols import Symbolic, SymbolNodes, number_text, to_expr
+from scopetrace._compat.ops import is_collective, is_random
+from scopetrace._compat.symbols import Symbolic, SymbolNodes, number_text, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
 from scopetrace.ops.history import History, can_require_grad
-from scopetrace.program.liveness import live_ops
 
 _aten = torch.ops.aten
+_RESHAPES = (_aten.view.default, _aten.reshape.default)
 _ASSERT = _aten._assert_scalar.default
 _PARTS = (Value, *Symbolic)
 """What of a result is the value of a node."""
@@ -242,7 +245,7 @@ class FxLowering:
             return self._held(x)
         return self._nodes[x] if isinstance(x, Value) else self._symbols.node_of(x)
 
-    def _held(self, x: torch.ScriptObject) -> torch.fx.Node:
+    def _held(self, x: Any) -> torch.fx.Node:
         """A `get_attr` node of an object that an op takes and Python code cannot write, such as packed weights."""
         name = next((name for name, other in self._opaque.items() if other is x), f"_argument{len(self._opaque)}")
         self._opaque[name] = x
@@ -267,7 +270,8 @@ class FxLowering:
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
             name = self._names.get(id(op.target))
             if name is None:
-                name = self._names[id(op.target)] = _op_name(op.target)
+                packet = getattr(op.target, "overloadpacket", op.target)
+                name = self._names[id(op.target)] = str(getattr(packet, "__name__", "op"))
             node = self._call(op.target, args, kwargs, name)
             for body in node.all_input_nodes if self.bodies and op.bodies() else ():
                 if body.target in self.bodies:
@@ -366,9 +370,7 @@ class FxLowering:
             return {key: self._as_arguments(item) for key, item in x.items()}
         if isinstance(x, torch.fx.node.base_types) or x is None:
             return x
-        name = f"_argument{len(self._opaque)}"
-        self._opaque[name] = self.lower(x)
-        return self.graph.create_node("get_attr", name)
+        return self._held(self.lower(x))
 
     def _module_stack(self, call: Call | None) -> dict[str, tuple[str, str]]:
         """`nn_module_stack` in torch.export's format: `L__self__<fqn>[@index]` to (fqn, qualified class name)."""
@@ -377,7 +379,10 @@ class FxLowering:
             stack = dict(self._module_stack(call.parent))
             if call.module is not None:
                 key = f"L__self__{call.fqn or ''}" + (f"@{call.index}" if call.index else "")
-                stack[key] = (call.fqn or "", _type_name(call))
+                cls = type(call.module)
+                is_graph = issubclass(cls, torch.fx.GraphModule)  # whose class has no name in a Python module
+                name = call.scope.type_name if is_graph else f"{cls.__module__}.{cls.__qualname__}"
+                stack[key] = (call.fqn or "", name)
             self._stacks[call] = stack
         return self._stacks[call]
 
@@ -418,13 +423,6 @@ class FxLowering:
             self._grad = enabled
 
 
-def _type_name(call: Call) -> str:
-    cls = type(call.module)
-    if issubclass(cls, torch.fx.GraphModule):  # each has a class of its own, which has no name in a module
-        return call.scope.type_name
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def _modules_within(op: Op, call: Call) -> dict[str, tuple[str, str]]:
     """The modules around an op inside its call, as `nn_module_stack` has them: those of a node of a traced graph."""
     stack, fqn = {}, call.fqn or ""
@@ -435,6 +433,47 @@ def _modules_within(op: Op, call: Call) -> dict[str, tuple[str, str]]:
     return stack
 
 
+def live_ops(tape: Tape) -> set[int]:
+    """The ids of the ops that stay: those with effects, and those that results or module calls depend on.
+
+    Arguments and results of module calls count as used, so that a ModuleCall can show them.
+    """
+    needed: set[Value] = set()
+    for call in tape.calls:
+        needed.update(leaves((call.args, call.kwargs, call.outputs, call.mutated), Value))
+    needed.update(v for v in tape.graph_outputs() if isinstance(v, Value))
+    if isinstance(tape, ProgramTape):
+        needed.update(w.value for w in tape.attribute_writes)
+    live: set[int] = set()
+    for op in reversed(tape.ops):
+        if not needed.isdisjoint(op.values()) or has_effect(op):
+            live.add(id(op))
+            needed.update(op.inputs())
+    return live
+
+
+def has_effect(op: Op) -> bool:
+    """Whether an op stays although its results are not used: it writes, has an effect, or returns nothing.
+
+    A view stays too with a size of -1 for which symbolic sizes may leave a fraction: eager raises there.
+    """
+    if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
+        return True
+    return op.kind != "get_attr" and (not op.values() or _checks_sizes(op) or _acts(op.target))
+
+
+@functools.cache
+def _acts(target: Any) -> bool:
+    return is_random(target) or is_collective(target)
+
+
+def _checks_sizes(op: Op) -> bool:
+    """Whether a view has the elements of its argument only at sizes that a division leaves no remainder for."""
+    if op.target not in _RESHAPES or not is_symbolic(op.result.fake):
+        return False
+    return not surely_equal(math.prod(op.result.fake.size()), math.prod(op.tensor(0).fake.size()))
+
+
 def _refuse_keywords(kwargs: Iterable[str], op: Op) -> None:
     name = next((name for name in kwargs if not name.isidentifier() or keyword.iskeyword(name)), None)
     if name is not None:
@@ -443,10 +482,6 @@ def _refuse_keywords(kwargs: Iterable[str], op: Op) -> None:
             module=op.scope.path,
             hint="trace without leaf_modules= for this module, or give the argument another name",
         )
-
-
-def _op_name(target: Any) -> str:
-    return str(getattr(getattr(target, "overloadpacket", target), "__name__", "op"))
 
 
 def _plain_name(path: str) -> str | None:

@@ -14,9 +14,8 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import InvalidTapeError, LintError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.verify import verify
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
 def lint(program: TracedProgram) -> None:

@@ -28,11 +28,10 @@ from scopetrace.ir.tape import Call, FunctionalTape, Tape
 from scopetrace.outline.cut import outline
 from scopetrace.outline.ranges import Ranges
 from scopetrace.outline.signature import FunctionSignature, OutlinedBody
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.selection import names_near
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 OutlineTarget = Target | bool
 """What names module calls, or one of the following."""

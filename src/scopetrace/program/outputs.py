@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace.containers.structure import map_structure
+from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.errors import EditError
 from scopetrace.ir.tape import FunctionalTape, ProgramTape, Value
 from scopetrace.ir.write_back import (
@@ -123,3 +123,12 @@ def _results(write_back: WriteBack, values: list[Any], outside: Callable[[Source
         else:
             results.append(results[base.index] if isinstance(base, SameAs) else outside(base))
     return results
+
+
+def without_effects(tape: ProgramTape) -> ProgramTape:
+    """The program without what the forward puts into containers among its arguments, which comes after the result."""
+    count = len(leaves(tape.result, (Value, *Symbolic)))
+    write_back = tape.write_back and WriteBack(tape.write_back.updates, tape.write_back.results[:count])
+    if isinstance(tape, FunctionalTape) and tape.write_back is None:
+        return dataclasses.replace(tape, outputs=tape.result, returned=tape.graph_outputs()[:count])
+    return dataclasses.replace(tape, outputs=tape.result, write_back=write_back)

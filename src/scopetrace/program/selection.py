@@ -10,7 +10,7 @@ import torch
 
 from scopetrace.errors import CallNotFoundError
 from scopetrace.ir.selection import Selection, is_named, several, target_text
-from scopetrace.program.calls import ModuleCall
+from scopetrace.program.traced import ModuleCall
 
 _LISTED = 6  # names in a message or a repr
 

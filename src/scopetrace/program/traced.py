@@ -5,7 +5,8 @@ Data flow:
     tape's call records + graph -> one ModuleCall each
     tape + GraphModule -> CallBoundary: checks of a call's arguments, write-back of its effects
 
-`api`, `lower`, `view` and outlining take this object.
+`api`, `lower`, `view` and outlining take this object. That a module call knows its arguments and outputs as graph
+values is the idea of RFC-0015 in pytorch/rfcs.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ import functools
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import starmap
-from typing import IO, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.fx
 
 from scopetrace import files
-from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
@@ -32,45 +31,38 @@ from scopetrace._compat.graph_module import (
     look_up,
     method_of,
     parts_that_switch_grad,
+    was_erased,
     without_grad_switches,
 )
 from scopetrace._compat.ops import garbage_collector_off, is_op
-from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
-from scopetrace.containers.structure import leaves, without_argument_mutation
+from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
-    DataDependentError,
-    InputMismatchError,
+    EditError,
     ScopetraceError,
     SideEffectWarning,
     StateMismatchError,
     TraceFileError,
 )
+from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
-from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
+from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.side_effects import refusal
-from scopetrace.ir.tape import (
-    FunctionalTape,
-    ProgramTape,
-    RecordedTape,
-    Value,
-    checks_enabled,
-)
+from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, checks_enabled, forward_of
 from scopetrace.ir.verify import verify
-from scopetrace.ir.write_back import WriteBack
-from scopetrace.program.boundary import CallBoundary, without_autocast
-from scopetrace.program.calls import CallGraphs, ModuleCall
-from scopetrace.program.checks import other_strides
+from scopetrace.outline.signature import new_values, written_values
+from scopetrace.program.boundary import CallBoundary, current_tensors, without_autocast
 from scopetrace.program.compiled import GraphValues
 from scopetrace.program.decompositions import decomposed
-from scopetrace.program.dynamo import PlainCall
+from scopetrace.program.dynamo import prepare
 from scopetrace.program.edits import Reading
-from scopetrace.program.graph import FxLowering, forward_place, scope_path
+from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, typed
 from scopetrace.program.inline import inlined
+from scopetrace.program.mismatches import explained
+from scopetrace.program.outputs import without_effects
 from scopetrace.program.regions import has_regions, without_regions
-from scopetrace.program.state import HeldTensors, current_tensors
-from scopetrace.record.uses import catches_errors
+from scopetrace.program.state import HeldTensors
 
 Program = TypeVar("Program", bound=ProgramTape)
 
@@ -90,6 +82,190 @@ def functional_tape(recorded: RecordedTape) -> FunctionalTape:
     if checks_enabled():
         verify(tape, "functionalization")
     return tape
+
+
+class Saved(NamedTuple):
+    """A tensor that a module call keeps for its backward."""
+
+    node: torch.fx.Node
+    shape: tuple[int | torch.SymInt, ...]
+    bytes: int | torch.SymInt
+
+    @classmethod
+    def among(cls, nodes: Iterable[torch.fx.Node]) -> list[Saved]:
+        """Of each of the nodes whose value is a tensor."""
+        values = [(n, node_value(n)) for n in nodes]
+        tensors = [(n, t) for n, t in values if isinstance(t, torch.Tensor)]
+        return [cls(n, tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors]  # `nbytes` takes no symbols
+
+
+class ModuleCall:
+    """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
+
+    def __init__(self, record: Call, program: TracedProgram, parent: ModuleCall | None) -> None:
+        self._program = program
+        self.record = record
+        """The record of the call on the tape."""
+        self.parent = parent
+        """The call in which this one was made; None for the root."""
+        self.children: list[ModuleCall] = []
+        """The calls made directly in this one, in order."""
+        if parent is not None:
+            parent.children.append(self)
+
+    @property
+    def fqn(self) -> str | None:
+        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
+        return self.record.fqn
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
+        return self.record.module
+
+    @property
+    def module_type(self) -> type | None:
+        """The module's class; None for the root when a plain function was traced.
+
+        torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
+        """
+        return self.record.module_type
+
+    @property
+    def index(self) -> int:
+        """0 for the first call of this module instance, 1 for its second."""
+        return self.record.index
+
+    @property
+    def position(self) -> int:
+        """Where this call stands in `Trace.calls`."""
+        return self.record.position
+
+    @property
+    def scope(self) -> Scope:
+        """The scope of the ops that run directly in this call."""
+        return self.record.scope
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
+        return self.record.leaf
+
+    @property
+    def raised(self) -> BaseException | None:
+        """The exception that ended this call and that an outer module caught; else None."""
+        return self.record.raised
+
+    @property
+    def _stop(self) -> int:
+        return self.children[-1]._stop if self.children else self.position + 1
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
+        return self.record.attributes
+
+    @property
+    def lowering(self) -> FxLowering:
+        """The graph, or the subgraph of a higher-order op, that has the call's nodes."""
+        return self._program.lowering_of(self.record)
+
+    @property
+    def nodes(self) -> list[torch.fx.Node]:
+        """The graph's nodes that this call and the calls inside it made, in order.
+
+        For a call inside a body of `torch.cond` or another higher-order op, the nodes of the body's graph. A call that
+        contains a cond has the cond's node, and not those of its bodies.
+        """
+        return self._program.nodes_between(self.lowering, self.position, self._stop)
+
+    @property
+    def backward_nodes(self) -> list[torch.fx.Node]:
+        """The graph's nodes of the backward of this call and of the calls inside it, in order."""
+        places = ((forward_place(node), node) for node in self.lowering.graph.nodes)
+        return [n for place, n in places if place is not None and self.position <= place[1] < self._stop]
+
+    @property
+    def saved(self) -> list[Saved]:
+        """The tensors of the forward that the backward of this call and of the calls inside it reads, each once."""
+        read = dict.fromkeys(n for node in self.backward_nodes for n in node.all_input_nodes)
+        return Saved.among(n for n in read if forward_place(n) is None)
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """By parameter name of `forward`, what was passed, defaults included.
+
+        Tensors and symbolic sizes are `torch.fx.Node`s; everything else is the Python object itself. `*args` and
+        `**kwargs` are under their own names, a tuple and a dict.
+        """
+        return {name: self._with_objects(template) for name, template in self.argument_templates.items()}
+
+    @functools.cached_property
+    def argument_templates(self) -> dict[str, Any]:
+        """As `arguments`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
+        lower = self.lowering.lower
+        args = tuple(lower(a) for a in self.record.args)
+        kwargs = {name: lower(a) for name, a in self.record.kwargs.items()}
+        return bind(self._forward(), args, kwargs)
+
+    @functools.cached_property
+    def outputs(self) -> Any:
+        """The returned structure, with `torch.fx.Node`s for tensors and symbolic sizes. None when the call raised."""
+        return self._with_objects(self.output_template)
+
+    @functools.cached_property
+    def output_template(self) -> Any:
+        """As `outputs`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
+        return self.lowering.lower(self.record.outputs)
+
+    @functools.cached_property
+    def mutated(self) -> dict[str, torch.fx.Node]:
+        """By argument path or buffer name, the node of the new value of each tensor that the call changed in place."""
+        forward, lowering = self._forward(), self.lowering
+        if isinstance(self._program.tape, FunctionalTape):
+            values = dict(new_values(self.record, forward))
+        else:
+            values = written_values(self.record, forward, lowering.tape)
+        return {name: lowering.lower(value) for name, value in values.items()}
+
+    def _with_objects(self, template: Any) -> Any:
+        removed = leaves(template, Removed)
+        if removed:
+            names = ", ".join(r.name for r in removed)
+            raise EditError(
+                f"{self}: an edit of the graph removed {names}, which this call took or gave",
+                module=self.scope.path,
+                hint="ModuleCall.nodes has what is left of the call, argument_templates and output_template the rest",
+            )
+        return instantiate(lambda node: node, template, torch.fx.Node)
+
+    def _forward(self) -> Callable[..., Any]:
+        return forward_of(self.record, self._program.forward)
+
+    if not TYPE_CHECKING:  # type checkers know what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """What a name that people expect is called here, in an AttributeError."""
+            instead = {
+                "name": "fqn",
+                "path": "scope.path",
+                "inputs": "arguments",
+                "output": "outputs",
+                "args": "arguments",
+            }
+            hint = f": write call.{instead[name]}" if name in instead else ""
+            raise AttributeError(f"a ModuleCall has no {name!r}{hint}")
+
+    def __repr__(self) -> str:
+        index = f", index={self.index}" if self.index else ""
+        name = self.module_type.__name__ if self.module_type else "function"
+        return f"ModuleCall({self.fqn!r}, {name}{index})"
+
+    def _repr_html_(self) -> str:  # for notebooks
+        templates = [*self.argument_templates.items(), ("->", self.output_template), *self.attributes.items()]
+        parts = [(name + path, leaf) for name, template in templates for path, leaf in leaves_with_path(template)]
+        rows = [(name, typed(x) if isinstance(x, torch.fx.Node) else short_repr(x)) for name, x in parts]
+        return html_table(rows, (repr(self), str(self.scope)))
 
 
 class TracedProgram:
@@ -213,7 +389,33 @@ class TracedProgram:
     @functools.cached_property
     def calls(self) -> list[ModuleCall]:
         """Every module call in forward order, the root first."""
-        return CallGraphs(self.tape, self.forward, lambda: self.lowering).calls()
+        records = dict.fromkeys(record for tape in self.tape.walk() for record in tape.calls)
+        at: dict[int, ModuleCall] = {}
+        for record in sorted(records, key=lambda record: record.position):
+            at[record.position] = ModuleCall(record, self, at[record.parent.position] if record.parent else None)
+        return list(at.values())
+
+    @functools.cached_property
+    def _lowerings(self) -> dict[Call, FxLowering]:
+        lowerings = reversed([*self.lowering.walk()])  # several higher-order ops may share a body: the first one counts
+        return {record: lowering for lowering in lowerings for record in lowering.tape.calls}
+
+    def lowering_of(self, call: Call) -> FxLowering:
+        """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
+        return self._lowerings.get(call, self.lowering)
+
+    @functools.cached_property
+    def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
+        """The nodes of each graph that a module call made, with the position of the innermost one."""
+        positions: dict[FxLowering, list[tuple[int, torch.fx.Node]]] = {}
+        for lowering in self.lowering.walk():
+            nodes = [(call_position(n), n) for n in lowering.graph.nodes if n.op not in ("placeholder", "output")]
+            positions[lowering] = [(position, n) for position, n in nodes if position is not None]
+        return positions
+
+    def nodes_between(self, lowering: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
+        """The nodes of a graph or subgraph whose innermost call has a position from `start` to before `stop`."""
+        return [n for position, n in self._nodes[lowering] if start <= position < stop and not was_erased(n)]
 
     @functools.cached_property
     def scopes(self) -> dict[str, Scope]:
@@ -235,7 +437,7 @@ class TracedProgram:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back; see `Trace.__call__`."""
         if torch.compiler.is_dynamo_compiling():
-            problem = _prepare(self)
+            problem = prepare(self)
             if problem is not None:
                 raise ScopetraceError(problem)
             return self.__dict__["plain_call"](args, kwargs)
@@ -272,11 +474,11 @@ class TracedProgram:
             with without_autocast(), copying_saved(written) if written else contextlib.nullcontext():
                 values = runnable(*inputs)
         except Exception as error:
-            explained = _explained(error, self.boundary, inputs)
-            if explained is None:
+            other = explained(error, self.tape, inputs, self.boundary.number(inputs))
+            if other is None:
                 _ = self.current  # an EditError where the graph was edited and cannot be followed
                 raise
-            raise explained from error
+            raise other from error
         finally:
             if torch.is_grad_enabled() != grad:
                 torch.set_grad_enabled(grad)  # a graph that raises half-way may have switched it
@@ -353,7 +555,7 @@ class TracedProgram:
         if outputs is self.recorded.outputs:
             return self.functional()
         if self.tape.edited:
-            return self.with_tape(_without_effects(self.functional().tape))
+            return self.with_tape(without_effects(self.functional().tape))
         recorded = dataclasses.replace(self.recorded, outputs=outputs)
         return TracedProgram(recorded, recorded, self.model).functional()
 
@@ -380,21 +582,6 @@ class TracedProgram:
         return program
 
 
-@constant_to_dynamo
-def _prepare(program: TracedProgram) -> str | None:
-    """Make what Dynamo cannot trace, and compare the state with that of the trace, while torch.compile compiles.
-
-    Returns why the call cannot be traced: an error in here would be one of torch.compile.
-    """
-    try:
-        program.boundary.state.refresh()
-        program.boundary.check.run_state()
-        program.__dict__["plain_call"] = PlainCall(program.boundary, program.graph_module)
-    except ScopetraceError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
     return TracedProgram.read(io.BytesIO(data), pickle.loads(foreign))
 
@@ -408,38 +595,3 @@ def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowerin
     yield lowering, getattr(graph_module, "graph", None)
     for name, body in lowering.bodies.items():
         yield from _graphs(body, getattr(graph_module, name, None))
-
-
-def _without_effects(tape: ProgramTape) -> ProgramTape:
-    """The program without what the forward puts into containers among its arguments, which comes after the result."""
-    count = len(leaves(tape.result, (Value, *Symbolic)))
-    write_back = tape.write_back and WriteBack(tape.write_back.updates, tape.write_back.results[:count])
-    if isinstance(tape, FunctionalTape) and tape.write_back is None:
-        return dataclasses.replace(tape, outputs=tape.result, returned=tape.graph_outputs()[:count])
-    return dataclasses.replace(tape, outputs=tape.result, write_back=write_back)
-
-
-def _explained(error: Exception, boundary: CallBoundary, inputs: Sequence[Any]) -> ScopetraceError | None:
-    """InputMismatchError where a graph failed since a specialization or the strides of an input differ, else None.
-
-    Where the forward may catch the error, a DataDependentError: the graph does not go on as the forward would.
-    """
-    tape = boundary.tape
-    differs = next((s for s in tape.specializations if s.message in str(error)), None)  # an Interpreter says more
-    if differs is not None:
-        return InputMismatchError(differs.message)
-    other = other_strides(tape, inputs, boundary.number(inputs))
-    if other is not None:
-        way_out = "give a copy in the strides of the trace, or trace again with such an input"
-        return InputMismatchError(f"{other}, and an op of the program takes no others; {way_out}: {error}")
-    ops = (op for op in tape.ops if op.kind == "call_function")
-    caught = next((op for op in ops if any(starmap(catches_errors, walk_frames(op.frames)))), None)
-    if caught is None:
-        return None
-    return DataDependentError(
-        f"an op of the program fails, and the forward may go on, since it catches errors: {error}",
-        op=str(caught.target),
-        module=str(caught.scope),
-        source=source_of(caught.frames),
-        hint="ask for success by an op, as torch.linalg.cholesky_ex does, and pick with torch.where",
-    )

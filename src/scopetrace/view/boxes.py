@@ -23,9 +23,8 @@ import torch.fx
 
 from scopetrace.containers.structure import leaves, leaves_with_path
 from scopetrace.ir.selection import Selection
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import named, node_value, type_text
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, cost_text
 from scopetrace.view.text import counted, op_line, outermost
 from scopetrace.view.tree import Folder, Op, Run, Section, Tree, index_of, source_line, target_text

@@ -14,9 +14,8 @@ import torch.fx
 from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering, call_position, named, node_value, scope_path
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.text import levels, select_calls
 from scopetrace.view.tree import target_text, value_text
 

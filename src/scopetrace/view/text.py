@@ -35,9 +35,8 @@ from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection, Target, is_named, is_scope_named, several, target_text
 from scopetrace.ir.tape import signature_of
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import named, node_value, typed
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.tree import (
     BACKWARD,
     RECOMPUTED,

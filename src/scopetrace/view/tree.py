@@ -28,7 +28,6 @@ from scopetrace.containers.structure import container_type, open_container
 from scopetrace.formatting import LONGEST, short_repr
 from scopetrace.ir.scopes import Scope, source_of
 from scopetrace.ir.tape import BodyTape, Tape
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import (
     FxLowering,
     call_position,
@@ -38,7 +37,7 @@ from scopetrace.program.graph import (
     scope_path,
     type_text,
 )
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 BACKWARD = "backward"
 """The name of the section for backward."""

@@ -43,8 +43,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
 from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, casts
 from scopetrace.ops.functional_variants import by_name, tensor_of
-from scopetrace.program.graph import call_position, node_value
-from scopetrace.program.liveness import has_effect, live_ops
+from scopetrace.program.graph import call_position, has_effect, live_ops, node_value
 
 Node = torch.fx.Node
 

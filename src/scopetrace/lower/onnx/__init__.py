@@ -15,8 +15,8 @@ from typing import Any
 
 from scopetrace._compat.ops import OpOverload
 from scopetrace.errors import OnnxDependencyError
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.outlined import OutlineTarget
+from scopetrace.program.traced import ModuleCall
 
 _Named = OutlineTarget | OpOverload
 

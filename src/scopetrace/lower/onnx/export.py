@@ -43,10 +43,9 @@ from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames
 from scopetrace.lower.onnx.translate import exported_program, quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering, call_position
 from scopetrace.program.outlined import OUTERMOST, Function, OutlinedTrace, OutlineTarget, outline_calls
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
 
