@@ -210,7 +210,7 @@ class Recording:
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
-        self.builder = TapeBuilder(self.tape)
+        self.builder = builder = TapeBuilder(self.tape)
         self.builder.differentiates = bool(assumptions.differentiates)
         self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
@@ -222,7 +222,7 @@ class Recording:
             self.reads,
             self.factory,
             inference,
-            lambda body, args: NodeRunner(body, self.builder).run(*args),
+            lambda body, args: NodeRunner(body, builder).run(*args),
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
