@@ -216,7 +216,11 @@ class Recording:
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
-            *(builder, self.values, self.reads, self.factory, inference),
+            self.builder,
+            self.values,
+            self.reads,
+            self.factory,
+            inference,
             lambda body, args: NodeRunner(body, builder).run(*args),
             specialize=specialize,
         )
