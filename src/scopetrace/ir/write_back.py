@@ -389,6 +389,7 @@ def resolved(x: Any, number: Number) -> Any:
 
 
 def base_of(source: Source | None) -> Source | None:
+    """What a view is of; of any other source itself."""
     return source.base if isinstance(source, ViewOf) else source
 
 
