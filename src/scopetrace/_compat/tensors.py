@@ -150,10 +150,22 @@ def storage_id(t: torch.Tensor) -> int:
         return -id(t)
 
 
-parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = operator.attrgetter("_parameters")
-buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
-unsaved_buffers_of: Callable[[torch.nn.Module], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
-"""What a module itself holds, as the dicts and the set that it reads; the last has names that are in no state dict."""
+# What a module itself holds, as the dicts and the set that it reads; functions, which torch.compile follows.
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The parameters of the module itself by name."""
+    return module._parameters
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of the module itself by name."""
+    return module._buffers
+
+
+def unsaved_buffers_of(module: torch.nn.Module) -> set[str]:
+    """The names of the module's own buffers that are in no state dict."""
+    return module._non_persistent_buffers_set
 
 
 def persistent_buffers_of(module: torch.nn.Module) -> list[str]:
