@@ -119,8 +119,8 @@ class Reach:
 
     def follow(self) -> int | None:
         """Follow the functions that are nearest to the forward. How far what they name is from it; None for no more."""
-        depth = min((depth for depth, functions in self._pending.items() if functions), default=_DEPTH + 1)
-        if depth > _DEPTH:
+        depth = min(self._pending, default=_NEVER)
+        if depth == _NEVER:
             return None
         for function in self._pending.pop(depth):
             self._follow(function, depth + 1)
@@ -131,8 +131,15 @@ class Reach:
         unnamed = (unwrapped(function) for function, _ in self._unnamed.get(code.co_name, ()))
         return self.functions.get(code) or next((f for f in unnamed if getattr(f, "__code__", None) is code), None)
 
+    def add_held(self, x: Any, depth: int) -> None:
+        """A function that a container holds, or a class."""
+        if isinstance(x, type):
+            self.add_class(x, depth)
+        else:
+            self.add(x, _never_if_far(depth))
+
     def add(self, x: Any, depth: int = 0) -> None:
-        """A function, method, partial or class; nothing is done for other objects."""
+        """A function, method, partial or class that is named; nothing is done for other objects."""
         while isinstance(x, functools.partial):
             self._visit("partial", (*x.args, *x.keywords.values()))
             x = x.func
@@ -152,6 +159,7 @@ class Reach:
             self._visit(getattr(x, "__name__", type(x).__name__), inner)
 
     def _add_class(self, kind: type, depth: int, *, is_named: bool) -> None:
+        depth = _never_if_far(depth)
         for base in kind.__mro__:
             if self.classes.get(base, False) >= is_named and base in self.classes or not is_users_class(base):
                 continue
@@ -218,7 +226,14 @@ def _constructors(kind: type) -> list[tuple[str, Any]]:
 
 
 _DEPTH = 2
-"""How far functions are followed that others name: what lies deeper is put back only where an argument leads to it."""
+"""How far from the forward methods of classes, and functions in containers, are followed. Functions that are named
+themselves are followed at any distance."""
+_NEVER = sys.maxsize
+"""The distance of functions that are known, and not followed."""
+
+
+def _never_if_far(depth: int) -> int:
+    return depth if depth <= _DEPTH else _NEVER
 
 
 def names_by(getter: operator.attrgetter[Any]) -> set[str]:

@@ -113,12 +113,8 @@ class EffectWatch:
                 functions, contents.functions = contents.functions, []
                 modules, contents.modules = contents.modules, []
                 inner = [m for name, module in modules for m in self._model.save_outside(name, module)]
-                in_containers = [x for x in functions if isinstance(x, type)]
-                for kind in dict.fromkeys((*classes, *map(type, inner), *in_containers)):
-                    self.reach.add_class(kind, depth)
-                for function in functions:
-                    if not isinstance(function, type):
-                        self.reach.add(function, depth)
+                for x in dict.fromkeys((*classes, *map(type, inner), *functions)):
+                    self.reach.add_held(x, depth)
             depth = self.reach.follow()
 
     def restore(self) -> list[Change]:
