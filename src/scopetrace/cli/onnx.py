@@ -36,24 +36,15 @@ _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'
     help=f"Modules that become ops without a body: {_PATTERN}.",
 )
 @click.option("--output", "-o", required=True, type=FilePath(), help="The file to write.")
-@click.option("--opset", type=click.IntRange(min=7), help="The opset version; torch.onnx's own is the default.")
+@click.option(
+    "--opset", "opset_version", type=click.IntRange(min=7), help="The opset version; torch.onnx's own is the default."
+)
 @click.option("--attributes", is_flag=True, help="Plain attributes of the modules as ONNX attributes of the calls.")
 @click.option("--optimize/--no-optimize", default=True, help="Run torch.onnx's optimizer.")
 @click.option("--external-data", is_flag=True, help="The weights in a file of their own, also below 2 GB.")
 @click.option("--verify", is_flag=True, help="Check the file, and compare it with the model in ONNX Runtime.")
 @takes_json
-def onnx(
-    asked: Asked,
-    functions: tuple[str, ...],
-    plugins: tuple[str, ...],
-    output: Path,
-    opset: int | None,
-    attributes: bool,
-    optimize: bool,
-    external_data: bool,
-    verify: bool,
-    as_json: bool,
-) -> str:
+def onnx(asked: Asked, output: Path, external_data: bool, verify: bool, as_json: bool, **options: Any) -> str:
     """Write the model TARGET as an ONNX file, with modules as ONNX functions.
 
     TARGET is as for `scopetrace show`.
@@ -65,9 +56,8 @@ def onnx(
     require_packages()
     from scopetrace.lower.onnx.export import Options, write
 
-    options = Options(functions, plugins, opset, None, None, optimize, attributes)
     program = program_of(asked.trace()).without_argument_mutation()
-    data = _data(write(program, output, options, external_data or None, verify, asked.say), output)
+    data = _data(write(program, output, Options(**options), external_data or None, verify, asked.say), output)
     return json_text(data) if as_json else _table(data)
 
 
