@@ -283,19 +283,14 @@ _FAKES = prefixes(
 )
 """Where torch runs an op on fake tensors, or asks for the value of a symbol, below the code that needs it."""
 
-_hidden: dict[str, bool] = {}  # by file name; a cache, since frames are captured for each op
-
 
 def is_hidden(filename: str) -> bool:
     """Whether a file is a part of scopetrace or torch that runs between the user's frames while tracing."""
-    hidden = _hidden.get(filename)
-    if hidden is None:
-        hidden = _hidden[filename] = filename.startswith(_MACHINERY) or filename.endswith("contextlib.py")
-    return hidden
+    return filename.startswith(_MACHINERY) or filename.endswith("contextlib.py")
 
 
-Ran = dict[int, tuple[CodeType, dict[str, Any]]]
-"""By id, code that has run, with its globals."""
+Ran = dict[int, tuple[CodeType, dict[str, Any] | None]]
+"""By id, code that has run, with its globals; None for code that is hidden."""
 
 
 def capture_frames(outer: Frames, boundary: CodeType, ran: Ran) -> tuple[Frames, tuple[Frame, ...]]:
@@ -304,20 +299,17 @@ def capture_frames(outer: Frames, boundary: CodeType, ran: Ran) -> tuple[Frames,
     `ran` gets their code.
     """
     frames: list[Frame] = []
-    new: Ran = {}
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code is boundary:
             break
-        hidden = _hidden.get(code.co_filename)
-        if not (is_hidden(code.co_filename) if hidden is None else hidden):
+        known = ran.get(id(code))
+        if known is None:
+            known = ran[id(code)] = code, None if is_hidden(code.co_filename) else frame.f_globals
+        if known[1] is not None:
             frames.append((code, frame.f_lineno))
-            if id(code) not in ran:
-                new[id(code)] = code, frame.f_globals
         frame = frame.f_back
-    if frame is not None:  # else this is outside of the forward
-        ran.update(new)
     frames.reverse()
     return (outer, tuple(frames))
 

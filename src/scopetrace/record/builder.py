@@ -172,7 +172,8 @@ class TapeBuilder:
 
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
-        found = capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__, self.ran)
+        outer, ran = (self.call.frames, self.ran) if self.call else ((), {})  # else no forward runs
+        found = capture_frames(outer, TapeBuilder.in_call.__code__, ran)
         last = self._last_frames
         if found[0] is last[0] and found[1] == last[1]:
             return last

@@ -451,7 +451,7 @@ def functions_that_ran(ran: Ran, reach: Reach) -> dict[types.CodeType, types.Fun
     A function with variables of another one around it is known where those that ran name it.
     """
     functions = dict[types.CodeType, types.FunctionType]()
-    left = [(code, table) for code, table in ran.values() if not is_library(table.get("__name__"))]
+    left = [(code, table) for code, table in ran.values() if table and not is_library(table.get("__name__"))]
     while True:
         functions |= {code: f for code, _ in left if (f := reach.function_of(code)) is not None}
         left = [(code, table) for code, table in left if code not in functions]
