@@ -663,3 +663,11 @@ def test_compiled_code_is_not_copied(take):
     compiled = st.trace(nn.Linear(4, 4), (torch.ones(2, 4),)).compile("eager")
     with pytest.raises(st.errors.CompileError, match="neither copied nor pickled"):
         take(compiled)
+
+
+def test_torch_compile_says_why_a_call_that_gives_back_an_argument_is_not_traced_whole():
+    trace = st.trace(lambda x, options: (x + 1, options), (torch.ones(2), {"scale": torch.ones(2)}))
+    args = torch.ones(2), {"scale": torch.zeros(2)}
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it returns objects among its arguments"):
+        torch.compile(trace, fullgraph=True, backend="eager")(*args)
+    assert torch.compile(trace, backend="eager")(*args)[1] is args[1]

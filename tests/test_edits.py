@@ -425,6 +425,19 @@ def test_a_leaf_module():
     torch.testing.assert_close(copy.deepcopy(trace)(x), want)
 
 
+def test_a_function_of_torch_that_takes_numbers_alone_is_an_op():
+    trace = st.trace(lambda x: x + 1, (torch.ones(3),))
+    graph = trace.graph_module.graph
+    (old,) = graph.output_node().args[0]
+    with graph.inserting_before(graph.output_node()):
+        noise = graph.call_function(torch.rand, (3,))
+        new = graph.call_function(torch.add, (old, noise))
+    graph.output_node().args = ((new,),)
+    assert {"aten.rand.default", "aten.add.Tensor"} == {
+        str(n.target) for n in trace.to_exported_program().graph.nodes if n.op == "call_function"
+    }
+
+
 def test_numbers_that_depend_on_data():
     def forward(self, x):
         return torch.relu(x[x > 0]).sum(), x.nonzero() * 2

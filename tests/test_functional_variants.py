@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from scopetrace._compat.ops import schema_of
 from scopetrace.functionalization.refusals import draws_differ
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
@@ -19,7 +20,6 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
     undeclared_writes,
-    written_arguments,
 )
 
 aten = torch.ops.aten
@@ -80,12 +80,12 @@ def test_each_mutable_op_has_a_variant_or_is_on_the_list() -> None:
 
 def check_places(func: Any, variant: FunctionalVariant) -> None:
     """Each written argument has a result of its own, and each return is one of them or another result."""
-    assert tuple(name for name, _ in variant.new_values) == written_arguments(func)
+    assert tuple(name for name, _ in variant.new_values) == schema_of(func).written
     assert len(variant.results) == len(func._schema.returns)
     places = [place for _, place in variant.new_values] + [r for r in variant.results if isinstance(r, int)]
     assert len(set(places)) == len(places), func
     assert places == [None] or all(p in range(len(variant.op._schema.returns)) for p in places), func
-    assert {r for r in variant.results if isinstance(r, str)} <= set(written_arguments(func)), func
+    assert {r for r in variant.results if isinstance(r, str)} <= set(schema_of(func).written), func
 
 
 # Variants that torchgen does not group with the op, as the names or the order of arguments differ.

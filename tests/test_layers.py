@@ -285,10 +285,19 @@ def shares_docstring(node: Definition) -> bool:
     return bool(tails & {"overload", "setter", "deleter"})
 
 
+def overriding(tree: ast.Module) -> set[str]:
+    """The qualified names of methods of a base class in the same file: the docstring is at that of the base."""
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    methods = {name: {m.name for m in node.body if isinstance(m, ast.FunctionDef)} for name, node in classes.items()}
+    bases = {name: [ast.unparse(base).partition("[")[0] for base in node.bases] for name, node in classes.items()}
+    return {f"{name}.{m}" for name in classes for base in bases[name] for m in methods[name] & methods.get(base, set())}
+
+
 def undocumented(modules: list[Module]) -> Iterator[str]:
     for module in modules:
+        inherited = overriding(module.tree)
         for name, node in definitions(module.tree):
-            if not ast.get_docstring(node) and not shares_docstring(node):
+            if not ast.get_docstring(node) and not shares_docstring(node) and name not in inherited:
                 yield module.problem(node.lineno, f"{name} has no docstring")
 
 

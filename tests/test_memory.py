@@ -254,7 +254,7 @@ def test_a_plan_is_as_good_as_all_calls_of_a_class(make):
     _, storages = storages_of(tape)
     candidates = list(checkpoints._candidates(program_of(tr), tape, storages))
     for chain in checkpoints._by_class(candidates):
-        by_hand = max(checkpoints._timeline(tape, storages, chain))
+        by_hand = checkpoints._Search(tape, storages, 0).peak(chain)
         plan = tr.checkpoint_plan(by_hand)
         assert plan.peak_bytes <= by_hand
         assert plan.flops <= sum(c.flops for c in chain)
@@ -272,7 +272,7 @@ def test_the_lowest_peak_of_all_choices():
     for chosen in itertools.product((False, True), repeat=len(candidates)):
         calls = list(itertools.compress(candidates, chosen))
         if not any(a is not b and a.is_in(b) for a in calls for b in calls):
-            peaks.add(max(checkpoints._timeline(tape, storages, calls)))
+            peaks.add(checkpoints._Search(tape, storages, 0).peak(calls))
     assert tr.checkpoint_plan(min(peaks)).peak_bytes == min(peaks)
 
 

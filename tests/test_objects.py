@@ -254,6 +254,20 @@ def test_an_object_of_a_built_in_kind_with_tensors():
         st.trace(forward, (X,))
 
 
+def test_a_dataclass_that_is_a_dict_too():
+    """Its items, beside its fields, would be tensors of the trace."""
+
+    @dataclasses.dataclass
+    class Output(dict):
+        logits: torch.Tensor
+
+        def __post_init__(self):
+            self["logits"] = self.logits
+
+    with pytest.raises(st.OpaqueOutputError, match=r"Output with tensors in it \(.logits\)"):
+        st.trace(lambda x: Output(x + 1), (X,))
+
+
 def test_forms_without_effects_refuse_what_is_not_returned():
     def hides(d, x):
         d["y"] = x + 1

@@ -202,6 +202,6 @@ def test_equal_parts_are_those_with_the_same_elements():
             first, second = part_of(view, base, args), part_of(other, base, other_args)
             mine, theirs = elements(size, view, args), elements(size, other, other_args)
             assert first != second or mine == theirs
-            assert not first.is_apart(second) or set(mine).isdisjoint(theirs)
+            assert not first.is_disjoint(second) or set(mine).isdisjoint(theirs)
             if len(size) == 1 and view is other:  # then the numbers decide
-                assert first.is_apart(second) == second.is_apart(first)
+                assert first.is_disjoint(second) == second.is_disjoint(first)

@@ -159,7 +159,7 @@ def test_user_scopes_are_named_by_name_and_path(tr):
             .splitlines()[1]
             .startswith('scope("Net/Block[layers.0]')
         )
-        assert next(outermost_boxes(boxes(program_of(tr)), pattern)).label == "heads"
+        assert outermost_boxes(boxes(program_of(tr)), pattern)[0].label == "heads"
 
 
 UNNAMED = re.compile("no module call is named|no scope matches")

@@ -173,10 +173,10 @@ def test_a_view_lies_where_that_of_eager_does(func):
 
 
 def test_a_size_with_minus_one():
-    assert views.reshaped_size((2, 3, 4), Reshape((-1, 6))) == (4, 6)
-    assert views.reshaped_size((2, 3, 4), Reshape((-1, 5))) is None
-    assert views.reshaped_size((2, 3), Reshape((-1, -1))) is None
-    assert views.reshaped_size((2, 3), Reshape((7,))) is None
+    assert view_arguments(aten.view.default, (2, 3, 4), ((-1, 6),)) == Reshape((4, 6))
+    assert view_arguments(aten.view.default, (2, 3, 4), ((-1, 5),)) is None
+    assert view_arguments(aten.view.default, (2, 3), ((-1, -1),)) is None
+    assert view_arguments(aten.view.default, (2, 3), ((7,),)) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from scopetrace.errors import ArgumentError, ScopetraceError, TraceError, Verifi
 if TYPE_CHECKING:
     from scopetrace import distributed
     from scopetrace.api.functional import Functionalized, functional_backend, functionalize
-    from scopetrace.api.trace import OutlinedProgram, Trace, diff, load, save, trace, write_onnx_weights
+    from scopetrace.api.functions import diff, load, save, write_onnx_weights
+    from scopetrace.api.trace import OutlinedProgram, Trace, trace
     from scopetrace.functionalization.report import Alias as Alias
     from scopetrace.functionalization.report import Mutation as Mutation
     from scopetrace.ir.conditions import Specialization as Specialization
@@ -58,7 +59,8 @@ __all__ = [
 
 _HOMES = {
     "api.functional": "Functionalized functional_backend functionalize",
-    "api.trace": "OutlinedProgram Trace diff load save trace write_onnx_weights",
+    "api.functions": "diff load save write_onnx_weights",
+    "api.trace": "OutlinedProgram Trace trace",
     "functionalization.report": "Alias Mutation",
     "ir.conditions": "Specialization",
     "ir.scopes": "Scope TracingState scope tracing_state",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-_made: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("_made", default=None)
+_noted: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("_noted", default=None)
 
 
 class ScopetraceError(Exception):
@@ -50,9 +50,9 @@ class TraceError(ScopetraceError):
         self.problem, self.op, self.module, self.source, self.hint = problem, op, module, source, hint
         rows = [("op", op), ("module", module), ("source", source), ("instead", hint)]
         super().__init__("\n".join([problem, *(f"  {name}: {text}" for name, text in rows if text)]))
-        made = _made.get()
-        if made is not None:
-            made.append((self, None))
+        noted = _noted.get()
+        if noted is not None:
+            noted.append((self, None))
 
     def stands_for(self, theirs: Exception, text: str) -> None:
         """Become an instance of the class of torch's error too, and end with `text`, for code that catches that.
@@ -69,11 +69,11 @@ class TraceError(ScopetraceError):
 @contextlib.contextmanager
 def noting_errors(raised: list[Any]) -> Iterator[None]:
     """Inside, the TraceErrors that this thread makes are appended to `raised`, each with None for no op."""
-    before = _made.set(raised)
+    before = _noted.set(raised)
     try:
         yield
     finally:
-        _made.reset(before)
+        _noted.reset(before)
 
 
 class ArgumentError(ScopetraceError, ValueError):
@@ -215,7 +215,7 @@ class OnnxOpError(OnnxExportError):
 
     def __init__(self, ops: list[tuple[str, str | None, str | None]]) -> None:
         self.ops = ops
-        rows = dict.fromkeys("  " + ", ".join(part for part in found if part) for found in ops)
+        rows = dict.fromkeys("  " + ", ".join(part for part in op if part) for op in ops)
         super().__init__(
             "\n".join(["these ops have no ONNX form here:", *rows]),
             hint="give their form in custom_translation_table, name a module around them in plugins=, "

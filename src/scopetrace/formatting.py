@@ -18,6 +18,28 @@ class Printed:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+class Tabular:
+    """What prints as a table with notes below, in a notebook as an HTML table."""
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """The cells of the header and of each line."""
+        raise NotImplementedError
+
+    def _notes(self) -> Iterable[str]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join([columns(self._table()), "", *self._notes()])
+
+    def to_html(self) -> str:
+        """A piece of HTML, with all texts of the model escaped."""
+        head, *rows = self._table()
+        return html_table(rows, head) + "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+
+    def _repr_html_(self) -> str:  # for notebooks
+        return self.to_html()
+
+
 def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """Rows of cells as an HTML table, with all texts escaped and spaces kept."""
 

@@ -13,25 +13,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
-import re
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.fx
 
 from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.ops import building, dispatching_to, eager, in_large_stack
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.tensors import (
-    DATA_DEPENDENT,
-    NO_SHAPE_RULE,
     FakeFactory,
     FakeTensor,
     is_symbolic,
@@ -40,7 +34,6 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.autograd import AutogradRecorder
 from scopetrace.autograd.checkpoints import refuse_recomputed
-from scopetrace.autograd.gradients import sparse_gradient
 from scopetrace.autograd.history import (
     inputs_made_leaves,
     refuse_detached_bases,
@@ -66,7 +59,6 @@ from scopetrace.containers.structure import (
     tensor_holders,
 )
 from scopetrace.errors import (
-    DataDependentError,
     DynamicShapeError,
     InputMismatchError,
     RandomStateError,
@@ -79,17 +71,19 @@ from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.reads import numbers_read
-from scopetrace.ir.scopes import frames_of_traceback, user_line
-from scopetrace.ir.tape import (
-    AttributeWrite,
-    RecordedTape,
-    Value,
-    checks_enabled,
-)
+from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
-from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
+from scopetrace.record.calls import (
+    CallRecorder,
+    NodeRunner,
+    Progress,
+    knows_origins,
+    leaf_targets,
+    refuse_unmatched,
+    root_scope,
+)
 from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -101,10 +95,11 @@ from scopetrace.record.dynamic_shapes import (
     symbolic_strides,
 )
 from scopetrace.record.effects import refuse_tags, settings_left
+from scopetrace.record.explanations import explain, explained
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
-from scopetrace.record.model import Model
-from scopetrace.record.ops import OpRecorder, RunGraph
+from scopetrace.record.model import Model, named_arguments, signature_of_forward
+from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.watch.effects import EffectWatch
@@ -136,7 +131,7 @@ def record(
     """
 
     def attempt(assumptions: Assumptions) -> Run:
-        model = Model(fn, [*zip(argument_names(fn, len(args)), args, strict=True), *kwargs.items()])
+        model = Model(fn, named_arguments(fn, args, kwargs))
         _refuse_wrapped(model)
         _refuse_lazy(model)
         root = root_scope(model.root) if knows_origins(model.root) else scopes.Scope("", model.type_name)
@@ -150,22 +145,18 @@ def record(
 
 def _refuse_wrapped(model: Model) -> None:
     """DistributedDataParallel reads Dynamo's state; FSDP2's hooks would gather for real, into tensors of the trace."""
-    kinds = {type(module): module for module in reversed(model.modules)}
-    for kind, module in kinds.items():
-        if issubclass(kind, torch.nn.parallel.DistributedDataParallel):
-            raise UnsupportedOpError(
-                "the model is wrapped by DistributedDataParallel",
-                module=f"{model.type_name}, {model.names_of(module)[0] or 'the root'}",
-                hint="trace the module inside, ddp.module",
-            )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, nothing is sharded
-    for kind, module in kinds.items():
-        if fsdp is not None and issubclass(kind, fsdp.FSDPModule):
-            raise UnsupportedOpError(
-                "the model is sharded by fully_shard",
-                module=f"{model.type_name}, {model.names_of(module)[0] or 'the root'}",
-                hint="trace it before it is sharded; a model of the same config on the meta device does as well",
-            )
+    for module in model.modules:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            problem = "the model is wrapped by DistributedDataParallel"
+            hint = "trace the module inside, ddp.module"
+        elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            problem = "the model is sharded by fully_shard"
+            hint = "trace it before it is sharded; a model of the same config on the meta device does as well"
+        else:
+            continue
+        name = model.names_of(module)[0] or "the root"
+        raise UnsupportedOpError(problem, module=f"{model.type_name}, {name}", hint=hint)
 
 
 def _refuse_lazy(model: Model) -> None:
@@ -191,10 +182,6 @@ def retraced(attempt: Callable[[Assumptions], T]) -> T:
                 assumptions |= failed.needed
 
 
-def _run_nodes(graph_module: torch.fx.GraphModule, args: Any) -> Any:
-    return torch.fx.Interpreter(graph_module).run(*args)
-
-
 class Recording:
     """The parts of one recording, put together."""
 
@@ -207,9 +194,7 @@ class Recording:
         leaf_modules: Any = (),
         specialize: bool = False,
         progress: Progress | None = None,
-        run_graph: RunGraph = _run_nodes,
     ) -> None:
-        """`run_graph` runs a GraphModule that is the body of a higher-order op."""
         self.model = model
         self._assumptions = assumptions
         self.object_types = assumptions.object_types
@@ -224,7 +209,7 @@ class Recording:
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
-        self.builder = TapeBuilder(self.tape)
+        self.builder = builder = TapeBuilder(self.tape)
         self.builder.differentiates = bool(assumptions.differentiates)
         self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
@@ -236,7 +221,7 @@ class Recording:
             self.reads,
             self.factory,
             inference,
-            run_graph,
+            lambda body, args: NodeRunner(body, builder).run(*args),
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
@@ -261,23 +246,22 @@ class Recording:
         tape.example_inputs = args, kwargs
         self.object_types |= tensor_holders((args, kwargs))
         self._add_inputs(forward, args, kwargs, dynamic_shapes)
-        names = argument_names(forward, len(args))
-        given = [*zip(names, args, strict=True), *kwargs.items()]
+        arguments = named_arguments(forward, args, kwargs)
         inputs = [(path, v.fake) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
-        effects = EffectWatch(fn, self.model, given, self.object_types, inputs)
-        guessed = self._assumptions.differentiates is None and _names_backward(effects.reach.names)
+        effects = EffectWatch(fn, self.model, arguments, self.object_types, inputs)
+        names, differentiates = effects.reach.names, self._assumptions.differentiates
+        guessed = differentiates is None and ("backward" in names or {"autograd", "grad"} <= names)
         if guessed:
             self.builder.differentiates = self.tape.exact_autograd = self.ops.exact = True
         examples = [self.values.examples[value] for value in tape.inputs]
-        parts = self.builder, self.model, effects.reach, self.reads.members
-        reads = StateReads(*parts, examples, effects.objects)
+        reads = StateReads(self.builder, self.model, effects.reach, self.reads.members, examples, effects.objects)
         hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
         changes: list[Change] = []
         try:
             with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
         finally:
-            bound = {id(t): v for t, v in self._bound_tensors()}
+            bound = {id(v.fake): v for op in self.tape.ops for v in op.values()}
             changes += effects.restore()
             for table, before in hooks.values():
                 if table != before:
@@ -293,14 +277,16 @@ class Recording:
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads += guards
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
-        found, after = (numbers_read(*pair, names, self.object_types, reads.names) for pair in ((args, kwargs), fakes))
+        positional = [name for name, _ in arguments[: len(args)]]
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
-        new = {n.name: n.value for n in after}
+        new = {n.name: n.value for n in numbers_read(*fakes, positional, self.object_types, reads.names)}
         tape.argument_numbers = [
-            dataclasses.replace(n, changes=new.get(n.name) != n.value) for n in found if n.name not in dynamic
+            dataclasses.replace(n, changes=new.get(n.name) != n.value)
+            for n in numbers_read(args, kwargs, positional, self.object_types, reads.names)
+            if n.name not in dynamic
         ]
         self._refuse(forward, others)
-        self._come_apart()
+        self._break_reference_cycles()
         if self.builder.regions and not self.builder.differentiated:  # their backward may be a part of the program
             keep_regions(tape, self.builder.regions)
         if tape.backwards:
@@ -308,10 +294,6 @@ class Recording:
         if checks_enabled():
             verify(tape, "recording")
         return Run(tape, changes, bound, reads.was_read, functools.partial(self._differs, examples))
-
-    def _bound_tensors(self) -> Iterator[tuple[torch.Tensor, Value]]:
-        """The tensors of the trace that are known, each with its value."""
-        yield from [(v.fake, v) for op in self.tape.ops for v in op.values()]
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
@@ -350,8 +332,8 @@ class Recording:
                 inputs = [t if seed == 0 else random_like(t, seed) for t in examples]
                 results = []
                 for tape in (self.tape, other):
-                    given = dict(zip(tape.inputs, inputs, strict=True))
-                    run = ExampleRun(tape, self.factory.shape_env, given, lambda *_: None, is_state)
+                    by_input = dict(zip(tape.inputs, inputs, strict=True))
+                    run = ExampleRun(tape, self.factory.shape_env, by_input, lambda *_: None, is_state)
                     results.append([run.tensor(v) for v in leaves(tape.outputs, Value)])
                 first, second = results
                 with eager():
@@ -361,8 +343,8 @@ class Recording:
             return True
         return False
 
-    def _come_apart(self) -> None:
-        """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
+    def _break_reference_cycles(self) -> None:
+        """Python's garbage collector would take a tenth of a trace to free them."""
         self.builder.phase = None
         self.model.contents.clear()
 
@@ -426,7 +408,7 @@ class Recording:
             assert containers is not None
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
-            tape.given = containers.given(out)
+            tape.given = containers.argument_parts(out)
             refuse_without_structure(out, (FakeTensor,), object_types)
             refuse_hidden(out, (FakeTensor,), "the result", object_types)
             opaque = opaque_leaves(out, object_types)
@@ -439,12 +421,12 @@ class Recording:
         """Raise where the forward has caught an error that eager does not raise, or that it may not."""
         for error, op in caught(self.builder.raised):
             self.builder.failed = error, op
-            explained: BaseException | None = error
+            mistake: BaseException | None = error
             if isinstance(error, Exception) and not isinstance(error, TraceError):
-                explained = self._explained(error, self._place(error))
-            if explained is not None:
-                explained.add_note("scopetrace: the forward has caught this error, which is none of the model's")
-                raise explained
+                mistake = explained(error, self.builder, self.ops)
+            if mistake is not None:
+                mistake.add_note("scopetrace: the forward has caught this error, which is none of the model's")
+                raise mistake
             self.reads.on_caught()
         self.builder.raised.clear()
 
@@ -483,11 +465,10 @@ class Recording:
         assert self.tape.sizes is not None
         numbered = {d.path for d in self.tape.sizes.dynamic if d.dim is None}
         for args, kwargs in others:
-            named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-            given = [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
-            numbers = [leaf for path, leaf in given if path in numbered]
+            inputs = self._leaves_of(named_arguments(forward, args, kwargs))
+            numbers = [leaf for path, leaf in inputs if path in numbered]
             try:
-                self.tape.sizes.check([leaf for _, leaf in given if isinstance(leaf, torch.Tensor)], numbers)
+                self.tape.sizes.check([leaf for _, leaf in inputs if isinstance(leaf, torch.Tensor)], numbers)
             except InputMismatchError as error:
                 raise DynamicShapeError(f"an input of AdditionalInputs does not fit the model: {error}") from None
 
@@ -498,8 +479,8 @@ class Recording:
     ) -> None:
         """Append the placeholders: the tensors in order, then the dynamic numbers, and set the tape's arguments."""
         tape, taken = self.tape, set[str]()
-        named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-        leaves = [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
+        named = named_arguments(forward, args, kwargs)
+        leaves = self._leaves_of(named)
         dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes, named, [leaf for _, leaf in leaves])
         fakes: dict[int, torch.Tensor] = {}
         numbers: list[tuple[str, Any]] = []
@@ -530,6 +511,9 @@ class Recording:
             self.object_types,
         )
 
+    def _leaves_of(self, arguments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        return [leaf for name, arg in arguments for leaf in leaves_with_path(arg, name, self.object_types)]
+
     def _fake_input(self, real: torch.Tensor, path: str, dynamic: DynamicShapes | None) -> torch.Tensor:
         if real.is_nested or real.is_quantized or real.layout not in _LAYOUTS:
             kind = "nested" if real.is_nested else "quantized" if real.is_quantized else str(real.layout)
@@ -558,7 +542,7 @@ class Recording:
         if not spec:
             return None
         try:
-            arguments = arguments_of(_signature(forward), args, kwargs)
+            arguments = arguments_of(signature_of_forward(forward), args, kwargs)
         except ValueError:  # built-in callables have no signature
             arguments = [Argument(name, {name: x}) for name, x in named]
         specs = read_dynamic_shapes(spec, arguments, self.object_types)
@@ -567,6 +551,16 @@ class Recording:
         self.tape.sizes = dynamic.rules
         dynamic.rules.dynamic_shapes = spec
         return dynamic
+
+    @contextlib.contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except ScopetraceError:
+            raise
+        except Exception as error:
+            explain(error, self.builder, self.ops)
+            raise
 
     @contextlib.contextmanager
     def _unseeded(self) -> Iterator[None]:
@@ -587,149 +581,8 @@ class Recording:
                 hint="seed outside the model",
             )
 
-    # ---------------------------------------------------------------- errors
 
-    @contextlib.contextmanager
-    def _errors_explained(self) -> Iterator[None]:
-        """Turn what torch raises for a value that is not there into a TraceError; add the place to all other errors."""
-        try:
-            yield
-        except ScopetraceError:
-            raise
-        except Exception as error:
-            place = self._place(error)
-            found = self._explained(error, place)
-            if found is not None:
-                found.stands_for(error, f"  torch: {(str(error).splitlines() or [''])[0]}")
-                raise found from error
-            error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
-            raise
-
-    def _explained(self, error: Exception, place: dict[str, str | None]) -> TraceError | None:
-        failed = self.builder.failed
-        running = failed[1] if failed is not None and failed[0] is error else None
-        chain = (error, error.__cause__)  # torch.testing wraps what it catches
-        no_data = any(isinstance(e, DATA_DEPENDENT) or _NO_DATA.search(str(e)) for e in chain)
-        if no_data and self.builder.optimizer is not None:
-            name = type(self.builder.optimizer).__name__
-            return DataDependentError(
-                f"{name} branches in Python on the values of tensors",
-                op=self.ops.data.reader(getattr(error, "cond", None), running),
-                hint="step it after a call of the trace, on the gradients that this leaves in `grad`",
-                **place,
-            )
-        if no_data and running is torch.ops.aten.embedding_backward.default:  # only where its result is sparse
-            return sparse_gradient(str(running), **place)
-        if no_data:
-            return DataDependentError(
-                "Python needs the value of a tensor that depends on the inputs or the model's state",
-                op=self.ops.data.reader(getattr(error, "cond", None), running),
-                hint=_way_out(error),
-                **place,
-            )
-        if isinstance(error, NoRealValue):
-            problem = f"Python needs a value, and there is none: {error}"
-            return DataDependentError(problem, op=self.ops.data.reader(None, running), **place)
-        for text, (problem, hint) in _NO_FAKE.items():
-            if text in str(error):
-                op = None if running is None else str(running)
-                return UnsupportedOpError(problem or str(error), op=op, hint=hint, **place)
-        if "modified by an inplace operation" in str(error):
-            return UnsupportedOpError(
-                "the forward differentiates what it has written to since, and autograd needs the values from before",
-                op="torch.autograd.grad",
-                hint="write out of place, or clone() the tensor before the ops that use it",
-                **place,
-            )
-        if isinstance(error, NO_SHAPE_RULE) or _NO_FAKE_OF_CUSTOM_OP in str(error):
-            first = (str(error).splitlines() or [""])[0]
-            hint = (
-                "register a fake implementation with torch.library.register_fake, or name the module in leaf_modules="
-            )
-            return UnsupportedOpError(
-                f"torch cannot tell the shape of what an op returns: {type(error).__name__}: {first}",
-                op=None if running is None else str(running),
-                hint=hint,
-                **place,
-            )
-        return None
-
-    def _place(self, error: Exception) -> dict[str, str | None]:
-        """`module` and `source` of an exception that left the forward."""
-        failed = next((c for c in reversed(self.tape.calls) if c.raised is error), None)
-        scope = failed.scope if failed is not None else self.builder.state.current_scope
-        return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
-
-
-_NO_DATA = re.compile(
-    r"doesn't have storage|Cannot access data pointer|\.numpy\(\) is not supported|doesn't have data"
-    "|data is not allocated yet|unallocated storage|Not available for 'meta' device type"
-    r"|unsupported format string passed to FakeTensor|\bSym(Int|Float|Bool)\b"  # what symbolic numbers cannot do
-)
-
-_NO_FAKE = {
-    "NYI: aten._pin_memory": (
-        "the forward pins a tensor (pin_memory()), and tensors have no data while they are traced",
-        "pin the inputs outside of the forward, as a DataLoader with pin_memory=True does; what the forward makes can "
-        "be made pinned: torch.zeros(n, pin_memory=True)",
-    ),
-    "_share_fd_: only available on CPU": (
-        "the forward moves a tensor to shared memory (share_memory_()), and tensors have no data while they are traced",
-        "share the model's tensors and the inputs outside of the forward",
-    ),
-    "raw Tensor object is already associated": (
-        "the forward makes a lazy module, or another parameter without data",
-        "make modules in __init__, and run a lazy one once before st.trace",
-    ),
-    "_apply(): Couldn't swap": (
-        "the forward casts or moves a module (half(), double(), to(...))",
-        "cast or move modules before st.trace, or cast tensors: x.to(weight.dtype)",
-    ),
-    "OpaqueTensorImpl": ("an MKL-DNN tensor has no fake tensor", "leave out to_mkldnn(): torch chooses the kernels"),
-    "quantized nyi in meta tensors": ("a quantized tensor has no fake tensor", "dequantize() it before st.trace"),
-    "Attempted to set the storage of a tensor on device": (
-        "the forward gives a tensor the memory of another one on another device (set_(), copy.copy)",
-        "write y = x.clone()",
-    ),
-    "tried to directly modify sizes for customized tensor": (
-        "the forward gives a tensor with dynamic sizes a fixed size in place (resize_(2, 3))",
-        "make a new tensor: x.new_empty(2, 3), or x.reshape(-1)[:6].view(2, 3)",
-    ),
-    "NYI: aten.": ("tensors have no data while they are traced, and this op needs it", "do it outside of the forward"),
-    "torch.distributed.nn.functional": ("", "take the functions of torch.distributed itself"),
-}
-"""By what torch raises for a fake tensor: the problem ("" for torch's own words), and the way out."""
-
-_BRANCH = (
-    "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
-    "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
-    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped; "
-    "for min(n, 4) and max(n, 4) write torch.sym_min(n, 4) and torch.sym_max(n, 4)"
-)
-
-
-_NO_FAKE_OF_CUSTOM_OP = "There was no fake impl registered for"
-
-_WAYS_OUT = {
-    "_detect_is_causal_mask": "say whether the mask is a causal one, which nn.TransformerEncoder and its kind else "
-    "look up in it: is_causal=True or False beside mask=, tgt_is_causal= beside tgt_mask=, src_is_causal= beside "
-    "src_mask= of nn.Transformer; or trace with specialize=True, which lets the example decide",
-    "torch.distributions": "make the distribution with validate_args=False, or call "
-    "torch.distributions.Distribution.set_default_validate_args(False): it looks at its parameters and samples",
-}
-"""By a function or package of torch that asks for data, what to do instead."""
-
-
-def _way_out(error: BaseException) -> str:
-    """What to write instead of a branch on data."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    asked_by = {frame.f_code.co_name for frame in frames} | {
-        str(frame.f_globals.get("__name__")).rpartition(".")[0] for frame in frames
-    }
-    return next((hint for name, hint in _WAYS_OUT.items() if name in asked_by), _BRANCH)
-
-
-_LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
+_LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 def _are_alike(old: Any, new: torch.Tensor) -> bool:
@@ -739,40 +592,6 @@ def _are_alike(old: Any, new: torch.Tensor) -> bool:
     return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
 
 
-def _names_backward(names: Set[str]) -> bool:
-    """Whether code with these names is likely to differentiate. A wrong answer costs a second run, and no more."""
-    return "backward" in names or {"autograd", "grad"} <= names
-
-
 def _may_vary(leaf: Any) -> bool:
     """Whether an argument may be an input: a tensor or a whole number."""
     return isinstance(leaf, (torch.Tensor, int)) and not isinstance(leaf, bool)
-
-
-def _signature(forward: Any) -> inspect.Signature:
-    return inspect.signature(forward.forward if isinstance(forward, torch.nn.Module) else forward)
-
-
-def argument_names(forward: Any, count: int) -> list[str]:
-    """What forward calls its first `count` positional arguments; `args[0]` and so on past `*args`."""
-    names: list[str] = []
-    try:
-        parameters = list(_signature(forward).parameters.values())
-    except (TypeError, ValueError):  # built-in callables have no signature
-        parameters = []
-    for p in parameters:
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
-        elif p.kind is p.VAR_POSITIONAL:
-            names += [f"{p.name}[{i}]" for i in range(count - len(names))]
-    names += [f"arg[{i}]" for i in range(count - len(names))]
-    return names[:count]
-
-
-def more_keywords(forward: Any, given: Iterable[str]) -> list[str]:
-    """Those of the keywords that forward takes by `**kwargs`; none where its signature is not known."""
-    try:
-        parameters = _signature(forward).parameters
-    except (TypeError, ValueError):
-        return []
-    return [name for name in given if name not in parameters]

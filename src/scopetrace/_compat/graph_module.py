@@ -22,7 +22,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.compilers import constant_to_dynamo
@@ -309,7 +308,7 @@ def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_b
     graph = torch.fx.Graph()
     nodes: list[torch.fx.Node] = []
 
-    for op, node_name, target, args, kwargs, meta in loads(data):
+    for op, node_name, target, args, kwargs, meta in pickle.loads(data):
         args, kwargs = tree_map_only(_Ref, lambda ref: nodes[ref.index], (args, kwargs))
         node = graph.create_node(op, target, args, kwargs, name=node_name)
         node.meta.update(meta)
@@ -345,8 +344,6 @@ class _Pickler(pickle.Pickler):
             return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
         if isinstance(obj, WatchedShapeEnv):
             return _environment, (self._factory, encode_environment(obj))
-        if isinstance(obj, type) and obj.__module__ == parametrize.__name__ and not hasattr(parametrize, obj.__name__):
-            return _parametrized, (obj.__name__, obj.__base__)
         return NotImplemented
 
 
@@ -371,24 +368,17 @@ def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any
     return kind(sym_node(env, expr, pytype, hint))
 
 
-def _parametrized(name: str, base: type) -> type:
-    """The class that torch makes for a parametrized module, which no Python module has under its name."""
-    return type(name, (base,), {"__module__": parametrize.__name__})
-
-
 def dumps(x: Any) -> bytes:
-    """Pickle `x`. Raises pickle.PicklingError for what pickle refuses, such as instances of local classes."""
+    """Pickle `x`, which `pickle.loads` reads.
+
+    Raises pickle.PicklingError for what pickle refuses, such as instances of local classes.
+    """
     file = io.BytesIO()
     try:
         _Pickler(file).dump(x)
     except (AttributeError, TypeError, ValueError) as error:  # pickle's own are of three classes, by Python version
         raise pickle.PicklingError(str(error)) from error
     return file.getvalue()
-
-
-def loads(data: bytes) -> Any:
-    """Unpickle what `dumps` returned. Like any pickle, it can run code: load only what you trust."""
-    return pickle.loads(data)
 
 
 # Under torch.compile -------------------------------------------------------------------------------------------------

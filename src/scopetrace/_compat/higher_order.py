@@ -1,10 +1,8 @@
-"""Higher-order ops: how they are called, what they give for fake tensors, and what eager runs of them."""
+"""Higher-order ops: what they give for fake tensors, and what eager runs of them."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,42 +13,6 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-
-# the package has an op of this name
-_subgraphs: Any = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
-
-
-def hop_entry_points(
-    in_tracing_thread: Callable[[], bool], on_nested_region: Callable[[Callable[[], Any]], Any]
-) -> list[tuple[Any, str, Any]]:
-    """Replacements for two functions of torch, as (module, name, function), by which higher-order ops are called.
-
-    `torch.cond` and its kind compile their callables first, which finds what these close over; the recorder finds that
-    itself, so the replacement calls the op. `on_nested_region` calls a function under `nested_compile_region`.
-    """
-    compile_and_call, region = utils._hop_compile_and_call, _subgraphs.invoke_subgraph_placeholder
-
-    def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        if not in_tracing_thread():
-            return compile_and_call(fn, args, kwargs)
-        if not callable(args[0]):  # the predicate of cond, the one op whose operands are still nested
-            args = _flat_operands(*args)
-        return fn(*args, **(kwargs or {}))
-
-    def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(fn, *args, **kwargs)
-        return on_nested_region(run) if in_tracing_thread() else region(fn, *args, **kwargs)
-
-    return [(utils, "_hop_compile_and_call", call), (_subgraphs, "invoke_subgraph_placeholder", call_region)]
-
-
-def _flat_operands(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> tuple[Any, ...]:
-    flat, spec = pytree.tree_flatten(operands)
-
-    def nested(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: branch(*pytree.tree_unflatten(operands, spec))
-
-    return pred, nested(true_fn), nested(false_fn), tuple(flat)
 
 
 def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:

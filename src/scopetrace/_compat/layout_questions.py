@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import _prims_common, _refs
 
-from scopetrace._compat.symbols import surely_equal
+from scopetrace._compat.symbols import is_static, surely_equal
 
 _COPY = torch.ops.aten.copy_.default
 _overlap = torch._debug_has_internal_overlap
 _is_contiguous = _prims_common.check_contiguous_sizes_strides
 _expanded = _refs.expand
+_stride_of: Any = torch._C.TensorBase.stride
 
 
 def _internal_overlap(input: torch.Tensor) -> int:
@@ -59,3 +60,16 @@ def asked_without_guards(func: Any) -> Iterator[None]:
         torch._debug_has_internal_overlap = _overlap
         _prims_common.check_contiguous_sizes_strides = _is_contiguous
         _refs.expand = _expanded
+
+
+def dense_order(t: torch.Tensor) -> list[int]:
+    """The dimensions by stride, the longest first, of a tensor without gaps in memory; empty for any other."""
+    size, stride = t.size(), _stride_of(t)
+    dims = range(len(size))
+    order = sorted(dims, key=lambda i: (-stride[i], i)) if is_static((*size, *stride)) else list(dims)
+    expected = 1
+    for i in reversed(order):
+        if size[i] != 1 and stride[i] != expected:
+            return []
+        expected *= size[i]
+    return order

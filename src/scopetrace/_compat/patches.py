@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import sys
 import threading
@@ -23,6 +24,7 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch._functorch import eager_transforms, vmap
+from torch._higher_order_ops import utils
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -36,7 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scopetrace._compat.function_mode import FunctionMode, after, without_mode
 from scopetrace._compat.gradients import checkpointed, report_hooks
-from scopetrace._compat.higher_order import hop_entry_points
 from scopetrace._compat.ops import (
     device_at_once,
     in_transform,
@@ -94,7 +95,7 @@ def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) 
         _report_transforms(replace, autograd, mine)
         report_steps(stack, replace, autograd, recording)
         observer.watch_questions(replace, mode.on, here, mine)
-        entry_points = hop_entry_points(mine, observer.on_nested_region)
+        entry_points = _hop_entry_points(mine, observer.on_nested_region)
         for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
             replace(owner, name, value)
         _not_compiling(replace)
@@ -436,6 +437,45 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     norm.running_mean.lerp_(mean, share)
     norm.running_var.lerp_(var, share)
     return out
+
+
+# Higher-order ops ----------------------------------------------------------------------------------------------------
+
+# the package has an op of this name
+_subgraphs: Any = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
+
+
+def _hop_entry_points(
+    mine: Callable[[], bool], on_nested_region: Callable[[Callable[[], Any]], Any]
+) -> list[tuple[Any, str, Any]]:
+    """Replacements for two functions of torch, as (module, name, function), by which higher-order ops are called.
+
+    `torch.cond` and its kind compile their callables first, which finds what these close over; the recorder finds that
+    itself, so the replacement calls the op. `on_nested_region` calls a function under `nested_compile_region`.
+    """
+    compile_and_call, region = utils._hop_compile_and_call, _subgraphs.invoke_subgraph_placeholder
+
+    def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        if not mine():
+            return compile_and_call(fn, args, kwargs)
+        if not callable(args[0]):  # the predicate of cond, the one op whose operands are still nested
+            args = _flat_operands(*args)
+        return fn(*args, **(kwargs or {}))
+
+    def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(fn, *args, **kwargs)
+        return on_nested_region(run) if mine() else region(fn, *args, **kwargs)
+
+    return [(utils, "_hop_compile_and_call", call), (_subgraphs, "invoke_subgraph_placeholder", call_region)]
+
+
+def _flat_operands(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> tuple[Any, ...]:
+    flat, spec = pytree.tree_flatten(operands)
+
+    def nested(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: branch(*pytree.tree_unflatten(operands, spec))
+
+    return pred, nested(true_fn), nested(false_fn), tuple(flat)
 
 
 # The state of the process --------------------------------------------------------------------------------------------

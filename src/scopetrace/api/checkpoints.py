@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import operator
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -23,9 +23,7 @@ from scopetrace.formatting import amount
 from scopetrace.ir.tape import Call, Tape, Value
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Meter
-from scopetrace.view.memory import Storage, forward_call, is_forward, storages_of, timeline_of
-
-Storages = Mapping[int, Storage]
+from scopetrace.view.memory import Recomputed, Storage, forward_calls, storages_of, timeline_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,34 +58,33 @@ class CheckpointPlan:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Candidate:
+class _Candidate(Recomputed):
     """A call that could be checkpointed."""
 
     call: ModuleCall
     record: Call
     """The call on the tape of the ops as they ran."""
-    again: int
-    """The position of the first op of its backward, before which it runs again."""
-    dropped: frozenset[int]
-    """The storages that are freed when it returns, and made again."""
-    kept: frozenset[int]
-    """The storages of its arguments, which are kept until it runs again."""
     passing: int
     """The bytes that are there besides while it runs again."""
     flops: int
     cost: int
     """What running it again takes: its FLOPs, and the bytes that it makes."""
 
-    def gain(self, storages: Storages, at: int) -> int:
+    def gain(self, at: int) -> int:
         """By how many bytes less is in use while an op after the call runs, and before it runs again."""
         if not self.record.stop <= at < self.again:
             return 0
-        less = sum(storages[s].size for s in self.dropped if storages[s].used >= at)
-        return less - sum(storages[s].size for s in self.kept if storages[s].used < at)
+        return sum(s.size for s in self.dropped if s.last >= at) - sum(s.size for s in self.kept if s.last < at)
 
-    def holds(self, storages: Storages, at: int) -> bool:
+    def worth(self, chosen: list[_Candidate], at: int) -> float:
+        """Bytes freed at a peak for what it costs, beyond what calls inside, in whose place it is, free and cost."""
+        inside = [other for other in chosen if other.is_in(self)]
+        gain = self.gain(at) - sum(other.gain(at) for other in inside)
+        return gain / max(self.cost - sum(other.cost for other in inside), 1)
+
+    def holds(self, at: int) -> bool:
         """Whether what it has made again is there while an op runs."""
-        return self.again <= at and any(storages[s].used >= at for s in self.dropped)
+        return self.again <= at and any(s.last >= at for s in self.dropped)
 
     def is_in(self, other: _Candidate) -> bool:
         """Whether this call was made in the other one, or is that."""
@@ -97,7 +94,7 @@ class _Candidate:
 def checkpoint_plan(program: TracedProgram, budget_bytes: int) -> CheckpointPlan:
     """See `Trace.checkpoint_plan`."""
     tape = program.as_run
-    if all(map(is_forward, tape.ops)):
+    if all(op.phase is None for op in tape.ops):
         raise ArgumentError("checkpoint_plan is of a training step: trace a function that calls backward()")
     _, storages = storages_of(tape)
     candidates = list(_candidates(program, tape, storages))
@@ -122,9 +119,9 @@ class _Search:
         lowest: the lowest peak of the choices that were tried.
     """
 
-    def __init__(self, tape: Tape, storages: Storages, budget: int) -> None:
+    def __init__(self, tape: Tape, storages: list[Storage], budget: int) -> None:
         self._tape, self._storages, self._budget = tape, storages, budget
-        self.lowest: int | None = None
+        self.lowest = sys.maxsize
 
     def cheapest(self, candidates: list[_Candidate]) -> list[_Candidate] | None:
         """Of the choices that fit, the one that computes least again; None where none fits.
@@ -141,9 +138,14 @@ class _Search:
 
     def peak(self, chosen: list[_Candidate]) -> int:
         """The most in use at one time with these checkpointed."""
-        most = max(_timeline(self._tape, self._storages, chosen))
-        self.lowest = most if self.lowest is None else min(most, self.lowest)
-        return most
+        return max(self._timeline(chosen))
+
+    def _timeline(self, chosen: list[_Candidate]) -> list[int]:
+        """The bytes in use while each op runs, with calls checkpointed."""
+        passing = [Storage(c.passing, c.again, c.again, c.again) for c in chosen]
+        timeline = timeline_of(len(self._tape.ops), [*self._storages, *passing], chosen)
+        self.lowest = min(self.lowest, max(timeline))
+        return timeline
 
     def _from(self, start: list[_Candidate], candidates: list[_Candidate]) -> list[_Candidate]:
         """The first choice that fits, else the last one: from `start`, with more calls while they lower the peak.
@@ -154,19 +156,18 @@ class _Search:
         chosen = start
         free = [c for c in candidates if not any(c.is_in(other) or other.is_in(c) for other in chosen)]
         while True:
-            timeline = _timeline(self._tape, self._storages, chosen)
-            most = max(timeline)
-            self.lowest = most if self.lowest is None else min(most, self.lowest)
-            at = timeline.index(most)
-            if most <= self._budget:
+            timeline = self._timeline(chosen)
+            peak = max(timeline)
+            if peak <= self._budget:
                 return chosen
-            gains = [(_worth(c, chosen, self._storages, at), c) for c in free]
-            gain, best = max(gains, key=operator.itemgetter(0), default=(0.0, None))
-            if best is not None and gain > 0:
+            at = timeline.index(peak)
+            worth = {c: c.worth(chosen, at) for c in free}
+            best = max(free, key=lambda c: worth[c], default=None)
+            if best is not None and worth[best] > 0:
                 chosen = [*(c for c in chosen if not c.is_in(best)), best]
                 free = [c for c in free if not c.is_in(best)]
                 continue
-            whole = next((c for c in chosen if c.holds(self._storages, at)), None)
+            whole = next((c for c in chosen if c.holds(at)), None)
             if whole is None:
                 return chosen
             chosen = [c for c in chosen if c is not whole]
@@ -188,39 +189,17 @@ def _flops(chosen: list[_Candidate]) -> int:
     return sum(c.flops for c in chosen)
 
 
-def _by_class(candidates: list[_Candidate]) -> Iterator[list[_Candidate]]:
+def _by_class(candidates: list[_Candidate]) -> list[list[_Candidate]]:
     """For each class of modules, its outermost calls."""
     of_class: dict[type, list[_Candidate]] = {}
     for c in candidates:
         chain = of_class.setdefault(type(c.call.module), [])
         if not any(c.is_in(outer) for outer in chain):
             chain.append(c)
-    yield from of_class.values()
+    return list(of_class.values())
 
 
-def _worth(c: _Candidate, chosen: list[_Candidate], storages: Storages, at: int) -> float:
-    """Bytes freed at a peak for what it costs, beyond what calls inside, in whose place it is, free and cost."""
-    inside = [other for other in chosen if other.is_in(c)]
-    gain = c.gain(storages, at) - sum(other.gain(storages, at) for other in inside)
-    return gain / max(c.cost - sum(other.cost for other in inside), 1)
-
-
-def _timeline(tape: Tape, storages: Storages, chosen: list[_Candidate]) -> list[int]:
-    """The bytes in use while each op runs, with calls checkpointed."""
-    again = {s: c.again for c in chosen for s in c.dropped}
-    kept: dict[int, int] = {}
-    for c in chosen:
-        kept.update((s, max(c.again, kept.get(s, 0))) for s in c.kept)
-    intervals = [(c.passing, c.again, c.again) for c in chosen]
-    for key, s in storages.items():
-        if key in again:
-            intervals += [(s.size, s.made, s.forward_used), (s.size, again[key], s.used)]
-        else:
-            intervals.append((s.size, s.made, max(s.used, kept.get(key, 0))))
-    return timeline_of(len(tape.ops), intervals)
-
-
-def _candidates(program: TracedProgram, tape: Tape, storages: Storages) -> Iterator[_Candidate]:
+def _candidates(program: TracedProgram, tape: Tape, storages: list[Storage]) -> Iterator[_Candidate]:
     """The calls that make what only their own backward reads."""
     meter = Meter(program)
     times = collections.Counter(id(call.module) for call in program.calls)
@@ -230,29 +209,27 @@ def _candidates(program: TracedProgram, tape: Tape, storages: Storages) -> Itera
         again, record = first.get(call.position), records.get(call.position)
         if call.module is None or again is None or record is None or times[id(call.module)] > 1:
             continue
-        own = {key: s for key, s in storages.items() if record.start <= s.made < record.stop}
-        dropped = {
-            key
-            for key, s in own.items()
-            if s.backward_used is not None and s.backward_used >= again and s.forward_used < record.stop
-        }
+        inside = [s for s in storages if record.start <= s.first < record.stop]
+        dropped = frozenset(
+            s
+            for s in inside
+            if s.backward_first is not None and s.backward_first >= again and s.forward_last < record.stop
+        )
         if not dropped or call.raised is not None or call.is_leaf:
             continue
-        inside = [(s.size, s.made, record.stop if key in dropped else s.forward_used) for key, s in own.items()]
-        most = max(timeline_of(len(tape.ops), inside)[record.start : record.stop])
-        kept = {v.storage for v in leaves((record.args, record.kwargs), Value)} & storages.keys()
-        passing = most - sum(storages[s].size for s in dropped)
+        alone = [dataclasses.replace(s, last=record.stop if s in dropped else s.forward_last) for s in inside]
+        peak = max(timeline_of(len(tape.ops), alone)[record.start : record.stop])
+        arguments = {v.storage for v in leaves((record.args, record.kwargs), Value)}
+        kept = frozenset(s for s in storages if s.key in arguments)
+        passing = peak - sum(s.size for s in dropped)
         flops = sum(meter.flops(node) for node in call.nodes)
-        cost = flops + sum(s.size for s in own.values())
-        yield _Candidate(call, record, again, frozenset(dropped), frozenset(kept), passing, flops, cost)
+        yield _Candidate(again, dropped, kept, call, record, passing, flops, flops + sum(s.size for s in inside))
 
 
 def _first_backward(tape: Tape) -> dict[int, int]:
     """By position of a call, the position of the first op of backward that belongs to it or to a call inside it."""
-    found: dict[int, int] = {}
+    first: dict[int, int] = {}
     for i, op in enumerate(tape.ops):
-        call = None if is_forward(op) else forward_call(op, tape)
-        while call is not None:
-            found.setdefault(call.position, i)
-            call = call.parent
-    return found
+        for call in forward_calls(op, tape) if op.phase is not None else ():
+            first.setdefault(call.position, i)
+    return first

@@ -19,7 +19,7 @@ from scopetrace.api.runnable import Runnable, program_of
 from scopetrace.errors import ArgumentError, ArgumentTypeError
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.lower.split import Partition, SplitProgram, split_backward
-from scopetrace.program.graph import NodeState, node_value
+from scopetrace.program.graph import node_value
 from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level import aten_tapes, torch_level_tapes
 from scopetrace.torch_level.names import name_torch_functions
@@ -131,11 +131,11 @@ def functional_backend(
         raise ArgumentError('backward_compiler= takes graphs of ATen ops: give it with level="aten"')
 
     def split(program: TracedProgram) -> SplitProgram:
-        found = split_backward(program, partition_fn, decompositions)
+        parts = split_backward(program, partition_fn, decompositions)
         if lower_scatter is not None:
-            for graph in (found.forward, found.backward):
+            for graph in (parts.forward, parts.backward):
                 lower_scatters(graph, lower_scatter, program.tape.fake_mode)
-        return found
+        return parts
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         make = functools.partial(functionalize, **options)
@@ -171,24 +171,24 @@ class _Compiled:
     def __call__(self, *args: Any) -> Any:
         numbers = {i: args[i].item() for i in self._numbers}
         key = repr(numbers)  # which tells 0.0 from -0.0
-        found = self._programs.get((key, _kind_of(args, self._uses_absolute_offset)))
-        if found is None:
-            found = self._compile(args, numbers)
-            self._programs[key, _kind_of(args, self._uses_absolute_offset)] = found
-        program, run = found
-        return program.run(run, *args)
+        compiled = self._programs.get((key, _kind_of(args, self._uses_absolute_offset)))
+        if compiled is None:
+            compiled = self._compile(args, numbers)
+            self._programs[key, _kind_of(args, self._uses_absolute_offset)] = compiled
+        functionalized, run = compiled
+        return functionalized.run(run, *args)
 
     def _compile(self, args: tuple[Any, ...], numbers: dict[int, Any]) -> tuple[Functionalized, Callable[..., Any]]:
-        made = self._make(with_numbers(self._gm, numbers) if numbers else self._gm, args)
-        program = program_of(made)
+        functionalized = self._make(with_numbers(self._gm, numbers) if numbers else self._gm, args)
+        program = program_of(functionalized)
         self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
         inputs = program.boundary.enter(args, {})
-        if self._backward is None or not torch.is_grad_enabled() or not any(map(_requires_grad, program.lowering.made)):
-            return made, self._compiler(made.graph_module, inputs)
+        if self._backward is None or not torch.is_grad_enabled() or not _requires_grad(program):
+            return functionalized, self._compiler(functionalized.graph_module, inputs)
         split, backward_compiler = self._backward
         parts = split(program)
         forward = self._compiler(parts.forward, parts.inputs_of_forward(inputs))
-        return made, parts.run_by(forward, _AtFirstRun(parts.backward, backward_compiler))
+        return functionalized, parts.run_by(forward, _at_first_run(parts.backward, backward_compiler))
 
 
 def _forget_examples(program: TracedProgram) -> None:
@@ -198,21 +198,22 @@ def _forget_examples(program: TracedProgram) -> None:
         forget_real_tensors(tape.fake_mode)
 
 
-class _AtFirstRun:
+def _at_first_run(graph_module: torch.fx.GraphModule, compiler: Compiler) -> Callable[..., Any]:
     """A graph that is compiled when it is first run, for the inputs that it then gets."""
+    compiled: Callable[..., Any] | None = None
 
-    def __init__(self, graph_module: torch.fx.GraphModule, compiler: Compiler) -> None:
-        self._graph_module, self._compiler = graph_module, compiler
-        self._compiled: Callable[..., Any] | None = None
+    def run(*args: Any) -> Any:
+        nonlocal compiled
+        compiled = compiled or compiler(graph_module, list(args))
+        return compiled(*args)
 
-    def __call__(self, *args: Any) -> Any:
-        if self._compiled is None:
-            self._compiled = self._compiler(self._graph_module, list(args))
-        return self._compiled(*args)
+    return run
 
 
-def _requires_grad(node: NodeState) -> bool:
-    return node.op in ("placeholder", "get_attr") and getattr(node_value(node.node), "requires_grad", False)
+def _requires_grad(program: TracedProgram) -> bool:
+    """Whether an input or attribute of the graph does."""
+    states = [state for state in program.lowering.states if state.op in ("placeholder", "get_attr")]
+    return any(getattr(node_value(state.node), "requires_grad", False) for state in states)
 
 
 def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:

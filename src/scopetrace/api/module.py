@@ -17,7 +17,7 @@ import torch
 from scopetrace._compat.tensors import persistent_buffers_of
 from scopetrace.errors import ModeError
 from scopetrace.ir.tape import ProgramTape
-from scopetrace.program.boundary import held_now
+from scopetrace.program.boundary import current_tensors
 from scopetrace.program.traced import TracedProgram
 
 Program = TypeVar("Program", bound=ProgramTape)
@@ -59,7 +59,8 @@ class TracedModule(torch.nn.Module):
             else:
                 holder.register_buffer(leaf, tensor, persistent)
         self._program = _bound_to(self, program, {entry.name: entry.tensor for entry in stored})
-        self._set_mode(_traced_mode(program.tape))
+        for module in self.modules():
+            module.training = _traced_mode(program.tape)
         _ = self._program.boundary  # made now, since under `torch.jit.trace` fake tensors do not say their sizes
 
     def _holder(self, name: str) -> tuple[torch.nn.Module, str]:
@@ -92,27 +93,19 @@ class TracedModule(torch.nn.Module):
             )
         return self
 
-    def _set_mode(self, mode: bool) -> None:
-        for module in self.modules():
-            module.training = mode
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TracedModule:
         for kind in {(t.dtype, t.device) for t in (*self.parameters(), *self.buffers())}:
             _refuse_other(kind, fn(torch.empty(0, dtype=kind[0], device=kind[1])))
         super()._apply(fn, recurse)
         return self
 
-    def _stored(self) -> list[Stored]:
-        return list(_stored_in(self))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
-        found = TracedModule(self._program, copy.deepcopy(self._stored(), memo))
-        memo[id(self)] = found
-        return found
+        memo[id(self)] = new = TracedModule(self._program, copy.deepcopy([*_stored_in(self)], memo))
+        return new
 
     def __reduce__(self) -> Any:
-        read = {id(t): name for name, t in held_now(self._program.tape).items()}
-        entries = [(name, read.get(id(t), t), persistent) for name, t, persistent in self._stored()]
+        read = {id(t): name for name, t in current_tensors(self._program.tape).items()}
+        entries = [(name, read.get(id(t), t), persistent) for name, t, persistent in _stored_in(self)]
         return _from_pickle, (self._program, entries)
 
 
@@ -124,21 +117,17 @@ def to_module(program: TracedProgram) -> TracedModule:
             f"the trace runs leaf modules, {', '.join(tape.modules)}, which hold tensors of their own: "
             "trace without leaf_modules= for a module"
         )
-    held = {**tape.attributes, **held_now(tape)}
+    held = tape.attributes | current_tensors(tape)
     root = getattr(model, "__self__", model)
     entries = list(_stored_in(root)) if isinstance(root, torch.nn.Module) else []
     known = {entry.name for entry in entries}
     entries += [Stored(n, held[n], isinstance(held[n], torch.nn.Parameter)) for n in tape.owners if n not in known]
-    own: dict[int, torch.Tensor] = {}
-    found = []
-    for name, tensor, persistent in entries:
-        now = held.get(name, tensor)
-        found.append(Stored(name, own.setdefault(id(now), _with_shared_memory(now)), persistent))
-    return TracedModule(program, found)
+    new = {id(t): _with_shared_memory(t) for t in [held.get(entry.name, entry.tensor) for entry in entries]}
+    return TracedModule(program, [e._replace(tensor=new[id(held.get(e.name, e.tensor))]) for e in entries])
 
 
 def _with_shared_memory(t: torch.Tensor) -> torch.Tensor:
-    """A parameter of its own on the same memory, so that moving the module leaves the model where it is."""
+    """A new parameter on the same memory, so that moving the module leaves the model where it is."""
     return torch.nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, torch.nn.Parameter) else t
 
 
@@ -182,11 +171,10 @@ def _traced_mode(tape: ProgramTape) -> bool:
     return any(call.attributes.get("training") is True for call in calls)
 
 
-def _refuse_other(kind: tuple[torch.dtype, torch.device], now: torch.Tensor) -> None:
+def _refuse_other(traced: tuple[torch.dtype, torch.device], moved: torch.Tensor) -> None:
     """Refuse another dtype or device than the traced one, which ops of the program name."""
-    for was, became in zip(kind, (now.dtype, now.device), strict=True):
-        if was != became:
+    for old, new in zip(traced, (moved.dtype, moved.device), strict=True):
+        if old != new:
             raise ModeError(
-                f"the program was traced with {was} and cannot run with {became}: "
-                f"call model.to({became}) and trace it again"
+                f"the program was traced with {old} and cannot run with {new}: call model.to({new}) and trace it again"
             )

@@ -132,11 +132,7 @@ class Shown(Runnable):
         A node that a pass made without copying `node.meta` gets the innermost scope around its users, or its inputs.
         Raises ArgumentTypeError for what is no `torch.fx.Node`.
         """
-        if not isinstance(node, torch.fx.Node):
-            raise ArgumentTypeError(
-                f"scope_of takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}; "
-                "Trace.scope.walk() and Trace.calls have the scopes and module calls by name"
-            )
+        _refuse_other(node, "scope_of", "; Trace.scope.walk() and Trace.calls have the scopes and module calls by name")
         known = scope_path(node) is not None
         return (self._held if known else self._program).scope_of(node)
 
@@ -147,8 +143,7 @@ class Shown(Runnable):
         scope of a node of `backward` is that of the op of the forward that it belongs to; its module call has it among
         `ModuleCall.backward_nodes`. Raises ArgumentTypeError for what is no `torch.fx.Node`.
         """
-        if not isinstance(node, torch.fx.Node):
-            raise ArgumentTypeError(f"phase_of takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}")
+        _refuse_other(node, "phase_of")
         return phase_of(node)
 
     def is_recomputed(self, node: torch.fx.Node) -> bool:
@@ -157,10 +152,7 @@ class Shown(Runnable):
         Its scope is that of the op, and the op's module call has it among `ModuleCall.backward_nodes`. Raises
         ArgumentTypeError for what is no `torch.fx.Node`.
         """
-        if not isinstance(node, torch.fx.Node):
-            raise ArgumentTypeError(
-                f"is_recomputed takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}"
-            )
+        _refuse_other(node, "is_recomputed")
         return is_recomputed(node)
 
     @property
@@ -202,7 +194,7 @@ class Shown(Runnable):
         Raises ArgumentError for a depth that is no number of levels.
         """
         with building():
-            return Summary(self._shown, None if depth is None else _levels(depth))
+            return Summary(self._shown, _levels(depth, None))
 
     def memory(self, depth: int | None = None) -> Memory:
         """Which memory the program needs when, by module call: made, freed, saved for backward, and the peak, in bytes.
@@ -216,7 +208,7 @@ class Shown(Runnable):
         Raises ArgumentError for a depth that is no number of levels.
         """
         with building():
-            return Memory(self._shown, None if depth is None else _levels(depth))
+            return Memory(self._shown, _levels(depth, None))
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The program as one HTML file, to be opened in a browser; written to `path` if one is given.
@@ -255,7 +247,7 @@ class Shown(Runnable):
         roots = [boxes(self._shown)]
         if scope is not None:
             refuse_unnamed(self.scope, self.calls, scope)
-            roots = list(outermost_boxes(roots[0], scope))
+            roots = outermost_boxes(roots[0], scope)
         data = picture(roots, _levels(depth), suffix[1:])
         if path is not None:
             Path(path).write_bytes(data)
@@ -293,10 +285,8 @@ class Shown(Runnable):
 
         Raises ArgumentError for a depth that is no number of levels, CallNotFoundError.
         """
-        if depth is None and scope is None:
-            text = str(self)
-        else:
-            text = render(self._shown, None if depth is None else _levels(depth), scope)
+        is_all = depth is None and scope is None
+        text = str(self) if is_all else render(self._shown, _levels(depth, None), scope)
         if print_output:
             print(text)
         return text
@@ -332,7 +322,14 @@ class Shown(Runnable):
         return self.summary(depth=2).to_html()
 
 
-def _levels(depth: int) -> int:
-    if not isinstance(depth, int) or depth < 0:
+def _refuse_other(node: Any, method: str, hint: str = "") -> None:
+    if not isinstance(node, torch.fx.Node):
+        raise ArgumentTypeError(
+            f"{method} takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}{hint}"
+        )
+
+
+def _levels(depth: Any, *others: None) -> Any:
+    if depth not in others and (not isinstance(depth, int) or depth < 0):
         raise ArgumentError(f"depth={depth!r}: give a number of levels, 0 or more")
     return depth

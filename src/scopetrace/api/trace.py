@@ -1,4 +1,4 @@
-"""`trace`, `load`, and the objects that they give: `Trace`, `OutlinedProgram`.
+"""`trace`, and the objects that it gives: `Trace`, `OutlinedProgram`.
 
 Data flow:
     model + example inputs -> record -> RecordedTape -> functionalize -> TracedProgram, held by a Trace
@@ -47,7 +47,6 @@ from scopetrace.program.outlined import Function, OutlinedTrace, OutlineTarget, 
 from scopetrace.program.traced import TracedProgram, functional_tape
 from scopetrace.record.calls import Progress
 from scopetrace.session import record
-from scopetrace.view.diff import Diff, compare
 from scopetrace.view.text import render
 
 if TYPE_CHECKING:
@@ -379,9 +378,7 @@ class Trace(Shown):
         and values; numbers and texts; with which inputs, tensors of the model and other results each result shares
         memory, and which of them it is. Tolerances are those of `torch.testing.assert_close`, the absolute one times
         the largest value of the tensor where that is below 1. Of objects that hold no tensors only the types are
-        compared. Both runs start from the model's present state, which is restored.
-
-        Returns what was compared, in words.
+        compared. Both start from the model's present state, which is restored. Returns what was compared, in words.
 
         Raises CheckError with all differences; for a specialized trace, with the specializations that do not hold on
         these inputs. Raises ScopetraceError for a loaded trace, which has no model.
@@ -446,10 +443,10 @@ class OutlinedProgram(Shown):
 
         Raises OutlineError for a node that calls no function of this program.
         """
-        found = next((f for f in self.functions if f.identifier == node.args[1]), None)
-        if node.target is not torch.ops.higher_order.invoke_subgraph or found is None:
+        function = next((f for f in self.functions if f.identifier == node.args[1]), None)
+        if node.target is not torch.ops.higher_order.invoke_subgraph or function is None:
             raise OutlineError(f"{node.name} does not call a function of this program")
-        return found
+        return function
 
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from. Raises EditError for a graph edited since."""
@@ -468,45 +465,6 @@ class OutlinedProgram(Shown):
     def __repr__(self) -> str:
         count = len(self.functions)
         return f"<OutlinedProgram of {self.scope.path}: {count} function{'s' * (count != 1)}>"
-
-
-def diff(before: Shown, after: Shown) -> Diff:
-    """What two traces do differently, by scope: inputs, parameters, ops, module calls, results, effects.
-
-    Of two versions of a model, of a trace before and after a pass, or of two outlined programs. Prints as a list of
-    lines with `-` and `+`; is false where there are no differences, that is, where the digests are equal.
-
-    Raises ArgumentTypeError for what is neither a Trace nor an OutlinedProgram.
-    """
-    for given in (before, after):
-        if not isinstance(given, Shown):
-            raise ArgumentTypeError(
-                f"diff takes two traces, not {type(given).__name__}; st.trace and st.load give them"
-            )
-    return compare(program_of(before), program_of(after))
-
-
-def save(traced: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace to a file; see `Trace.save`. Raises ArgumentTypeError for what is no trace."""
-    if not isinstance(traced, Trace):
-        raise ArgumentTypeError(
-            f"save takes a trace, then a path, not {type(traced).__name__}: write st.save(tr, path)"
-        )
-    traced.save(path)
-
-
-def load(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace that `save` wrote. Nothing in the file is run, and nothing is imported.
-
-    `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file. Classes whose
-    modules are imported are the real ones; for others there are classes of the same names. A call imports those of
-    its arguments and results.
-
-    Raises TraceFileError for a file that is no trace, is damaged, is of a newer version, or uses an op that this torch
-    does not have; OSError where it cannot be read.
-    """
-    with Path(path).open("rb") as file:
-        return Trace(TracedProgram.read(file))
 
 
 def trace(
@@ -617,8 +575,8 @@ def _unbound(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argum
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(model, "__qualname__", type(model).__name__)
-        given = "positional arguments are args=(…,), keyword arguments kwargs={…}"
-        return ArgumentTypeError(f"{name} takes {signature}, and {error}; {given}")
+        hint = "positional arguments are args=(…,), keyword arguments kwargs={…}"
+        return ArgumentTypeError(f"{name} takes {signature}, and {error}; {hint}")
     return None
 
 
@@ -639,20 +597,3 @@ def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
             "several positional arguments are one tuple, args=(a, b)"
         )
     return tuple(args), dict(kwargs or {})
-
-
-def write_onnx_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the files of weights that a file of `Trace.to_onnx(path, export_params=False)` refers to.
-
-    Args:
-        path: the ONNX file, which is only read.
-        tensors: by name, the tensors that the file lacks, such as a state dict. It is asked for one at a time.
-
-    Raises:
-        OnnxDependencyError: a package is missing.
-        OnnxOptionError: a tensor is missing, or has another dtype or shape than in the file. Nothing is written.
-    """
-    require_packages()
-    from scopetrace.lower.onnx.weights import write_weights
-
-    write_weights(path, tensors)

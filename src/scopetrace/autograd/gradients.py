@@ -30,9 +30,10 @@ from scopetrace._compat.gradients import (
     leaves_of,
     run_after_accumulation,
 )
+from scopetrace._compat.layout_questions import dense_order
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
-from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
+from scopetrace._compat.tensors import FakeTensor, is_view, requires_grad_of, storage_id
 from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.optimizers import (
     are_held,
@@ -54,6 +55,7 @@ from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.explanations import sparse_gradient
 from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
 
@@ -587,13 +589,6 @@ class GradientRecorder:
 
     def _refuse(self, problem: str, hint: str, op: str = "torch.autograd.grad") -> NoReturn:
         raise UnsupportedOpError(problem, op=op, **self._builder.where(), hint=hint)
-
-
-def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
-    """The error for a gradient that eager would add to `grad` by rules of its own for sparse tensors."""
-    problem = "the gradient of a parameter is sparse, as that of an embedding with sparse=True"
-    hint = "make the embedding with sparse=False, and the optimizer one that takes dense gradients"
-    return UnsupportedOpError(problem, op=op, module=module, source=source, hint=hint)
 
 
 def _hooks_now(*places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor]) -> list[list[Callable[..., Any]]]:

@@ -1,4 +1,4 @@
-"""The command line. Each command is a file, in the table below, and is imported when it is asked for.
+"""The command line. A command of the table below is imported when it runs.
 
 Exit codes: 0, 1 when a model cannot be traced or raises, 2 for a wrong argument (one line on standard error), 3 when
 `diff` finds differences.
@@ -24,13 +24,13 @@ COMMANDS = {
     "summary": "Show what each module of TARGET takes, gives and costs.",
     "view": "Draw TARGET: modules are boxes in boxes, with the shapes of what goes in and out.",
 }
-"""By name, the first sentence of the help of a command, which is the function of that name in the file of that name."""
+"""By name, the first sentence of the help of a command."""
 
 
 @click.group(
     "scopetrace",
     cls=LazyGroup,
-    commands=COMMANDS,
+    commands={name: click.Command(name, help=text) for name, text in COMMANDS.items()},
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

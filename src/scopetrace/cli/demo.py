@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from scopetrace.api.trace import Trace, trace
-from scopetrace.cli.group import print_result
 from scopetrace.cli.run import FilePath, quiet
+from scopetrace.cli.terminal import print_text
 from scopetrace.ir.scopes import scope
 
 
@@ -71,9 +71,9 @@ def demo(output: Path | None) -> None:
         text = "\n".join(_tour(traced))
         if output is not None:
             traced.to_html(output)
-    print_result(text)
+    print_text(text)
     if output is not None:
-        print_result(f"\nThe page is in {output}.")
+        print_text(f"\nThe page is in {output}.")
 
 
 def _tour(traced: Trace) -> Iterator[str]:

@@ -1,9 +1,8 @@
-"""Errors and results of commands: one line for a wrong argument, the source line for an error in a model."""
+"""Errors of commands: one line for a wrong argument, the source line for an error in a model."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -20,8 +19,11 @@ class ModelError(Exception):
     """A model that raised, or that cannot be traced; the message is for people."""
 
 
-class OneLineGroup(click.Group):
-    """A click group that prints errors without tracebacks."""
+class LazyGroup(click.Group):
+    """A group that prints errors without tracebacks, and imports a command when it runs.
+
+    Its `commands` are stubs, which have the names and first sentences for the list of commands.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run a command and exit: 1 for a model that cannot be traced, 2 for a wrong argument."""
@@ -37,29 +39,13 @@ class OneLineGroup(click.Group):
             code = _fail(str(error), 1)
         sys.exit(code if isinstance(code, int) else 0)
 
-
-class LazyGroup(OneLineGroup):
-    """A group whose commands are imported when they run: the names and first sentences of all cost nothing.
-
-    Its `commands` are those sentences by name.
-    """
-
-    commands: dict[str, str]  # type: ignore[assignment]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, of the file of that name."""
-        if cmd_name not in self.commands:
-            return None
-        command = getattr(importlib.import_module(f"scopetrace.cli.{cmd_name}"), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of the commands, as the base class does of commands that it has imported."""
-        limit = formatter.width - 6 - max(map(len, self.commands))
-        stubs = [click.Command(name, help=text) for name, text in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl([(stub.name or "", stub.get_short_help_str(limit)) for stub in stubs])
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """The command itself, of the file of its name or of `commands`."""
+        name, stub, rest = super().resolve_command(ctx, args)
+        if stub is None:
+            return name, stub, rest
+        file = stub.name if stub.name in ("demo", "onnx", "plan") else "commands"
+        return name, getattr(importlib.import_module(f"scopetrace.cli.{file}"), str(stub.name)), rest
 
 
 def _click_message(error: click.ClickException) -> str:
@@ -74,23 +60,6 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def print_result(text: str) -> None:
-    """Print a command's result. A pipe closed by its reader, such as `head`, is no error."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        if sys.stdout.isatty():
-            from scopetrace.cli.terminal import print_text  # with colours: imports rich
-
-            print_text(text)
-        else:
-            click.echo(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def error_text(error: BaseException) -> str:
     """The class of an exception and the first line of its message."""
     message = str(error).partition("\n")[0]
@@ -102,7 +71,7 @@ def model_raised(what: str, error: BaseException) -> ModelError:
 
     The places are the notes that tracing added to the exception; else the innermost line of the traceback.
     """
-    frames = _frames(error)
+    frames = traceback.extract_tb(error.__traceback__)
     notes = [note.removeprefix("scopetrace: ") for note in getattr(error, "__notes__", ())]
     places = [note for note in notes if note.startswith("while tracing ")]
     is_refused_op = bool(places) and type(error) is RuntimeError  # as torch's kernels raise it
@@ -113,12 +82,9 @@ def model_raised(what: str, error: BaseException) -> ModelError:
 
 def source_line(error: BaseException) -> list[str]:
     """`at file.py:12, in forward` for the innermost line outside this package, where there is one."""
-    theirs = [frame for frame in _frames(error) if not _is_ours(frame) and not frame.filename.startswith("<frozen")]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _is_ours(frame) and not frame.filename.startswith("<frozen")]
     return [_at(theirs[-1])] if theirs else []
-
-
-def _frames(error: BaseException) -> traceback.StackSummary:
-    return traceback.extract_tb(error.__traceback__)
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:

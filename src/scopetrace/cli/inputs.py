@@ -1,17 +1,19 @@
-"""`--input NAME=SHAPE[:DTYPE]`: tensors made from their description, bound to parameters of `forward`.
+"""`--input NAME=SHAPE[:DTYPE]`: tensors made from their description, bound to parameters of `forward`; `--dynamic`.
 
 text -> Input: a tensor, or a Python value -> inputs with dots in their names put together -> arguments of forward
+`NAME.DIM=symbol` -> the argument `dynamic_shapes` of `trace`
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
+import itertools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.export import Dim
 
 from scopetrace.errors import UsageError
 
@@ -24,8 +26,7 @@ _WORDS = {"true": True, "false": False, "none": None}
 _PYTHON: dict[str, type] = {"int": int, "float": float, "str": str}
 
 
-@dataclasses.dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One `--input`."""
 
     name: str
@@ -67,20 +68,20 @@ def nested(inputs: list[Input]) -> list[Input]:
 
     Raises UsageError where a name is a value and a dict.
     """
-    found: dict[str, Any] = {}
-    rest = []
-    for given in inputs:
-        name, *keys = given.name.split(".")
+    dicts: dict[str, Any] = {}
+    plain = []
+    for path, value in inputs:
+        name, *keys = path.split(".")
         if not keys:
-            rest.append(given)
+            plain.append(Input(name, value))
             continue
-        inner = found.setdefault(name, {})
+        inner = dicts.setdefault(name, {})
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict) or keys[-1] in inner or any(r.name == name for r in rest):
-            raise UsageError(f"--input {given.name}: another --input gives a part of it, or all of {name}")
-        inner[keys[-1]] = given.value
-    return [*rest, *(Input(name, value) for name, value in found.items())]
+        if not isinstance(inner, dict) or keys[-1] in inner or any(p.name == name for p in plain):
+            raise UsageError(f"--input {path}: another --input gives a part of it, or all of {name}")
+        inner[keys[-1]] = value
+    return [*plain, *(Input(name, value) for name, value in dicts.items())]
 
 
 def _shape(text: str, name: str, shape: str) -> list[int]:
@@ -100,11 +101,11 @@ def _shape(text: str, name: str, shape: str) -> list[int]:
 def _dtype(text: str, name: str) -> torch.dtype:
     known = {word: value for word, value in vars(torch).items() if isinstance(value, torch.dtype)}
     known |= {str(getattr(dtype, "abbr", dtype)): dtype for dtype in known.values()}
-    found = known.get(name.removeprefix("torch."))
-    if found is None:
+    dtype = known.get(name.removeprefix("torch."))
+    if dtype is None:
         near = difflib.get_close_matches(name, known, n=3) or ["float32", "int64", "bool", "bf16"]
         raise UsageError(f"--input {text}: {name!r} is no dtype; write one such as {' or '.join(near)}")
-    return found
+    return dtype
 
 
 class Forward:
@@ -118,42 +119,35 @@ class Forward:
             self._kinds = {p.kind for p in parameters}
         except (TypeError, ValueError):  # scripted modules have no signature
             self._named, self._kinds = [], set(_VARIABLE)
+        self._names = [p.name for p in self._named]
         self._positional = [p for p in self._named if p.kind in _POSITIONAL]
-
-    @property
-    def first(self) -> str | None:
-        """The name of the first parameter."""
-        return self._named[0].name if self._named else None
 
     def bind(self, inputs: list[Input]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for the model. Raises UsageError for a wrong name, a missing one, or one given twice."""
-        named: dict[str, Any] = {}
-        rest: dict[int, Any] = {}
-        for given in inputs:
-            key = self._resolve(given.name)
-            if key in named or key in rest:
-                raise UsageError(f"--input {given.name} is given twice: write each argument of {self._name} once")
-            if isinstance(key, str):
-                named[key] = given.value
-            else:
-                rest[key] = given.value
-        self._refuse_missing(named, rest)
-        return self._arguments(named, [rest[i] for i in sorted(rest)])
+        arguments: dict[Any, Any] = {}
+        for name, value in inputs:
+            key = self._resolve(name)
+            if key in arguments:
+                raise UsageError(f"--input {name} is given twice: write each argument of {self._name} once")
+            arguments[key] = value
+        rest = sorted(key for key in arguments if isinstance(key, int))
+        self._refuse_missing(arguments, rest)
+        leading = itertools.takewhile(lambda p: p.name in arguments, self._positional)
+        args = [arguments.pop(key) for key in [*(p.name for p in leading), *rest]]
+        return tuple(args), arguments
 
     def swallowed(self, inputs: list[Input]) -> list[str]:
         """The names of inputs that `**kwargs` took, since no parameter has them."""
-        return [i.name for i in inputs if not i.name.isdigit() and i.name not in {p.name for p in self._named}]
+        return [i.name for i in inputs if not i.name.isdigit() and i.name not in self._names]
 
     def wrong_name(self, name: str) -> str:
         """What to say of a name that is no parameter."""
-        names = [p.name for p in self._named]
-        near = difflib.get_close_matches(name, names, n=1)
+        near = difflib.get_close_matches(name, self._names, n=1)
         instead = f"write --input {near[0]}=…; " if near else ""
-        return f"{self._name} has no argument {name!r}: {instead}its arguments are {', '.join(names) or 'none'}"
+        return f"{self._name} has no argument {name!r}: {instead}its arguments are {', '.join(self._names) or 'none'}"
 
     def _resolve(self, name: str) -> str | int:
         """The name of the argument that an input stands for; of one in `*args`, the position."""
-        names = [p.name for p in self._named]
         is_position = name.isascii() and name.isdigit()
         if is_position and int(name) < len(self._positional):
             return self._positional[int(name)].name
@@ -162,12 +156,12 @@ class Forward:
         if is_position:
             known = ", ".join(f"{i} ({p.name})" for i, p in enumerate(self._positional))
             raise UsageError(f"{self._name} has no position {name}: its positions are {known or 'none'}")
-        is_keyword = _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, names, n=1)
-        if name in names or is_keyword:
+        is_keyword = _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, self._names, n=1)
+        if name in self._names or is_keyword:
             return name
         raise UsageError(self.wrong_name(name))
 
-    def _refuse_missing(self, named: dict[str, Any], rest: dict[int, Any]) -> None:
+    def _refuse_missing(self, named: dict[Any, Any], rest: list[int]) -> None:
         required = [p.name for p in self._named if p.default is p.empty]
         missing = [name for name in required if name not in named]
         if rest:
@@ -180,11 +174,36 @@ class Forward:
                 f"{self._name} needs {', '.join(missing)}: add {flags}, with a SHAPE such as 1x3x224x224 or 1x16:int64"
             )
 
-    def _arguments(self, named: dict[str, Any], rest: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs): positional up to the first parameter that is not given."""
-        args: list[Any] = []
-        for p in self._positional:
-            if p.name not in named:
-                break
-            args.append(named.pop(p.name))
-        return (*args, *rest), named
+
+_DYNAMIC_FORM = "NAME.DIM=SYMBOL[:MIN[:MAX]], for example x.0=batch or ids.1=length:1:512"
+_DYNAMIC = re.compile(r"(?P<name>\w+)\.(?P<dim>-?\d+)=(?P<symbol>[A-Za-z_]\w*)(:(?P<min>\d+))?(:(?P<max>\d+))?")
+
+
+def parse_dynamic(texts: tuple[str, ...]) -> dict[str, dict[int, Any]] | None:
+    """`dynamic_shapes` as a dict by argument name, with one `Dim` for each symbol; None without options.
+
+    Raises UsageError, saying what to write instead.
+    """
+    limits: dict[str, tuple[str | None, str | None]] = {}
+    symbols: dict[str, dict[int, str]] = {}
+    for text in texts:
+        match = _DYNAMIC.fullmatch(text.strip())
+        if match is None:
+            raise UsageError(f"--dynamic {text}: write {_DYNAMIC_FORM}")
+        name, dim, symbol, low, high = (match[k] for k in ("name", "dim", "symbol", "min", "max"))
+        if limits.setdefault(symbol, (low, high)) != (low, high) and (low or high):
+            raise UsageError(f"--dynamic {text}: {symbol} has other limits elsewhere; write them the first time only")
+        if symbols.setdefault(name, {}).setdefault(int(dim), symbol) != symbol:
+            raise UsageError(
+                f"--dynamic {text}: {name}.{dim} is {symbols[name][int(dim)]} already; give a size one symbol"
+            )
+    dims = {symbol: _dim(symbol, low, high) for symbol, (low, high) in limits.items()}
+    return {name: {d: dims[symbol] for d, symbol in sizes.items()} for name, sizes in symbols.items()} or None
+
+
+def _dim(symbol: str, low: str | None, high: str | None) -> Any:
+    kept = {key: int(text) for key, text in (("min", low), ("max", high)) if text is not None}
+    try:
+        return Dim(symbol, **kept)
+    except (ValueError, AssertionError) as error:
+        raise UsageError(f"--dynamic: {symbol} cannot be between {low} and {high}") from error

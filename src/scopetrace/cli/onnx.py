@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
 from scopetrace.api.runnable import program_of
-from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, FilePath, json_text, patterns, progress, quiet, takes_json, takes_model
+from scopetrace.cli.run import Asked, FilePath, json_text, model_command, patterns, takes_json
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
 
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
 _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'"
 
 
-@click.command()
-@takes_model
+@model_command
 @click.option(
     "--functions",
     "-f",
@@ -39,24 +36,15 @@ _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'
     help=f"Modules that become ops without a body: {_PATTERN}.",
 )
 @click.option("--output", "-o", required=True, type=FilePath(), help="The file to write.")
-@click.option("--opset", type=click.IntRange(min=7), help="The opset version; torch.onnx's own is the default.")
+@click.option(
+    "--opset", "opset_version", type=click.IntRange(min=7), help="The opset version; torch.onnx's own is the default."
+)
 @click.option("--attributes", is_flag=True, help="Plain attributes of the modules as ONNX attributes of the calls.")
 @click.option("--optimize/--no-optimize", default=True, help="Run torch.onnx's optimizer.")
 @click.option("--external-data", is_flag=True, help="The weights in a file of their own, also below 2 GB.")
 @click.option("--verify", is_flag=True, help="Check the file, and compare it with the model in ONNX Runtime.")
 @takes_json
-def onnx(
-    asked: Asked,
-    functions: tuple[str, ...],
-    plugins: tuple[str, ...],
-    output: Path,
-    opset: int | None,
-    attributes: bool,
-    optimize: bool,
-    external_data: bool,
-    verify: bool,
-    as_json: bool,
-) -> None:
+def onnx(asked: Asked, output: Path, external_data: bool, verify: bool, as_json: bool, **options: Any) -> str:
     """Write the model TARGET as an ONNX file, with modules as ONNX functions.
 
     TARGET is as for `scopetrace show`.
@@ -68,11 +56,9 @@ def onnx(
     require_packages()
     from scopetrace.lower.onnx.export import Options, write
 
-    options = Options(functions, plugins, opset, None, None, optimize, attributes)
-    with quiet(), progress() as say, torch.no_grad():
-        program = program_of(asked.trace(say)).without_argument_mutation()
-        data = _data(write(program, output, options, external_data or None, verify, say), output)
-    print_result(json_text(data) if as_json else _table(data))
+    program = program_of(asked.trace()).without_argument_mutation()
+    data = _data(write(program, output, Options(**options), external_data or None, verify, asked.say), output)
+    return json_text(data) if as_json else _table(data)
 
 
 def _data(written: Exported, output: Path) -> dict[str, Any]:
@@ -87,8 +73,8 @@ def _data(written: Exported, output: Path) -> dict[str, Any]:
         for f in written.functions
     ]
     size = sum(path.stat().st_size for path in (output, Path(f"{output}.data")) if path.exists())
-    found = {"path": str(output), "bytes": size, "functions": functions, "nodes": len(written.model.graph)}
-    return found | {"largest_error": written.error}
+    nodes, error = len(written.model.graph), written.error
+    return {"path": str(output), "bytes": size, "functions": functions, "nodes": nodes, "largest_error": error}
 
 
 def _table(data: dict[str, Any]) -> str:

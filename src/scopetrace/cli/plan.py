@@ -9,8 +9,7 @@ from typing import Any
 import click
 import torch
 
-from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, json_text, progress, quiet, takes_json, takes_model
+from scopetrace.cli.run import Asked, json_text, model_command, takes_json
 from scopetrace.distributed.planning import Plan
 from scopetrace.distributed.planning import plan as make_plan
 from scopetrace.distributed.simulation import Simulation, simulate
@@ -20,8 +19,7 @@ from scopetrace.formatting import amount, columns, duration
 _DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@click.command()
-@takes_model
+@model_command
 @click.option("--ranks", required=True, type=click.IntRange(min=1), help="How many ranks share the parameters.")
 @click.option("--classes", "-c", metavar="NAME", multiple=True, help="A class of modules that are each a group.")
 @click.option("--target-mb", type=click.FloatRange(min=0, min_open=True), help="Instead: groups of about so many MB.")
@@ -46,7 +44,7 @@ def plan(
     latency: float,
     dtype: str,
     as_json: bool,
-) -> None:
+) -> str:
     """Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost on paper.
 
     The inputs are those of one rank. TARGET is as for `scopetrace show`; with --meta, a model of any size.
@@ -63,40 +61,28 @@ def plan(
     for name, number in numbers.items():
         if number is not None and not math.isfinite(number):
             raise UsageError(f"--{name} {number}: write a finite number")
-    with quiet(), progress() as say, torch.no_grad():
-        traced = asked.trace(say, functional=False)
-        model = traced.model
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"{asked.target} is a saved trace, which has no model to plan for: name the model")
-        say("planning")
-        chosen = {"classes": _classes(model, classes)} if classes else {"target_bytes": int((target_mb or 0) * 1e6)}
-        results = {}
-        for ahead in sorted({0, 1, 2, prefetch}):
-            found = make_plan(model, traced.order, prefetch=ahead, **chosen)
-            results[ahead] = (
-                found,
-                simulate(
-                    found,
-                    traced,
-                    ranks=ranks,
-                    bandwidth=bandwidth * 1e9,
-                    flops=tflops * 1e12,
-                    latency=latency * 1e-6,
-                    param_dtype=_DTYPES[dtype],
-                ),
-            )
-    simulations = {ahead: simulation for ahead, (_, simulation) in results.items()}
-    found, own = results[prefetch]
-    text = json_text(_data(found, simulations)) if as_json else "\n\n".join(map(str, (found, own, _table(simulations))))
-    print_result(text)
+    traced = asked.trace(functional=False)
+    model = traced.model
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"{asked.target} is a saved trace, which has no model to plan for: name the model")
+    asked.say("planning")
+    grouping = {"classes": _classes(model, classes)} if classes else {"target_bytes": int((target_mb or 0) * 1e6)}
+    rates: dict[str, Any] = {"bandwidth": bandwidth * 1e9, "flops": tflops * 1e12, "latency": latency * 1e-6}
+    plans = {ahead: make_plan(model, traced.order, prefetch=ahead, **grouping) for ahead in sorted({0, 1, 2, prefetch})}
+    simulations = {
+        ahead: simulate(each, traced, ranks=ranks, param_dtype=_DTYPES[dtype], **rates) for ahead, each in plans.items()
+    }
+    if as_json:
+        return json_text(_data(plans[prefetch], simulations))
+    return "\n\n".join(map(str, (plans[prefetch], simulations[prefetch], _table(simulations))))
 
 
-def _data(found: Plan, simulations: dict[int, Simulation]) -> dict[str, Any]:
+def _data(chosen: Plan, simulations: dict[int, Simulation]) -> dict[str, Any]:
     """The plan with the prefetch that was asked for, and the cost with each."""
     return {
-        "groups": [dataclasses.asdict(group) for group in found.groups],
-        "forward_gathers": found.forward_gathers,
-        "backward_gathers": found.backward_gathers,
+        "groups": [dataclasses.asdict(group) for group in chosen.groups],
+        "forward_gathers": chosen.forward_gathers,
+        "backward_gathers": chosen.backward_gathers,
         "simulations": [
             {"prefetch": ahead, "seconds": s.seconds, **{k: v for k, v in vars(s).items() if k != "transfers"}}
             for ahead, s in simulations.items()

@@ -20,15 +20,14 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils._pytree import tree_map_only
 
-from scopetrace.api.trace import Trace, load, trace
-from scopetrace.cli.dynamic import parse_dynamic
+from scopetrace.api.functions import load
+from scopetrace.api.trace import Trace, trace
 from scopetrace.cli.group import ModelError, error_text, model_raised
-from scopetrace.cli.inputs import Forward, Input, nested, parse_input
+from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
 from scopetrace.cli.step import OPTIMIZERS, Step
 from scopetrace.cli.targets import default_inputs, load_model
+from scopetrace.cli.terminal import print_text
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
-
-Say = Callable[[str], None]
 
 
 def _complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -74,22 +73,29 @@ _MODEL = (
 )
 
 
-def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the argument TARGET and the options for inputs to a command, which gets them as one `Asked`."""
+def model_command(command: Callable[..., str | tuple[str, int]]) -> click.Command:
+    """A command with the argument TARGET and the options for inputs, which `command` gets as one `Asked`.
+
+    `command` returns the text to print, or that and an exit code.
+    """
 
     @functools.wraps(command)
-    def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> None:
-        given = [parse_input(text) for text in inputs]
+    def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> int:
         meta, train, specialize, step = (options.pop(name) for name in ("meta", "train", "specialize", "step"))
         after = Step(options.pop("loss"), options.pop("optimizer"))
         if not step and after != Step():
             raise UsageError("--loss and --optimizer are for training steps: add --step")
-        asked = Asked(target, given, parse_dynamic(dynamic), meta, train, specialize, after if step else None)
-        command(asked, **options)
+        examples, dynamic_shapes = list(map(parse_input, inputs)), parse_dynamic(dynamic)
+        with quiet(), _progress() as say, torch.no_grad():
+            asked = Asked(target, examples, dynamic_shapes, meta, train, specialize, after if step else None, say)
+            result = command(asked, **options)
+        text, code = result if isinstance(result, tuple) else (result, 0)
+        print_text(text)
+        return code
 
     for add in reversed(_MODEL):
         run = add(run)
-    return run
+    return click.command()(run)
 
 
 class FilePath(click.Path):
@@ -103,13 +109,16 @@ class FilePath(click.Path):
         return super().convert(value, param, ctx) if value else self.fail("the name of the file is empty.", param, ctx)
 
 
-def patterns(ctx: click.Context, option: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
     """The values of an option for patterns, of which none is empty: "" is the name of the model itself."""
-    if not all(given):
+    if not all(texts):
         raise click.BadParameter("the pattern is empty; name the class of the model for all of it.", ctx, option)
-    return given
+    return texts
 
 
+takes_depth = click.option(
+    "--depth", type=click.IntRange(min=0), help="Show calls down to this level; 0 is the model's own line."
+)
 takes_json = click.option("--json", "as_json", is_flag=True, help="One JSON document in place of text.")
 
 
@@ -122,7 +131,7 @@ takes_scope = click.option(
     "--scope",
     metavar="PATTERN",
     multiple=True,
-    callback=lambda ctx, option, given: patterns(ctx, option, given) or None,
+    callback=lambda *args: patterns(*args) or None,
     help="Only the module calls and user scopes that have this name ('layers.*.attn'), class ('Attention') or scope "
     "path ('*/Attention[*.3.attn]'). Once for each pattern.",
 )
@@ -139,20 +148,17 @@ class Asked:
     meta: bool
     train: bool
     specialize: bool
-    step: Step | None = None
+    step: Step | None
+    say: Callable[[str], None]
 
-    def of(self, target: str) -> Asked:
-        """The same inputs and options with another model."""
-        return dataclasses.replace(self, target=target)
-
-    def trace(self, say: Say, *, functional: bool = True) -> Trace:
+    def trace(self, *, functional: bool = True) -> Trace:
         """Make the model and trace it.
 
         Raises UsageError for a wrong argument, ModelError for a model that cannot be traced or raises.
         """
         if self.target.endswith(".st"):
             return self._load()
-        say(f"making {self.target}")
+        self.say(f"making {self.target}")
         with torch.device("meta") if self.meta else contextlib.nullcontext():
             model = load_model(self.target).train(self.train or self.step is not None)
         forward, inputs = Forward(model), nested(self.inputs) or default_inputs(model)
@@ -170,7 +176,7 @@ class Asked:
                     dynamic_shapes=self.dynamic_shapes,
                     functional=functional,
                     specialize=self.specialize,
-                    progress=lambda path, ops: say(f"tracing {path}, {ops:,} ops"),
+                    progress=lambda path, ops: self.say(f"tracing {path}, {ops:,} ops"),
                 )
         except (Exception, SystemExit) as error:  # a model's own error may have any class
             explained = _explained(error, forward, inputs, type(model).__name__)
@@ -215,8 +221,8 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Say]:
-    """A progress line on standard error, where that is a terminal."""
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A progress line on standard error, where that is a terminal: a status has a thread, which others need not."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None

@@ -59,9 +59,9 @@ class Step:
     def _loss(self, result: Any) -> torch.Tensor:
         """Raises UsageError for a result without the loss, or without a float of which there are gradients."""
         name = self.loss or "loss"
-        found = result.get(name) if isinstance(result, dict) else getattr(result, name, None)
-        if isinstance(found, torch.Tensor):
-            return found.float().sum()
+        loss = result.get(name) if isinstance(result, dict) else getattr(result, name, None)
+        if isinstance(loss, torch.Tensor):
+            return loss.float().sum()
         if self.loss is not None:
             kind = "tensor" if isinstance(result, torch.Tensor) else type(result).__name__
             has = f"it has {', '.join(result)}" if isinstance(result, dict) else f"it is a {kind}"

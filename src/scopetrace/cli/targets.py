@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib.util
 import inspect
 import sys
@@ -81,22 +80,19 @@ def _from_torchvision(name: str) -> torch.nn.Module:
 def _from_transformers(name: str) -> torch.nn.Module:
     """A model with random weights: of a kind (`bert`), a class (`BertForMaskedLM`), or a local config file."""
     transformers = _library("transformers")
-    path, cls = Path(name), getattr(transformers, name, None)
+    path = Path(name)
+    cls: Any = getattr(transformers, name, None)
+    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if path.exists():
         config = _make(f"hf:{name}", lambda: transformers.AutoConfig.from_pretrained(path))
-        of_config = [getattr(transformers, architecture, None) for architecture in config.architectures or ()]
-        made_by = of_config[0] if of_config and of_config[0] else transformers.AutoModel.from_config
-        return _make(f"hf:{name}", lambda: made_by(config))
-    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-        return _make(f"hf:{name}", functools.partial(_with_default_config, cls))
+        architecture = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        return _make(f"hf:{name}", lambda: (architecture or transformers.AutoModel.from_config)(config))
+    if is_model:
+        return _make(f"hf:{name}", lambda: cls(cls.config_class()))
     kinds = list(transformers.CONFIG_MAPPING)
     if name not in kinds:
         raise UsageError(f"transformers has no model {name!r}, and there is no such file: {_near('hf', name, kinds)}")
     return _make(f"hf:{name}", lambda: transformers.AutoModel.from_config(transformers.AutoConfig.for_model(name)))
-
-
-def _with_default_config(cls: Any) -> Any:
-    return cls(cls.config_class())
 
 
 def _library(name: str) -> Any:
@@ -129,30 +125,30 @@ def _near(library: str, name: str, known: list[str]) -> str:
 
 
 def _from_module(target: str, module_name: str, name: str) -> torch.nn.Module:
-    found: Any = _import(target, module_name, name)
+    value = _import(target, module_name)
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError as error:
-            raise UsageError(f"TARGET {target!r}: {_no_attribute(found, part)}") from error
+            raise UsageError(f"TARGET {target!r}: {_no_attribute(value, part)}") from error
         except Exception as error:  # a property, or __getattr__ of a module
             raise UsageError(f"TARGET {target!r}: {part} raised {_raised(error)}") from error
-    if isinstance(found, torch.nn.Module):
-        return found
-    if isinstance(found, type) and not issubclass(found, torch.nn.Module):
+    if isinstance(value, torch.nn.Module):
+        return value
+    if isinstance(value, type) and not issubclass(value, torch.nn.Module):
         raise UsageError(f"TARGET {target!r} is a class, but no torch.nn.Module: name a module or what makes one")
-    if not callable(found):
-        raise UsageError(
-            f"TARGET {target!r} has the type {type(found).__name__}: name a torch.nn.Module or what makes one"
-        )
-    _refuse_parameters(target, found)
-    made = _make(target, found)
-    if not isinstance(made, torch.nn.Module):
-        raise UsageError(f"TARGET {target!r} returned the type {type(made).__name__}: it must return a torch.nn.Module")
-    return made
+    if not callable(value):
+        kind = type(value).__name__
+        raise UsageError(f"TARGET {target!r} has the type {kind}: name a torch.nn.Module or what makes one")
+    _refuse_parameters(target, value)
+    model = _make(target, value)
+    if not isinstance(model, torch.nn.Module):
+        kind = type(model).__name__
+        raise UsageError(f"TARGET {target!r} returned the type {kind}: it must return a torch.nn.Module")
+    return model
 
 
-def _import(target: str, module_name: str, name: str) -> Any:
+def _import(target: str, module_name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -174,19 +170,12 @@ def _import(target: str, module_name: str, name: str) -> Any:
 def _no_attribute(owner: Any, name: str) -> str:
     kind = "module" if inspect.ismodule(owner) else "class" if isinstance(owner, type) else "object"
     word = getattr(owner, "__name__", type(owner).__name__)
-    public = [other for other in vars(owner) if not other.startswith("_")] if hasattr(owner, "__dict__") else []
-    near = difflib.get_close_matches(name, public, n=3) or _models_in(owner)[:5]
+    public = {key: x for key, x in getattr(owner, "__dict__", {}).items() if not key.startswith("_")}
+    near = difflib.get_close_matches(name, public, n=3)
+    if not near:  # the models that it holds, and the classes that a module defines itself
+        is_class = {key: inspect.isclass(x) and x.__module__ == word for key, x in public.items()}
+        near = [key for key, x in public.items() if isinstance(x, torch.nn.Module) or is_class[key]][:5]
     return f"the {kind} {word} has no {name!r}" + (f"; it has {', '.join(near)}" if near else "")
-
-
-def _models_in(owner: Any) -> list[str]:
-    """The names of models that a module defines itself."""
-    own = getattr(owner, "__name__", None)
-    return [
-        name
-        for name, value in getattr(owner, "__dict__", {}).items()
-        if isinstance(value, torch.nn.Module) or (inspect.isclass(value) and value.__module__ == own)
-    ]
 
 
 def _refuse_parameters(target: str, factory: Callable[..., Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import TextIO
 
@@ -39,12 +41,21 @@ class _Program(RegexHighlighter):
 
 
 def print_text(text: str, file: TextIO | None = None) -> None:
-    """Print the text of a program to `file`, or to standard output; in colour when that is a terminal."""
-    out = file if file is not None else sys.stdout
-    if not out.isatty():
-        print(text, file=out)
-        return
-    console = Console(file=out, theme=_THEME, highlight=False, soft_wrap=True)
-    highlight = _Program()
-    for line in text.splitlines():
-        console.print(highlight(line))
+    """Print a command's result to `file` or standard output, in colour on a terminal.
+
+    A pipe closed by its reader, such as `head`, is no error.
+    """
+    out = sys.stdout if file is None else file
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")
+    try:
+        if out.isatty():
+            console = Console(file=out, theme=_THEME, highlighter=_Program(), soft_wrap=True, markup=False, emoji=False)
+            for line in text.splitlines():
+                console.print(line)
+        else:
+            print(text, file=out)
+        out.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

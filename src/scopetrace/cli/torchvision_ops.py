@@ -7,6 +7,7 @@ Declaring the two missing ops makes the import work. They have no kernel, so a m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from importlib.machinery import PathFinder
@@ -26,9 +27,13 @@ def declare_missing_ops() -> torch.library.Library | None:
 
     The declarations last as long as the result, which the cache keeps.
     """
-    spec = importlib.util.find_spec(_NAMESPACE)
-    if spec is None or not spec.submodule_search_locations or _load_operators(list(spec.submodule_search_locations)):
+    package = importlib.util.find_spec(_NAMESPACE)
+    if package is None:
         return None
+    binary = PathFinder.find_spec("_C", package.submodule_search_locations)  # as torchvision itself does at import
+    if binary is not None and binary.origin is not None:
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(binary.origin)
     missing = [schema for name, schema in _SCHEMAS.items() if not hasattr(torch.ops.torchvision, name)]
     if not missing:
         return None
@@ -36,15 +41,3 @@ def declare_missing_ops() -> torch.library.Library | None:
     for schema in missing:
         library.define(schema)
     return library
-
-
-def _load_operators(places: list[str]) -> bool:
-    """Whether torchvision's compiled operators load, tried as torchvision itself does at import."""
-    spec = PathFinder.find_spec("_C", places)
-    if spec is None or spec.origin is None:
-        return False
-    try:
-        torch.ops.load_library(spec.origin)
-    except OSError:
-        return False
-    return True

@@ -14,7 +14,7 @@ import importlib
 import sys
 from typing import Any
 
-from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, open_container, rebuilt
+from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, open_container, unflattened
 from scopetrace.errors import TraceFileError
 
 
@@ -24,19 +24,19 @@ class NotImported(type):
 
 def class_of_name(module: str, qualname: str, bases: tuple[type, ...] = (), members: Any = None) -> type:
     """The class of this name, where its module is imported and it derives from `bases`; else a `NotImported`."""
-    found = look_up(module, qualname)
-    if isinstance(found, type) and all(issubclass(found, base) for base in bases):
-        return found
+    kind = look_up(module, qualname)
+    if isinstance(kind, type) and all(issubclass(kind, base) for base in bases):
+        return kind
     names = {"__module__": module, "__qualname__": qualname}
     return NotImported(qualname.rpartition(".")[2], bases, {**(members or {}), **names})
 
 
 def look_up(module: str, qualname: str) -> Any:
     """The object of this name; None where its module is not imported."""
-    found: Any = sys.modules.get(module)
+    item: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found
+        item = getattr(item, part, None)
+    return item
 
 
 class NamedObject:
@@ -57,10 +57,10 @@ class NamedObject:
     def imported(self) -> Any:
         """The object. Raises TraceFileError where it cannot be made."""
         if self.name is not None:
-            found = imported_object(self.module, self.name)
-            if isinstance(found, type(sys)) or not isinstance(found, (type, enum.Enum, *_FUNCTIONS)):
+            item = imported_object(self.module, self.name)
+            if isinstance(item, type(sys)) or not isinstance(item, (type, enum.Enum, *_FUNCTIONS)):
                 raise TraceFileError(f"{self.module}.{self.name} is no function, class or member of an enum")
-            return found
+            return item
         kind = imported_class(self.kind)
         if self.attributes is None:
             raise TraceFileError(f"the file does not have this {kind.__qualname__}; trace the model again for it")
@@ -79,25 +79,25 @@ def imported_object(module: str, qualname: str) -> Any:
     """The object of this name. Imports its module; raises TraceFileError where there is none."""
     try:
         importlib.import_module(module)
-        found = sys.modules[module]
+        item = sys.modules[module]
         for part in qualname.split("."):
-            found = getattr(found, part)
+            item = getattr(item, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise TraceFileError(
             f"a call of this trace needs {module}.{qualname}, which cannot be imported here: {error}; "
             "make the module that defines it importable under the same name"
         ) from error
-    return found
+    return item
 
 
 def imported_class(kind: type) -> type:
     """The real class of a `NotImported`; others as they are."""
     if not isinstance(kind, NotImported):
         return kind
-    found = imported_object(kind.__module__, kind.__qualname__)
-    if not isinstance(found, type):
+    real = imported_object(kind.__module__, kind.__qualname__)
+    if not isinstance(real, type):
         raise TraceFileError(f"{kind.__module__}.{kind.__qualname__} is no class")
-    return found
+    return real
 
 
 def with_imports(template: Any) -> Any:
@@ -112,5 +112,5 @@ def with_imports(template: Any) -> Any:
         return template
     inside = [(key, with_imports(item)) for key, item in children]
     if isinstance(template, OpaqueContainer):
-        return rebuilt(imported_class(template.kind), with_imports(template.context), inside)
+        return unflattened(imported_class(template.kind), with_imports(template.context), inside)
     return close_container(template, [item for _, item in inside])

@@ -92,8 +92,7 @@ def own_dict(x: Any) -> dict[str, Any]:
     """The `__dict__` of an object, past a `__getattribute__` of its class; of a `threading.local`, this thread's."""
     if issubclass(type(x), threading.local):  # isinstance may call a `__getattribute__` too
         return x.__dict__
-    found: dict[str, Any] = object.__getattribute__(x, "__dict__")
-    return found
+    return object.__getattribute__(x, "__dict__")
 
 
 @weak_cache
@@ -105,21 +104,24 @@ def slots_of(kind: type) -> list[str]:
 
 def attributes_and_slots(x: Any) -> dict[str, Any]:
     """The attributes that an object itself has."""
-    found = dict(own_dict(x)) if type(x).__dictoffset__ or issubclass(type(x), threading.local) else {}
+    attributes = dict(own_dict(x)) if type(x).__dictoffset__ or issubclass(type(x), threading.local) else {}
     for name in slots_of(type(x)):
         with contextlib.suppress(AttributeError):
-            found[name] = getattr(x, name)
-    return found
+            attributes[name] = getattr(x, name)
+    return attributes
 
 
 def _write_attributes(x: Any, before: dict[str, Any]) -> None:
-    now = attributes_and_slots(x)
-    plain: Any = threading.local if isinstance(x, threading.local) else object  # not by methods of the class
-    for name in now.keys() - before.keys():
-        plain.__delattr__(x, name)
-    for name, value in before.items():
-        if now.get(name, MISSING) is not value:
-            plain.__setattr__(x, name, value)
+    for name, old, _ in changed_entries(before, attributes_and_slots(x)):
+        _put_attribute(x, name, old)
+
+
+def changed_entries(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """(key, old, new) of the entries that are other objects; MISSING for what is not there."""
+    for key in dict.fromkeys((*before, *after)):
+        old, new = before.get(key, MISSING), after.get(key, MISSING)
+        if old is not new:
+            yield key, old, new
 
 
 def _base_of(x: Any) -> Any:
@@ -198,18 +200,14 @@ def entries_of(x: dict[Any, Any]) -> dict[Any, Any]:
     return dict(_base_of(x).items(x))
 
 
-_DICT = Form(entries_of, write_dict, "[]")
-_LIST = Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)
 ATTRIBUTES = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects whose attributes are what code of users gives them."""
 _INNER = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects of libraries that hold something in attributes."""
 _OPTIMIZER = Form(attributes_and_slots, _write_attributes, ".", by_identity=True)
-_ITERATOR = Form(_position, _write_nothing)
 _FORMS: dict[type, Form] = {
-    list: _LIST,
-    collections.deque: Form(lambda x: list(collections.deque.__iter__(x)), _write_list),
-    dict: _DICT,
+    **dict.fromkeys((list, collections.deque), Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)),
+    dict: Form(entries_of, write_dict, "[]"),
     types.MappingProxyType: Form(dict, _write_nothing, "[]"),
     set: Form(lambda x: set(set.__iter__(x)), _write_set),
     tuple: Form(lambda x: tuple(tuple.__iter__(x)), _write_nothing),
@@ -250,7 +248,7 @@ def form_of(kind: Any) -> Form | None:
         bits = operator.attrgetter("bit_generator.state")
         return Form(bits, lambda x, c: setattr(x.bit_generator, "state", c), is_generator=True)
     if hasattr(kind, "__next__"):
-        return _ITERATOR if is_library(kind.__module__) else ATTRIBUTES
+        return Form(_position, _write_nothing) if is_library(kind.__module__) else ATTRIBUTES
     has_attributes = bool(kind.__dictoffset__) or bool(slots_of(kind))
     return ATTRIBUTES if has_attributes and is_users_class(kind) else None
 
@@ -264,8 +262,8 @@ def extra_attributes(x: Any) -> dict[str, Any]:
         or issubclass(kind, (collections.OrderedDict, StandIn))
     ):
         return {}
-    own = own_dict(x)
-    return {} if own is x else own  # a dict that is its own `__dict__`
+    attributes = own_dict(x)
+    return {} if attributes is x else attributes  # a dict that is its own `__dict__`
 
 
 # By value -------------------------------------------------------------------------------------------------------------
@@ -337,39 +335,39 @@ _BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset, torch.Size, typ
 """Classes of values that are the same if they are equal."""
 
 
-def same(then: Any, now: Any) -> bool:
+def same(traced: Any, current: Any) -> bool:
     """Whether two snapshots are equal: one object, containers of such, or equal values of one type and text.
 
     0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor of its metadata.
     """
-    return _same(then, now, set())
+    return _same(traced, current, set())
 
 
-def _same(then: Any, now: Any, known: set[tuple[int, int]]) -> bool:
+def _same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
     """`known` has the ids of containers that are equal: those in many places are compared once."""
-    if then is now:
+    if a is b:
         return True
-    kind: Any = type(then)
+    kind: Any = type(a)
     if kind is TensorLike:
-        return isinstance(now, torch.Tensor) and then == TensorLike.of(now)
-    if kind is not type(now):
+        return isinstance(b, torch.Tensor) and a == TensorLike.of(b)
+    if kind is not type(b):
         return False
     is_dict = kind is dict
     if is_dict or issubclass(kind, (list, tuple)):
-        pair = id(then), id(now)
-        if pair not in known and len(then) == len(now):
-            old, new = ([*x, *x.values()] if is_dict else [*x] for x in (then, now))
-            if all(_same(a, b, known) for a, b in zip(old, new, strict=True)):
+        pair = id(a), id(b)
+        if pair not in known and len(a) == len(b):
+            items = zip(*([*x, *x.values()] if is_dict else x for x in (a, b)), strict=True)
+            if all(_same(x, y, known) for x, y in items):
                 known.add(pair)
         return pair in known
     if kind is types.FunctionType:  # as that of a GraphModule that is compiled again
         parts = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-        return _same(list(parts(then)), list(parts(now)), known)
+        return all(_same(x, y, known) for x, y in zip(parts(a), parts(b), strict=True))
     try:
         if kind in _BY_EQUALITY:
-            return bool(then == now)
-        is_equal = not isinstance(then, torch.Tensor) and bool(then == now or then != then)
-        return is_equal and repr(then) == repr(now)
+            return bool(a == b)
+        is_equal = not isinstance(a, torch.Tensor) and bool(a == b or a != a)
+        return is_equal and repr(a) == repr(b)
     except Exception:  # objects of others may raise anything, as tables of numbers do
         return False
 
@@ -398,23 +396,23 @@ class TensorLike(NamedTuple):
         return cls(t.dtype, tuple(t.shape), t.device)
 
 
-def difference(then: Any, now: Any, name: str) -> tuple[str, Any, Any]:
+def difference(traced: Any, current: Any, name: str) -> tuple[str, Any, Any]:
     """Where two snapshots differ first: its name below `name`, and both values there."""
-    if isinstance(then, Attributes) and isinstance(now, Attributes) and then.kind is now.kind:
-        return _first_difference(then.values, now.values, name, "{}.{}")
-    if type(then) is dict and type(now) is dict:
-        return _first_difference(then, now, name, "{}[{!r}]")
-    if type(then) is type(now) and type(then) in (list, tuple) and len(then) == len(now):
-        return _first_difference(dict(enumerate(then)), dict(enumerate(now)), name, "{}[{!r}]")
-    return name, then, now
+    if type(traced) is type(current):
+        if isinstance(traced, Attributes) and traced.kind is current.kind:
+            return _first_difference(traced.values, current.values, name, "{}.{}")
+        if type(traced) is dict:
+            return _first_difference(traced, current, name, "{}[{!r}]")
+        if type(traced) in (list, tuple) and len(traced) == len(current):
+            return _first_difference(dict(enumerate(traced)), dict(enumerate(current)), name, "{}[{!r}]")
+    return name, traced, current
 
 
-def _first_difference(then: dict[Any, Any], now: dict[Any, Any], name: str, form: str) -> tuple[str, Any, Any]:
-    for key in dict.fromkeys((*then, *now)):
-        a, b = then.get(key, MISSING), now.get(key, MISSING)
-        if not same(a, b):
-            return difference(a, b, form.format(name, key))
-    return f"the order of {name}", list(then), list(now)
+def _first_difference(traced: dict[Any, Any], current: dict[Any, Any], name: str, form: str) -> tuple[str, Any, Any]:
+    for key, old, new in changed_entries(traced, current):
+        if not same(old, new):
+            return difference(old, new, form.format(name, key))
+    return f"the order of {name}", list(traced), list(current)
 
 
 # Put back -------------------------------------------------------------------------------------------------------------
@@ -484,7 +482,8 @@ class Contents:
             self.classes[kind] = None
         for entry, item, part in _items(name, content, form):
             if type(item) not in ATOMS:
-                self.add(part, item, x if form.entries == "." and entry else holder, _place_in(x, form, entry))
+                put = functools.partial(_putter(form), x, entry) if form.entries else None
+                self.add(part, item, x if form.entries == "." and entry else holder, put)
         more = extra_attributes(x)
         if more:
             self._saved[id(more)] = _Saved(name, holder, x, dict(more), _EXTRA)
@@ -508,7 +507,7 @@ class Contents:
             self.add(f"{self._saved[id(table)].name}[{short(key)}]", table[key])
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Break reference cycles: forget everything."""
         for kept in (self._saved, self.functions, self.modules, self.tensors, self.classes):
             kept.clear()
 
@@ -518,75 +517,78 @@ class Contents:
             if memo.cache_info().misses != misses:
                 memo.cache_clear()
         contents = [(saved, saved.form.read(saved.owner)) for saved in self._saved.values()]
-        changed = [(saved, now) for saved, now in contents if not _same_objects(saved.before, now)]
-        entries = [entry for saved, now in changed for entry in _entries(saved, now)]
+        changed = [(saved, after) for saved, after in contents if not _same_objects(saved.before, after)]
+        entries = [entry for saved, after in changed for entry in _entries(saved, after)]
         new = [snapshot(change.new) for change in entries]
         for saved, _ in changed:
             saved.form.write(saved.owner, saved.before)
         return [c for c, x in zip(entries, new, strict=True) if not same(snapshot(c.old), x)]
 
 
-_EXTRA = Form(lambda x: dict(extra_attributes(x)), lambda x, before: _write_extra(x, before), ".")
-
-
-def _write_extra(x: Any, before: dict[str, Any]) -> None:
-    own_dict(x).clear()
-    own_dict(x).update(before)
+_EXTRA = Form(lambda x: dict(extra_attributes(x)), lambda x, before: write_dict(own_dict(x), before), ".")
 
 
 def _items(name: str, content: Any, form: Form) -> Iterator[tuple[Any, Any, str]]:
     """(key, item, name) of what a content holds; without key, an item of a list or set."""
-    if form.entries == ".":
-        yield from ((key, item, f"{name}.{key}") for key, item in content.items())
-    elif form.entries:
-        yield from ((key, item, f"{name}[{short(key)}]") for key, item in content.items())
+    if form.entries:
+        yield from ((key, item, _name_of_entry(name, form, key)) for key, item in content.items())
     elif type(content) in (list, tuple, set) and not form.is_generator:
         yield from ((None, item, f"{name}[{i}]") for i, item in enumerate(content))
 
 
-def same_entries(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> bool:
+def _name_of_entry(name: str, form: Form, key: Any) -> str:
+    return f"{name}.{key}" if form.entries == "." else f"{name}[{short(key)}]"
+
+
+def same_entries(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
     """Whether two tables have the same keys in the same order, with the same objects."""
-    return len(now) == len(before) and (
-        not before or (all(map(operator.is_, now, before)) and all(map(operator.is_, now.values(), before.values())))
+    return len(after) == len(before) and (
+        not before
+        or (all(map(operator.is_, after, before)) and all(map(operator.is_, after.values(), before.values())))
     )
 
 
-def _same_objects(before: Any, now: Any) -> bool:
+def _same_objects(before: Any, after: Any) -> bool:
     """Whether two contents have the same objects; numbers and text by value."""
-    if type(before) is dict and type(now) is dict:
-        return same_entries(before, now)
-    if type(before) is type(now) and type(before) in (list, tuple):
-        return len(before) == len(now) and all(map(operator.is_, before, now))
-    return same(snapshot(before), snapshot(now))
+    if type(before) is dict and type(after) is dict:
+        return same_entries(before, after)
+    if type(before) is type(after) and type(before) in (list, tuple):
+        return len(before) == len(after) and all(map(operator.is_, before, after))
+    return same(snapshot(before), snapshot(after))
 
 
-def _entries(saved: _Saved, now: Any) -> Iterator[Change]:
+def _entries(saved: _Saved, after: Any) -> Iterator[Change]:
     """The entries of a content that are other objects, or the content as a whole."""
     name, holder, owner, before, form, place = saved
     if not form.entries:
         put = functools.partial(form.write, owner)
         entry = (id(owner), None)
-        yield Change(name, before, now, holder, "", put, entry, is_generator=form.is_generator, place=place)
+        yield Change(name, before, after, holder, "", put, entry, is_generator=form.is_generator, place=place)
         return
-    for key in dict.fromkeys((*before, *now)):
-        old, new = before.get(key, MISSING), now.get(key, MISSING)
-        if old is new or is_memo(owner, key, old):
-            continue
-        if form.entries == ".":
-            put = functools.partial(_put_attribute, owner, key)
-            yield Change(f"{name}.{key}", old, new, owner, key, put, (id(owner), key))
-        else:
-            put = functools.partial(put_entry, owner, key)
-            yield Change(f"{name}[{short(key)}]", old, new, holder, "", put, (id(owner), key))
+    if form.entries == ".":
+        changes = changed_attributes(name, owner, before, after, _put_attribute)
+        yield from (change for change in changes if not is_memo(owner, change.attribute, change.old))
+        return
+    for key, old, new in changed_entries(before, after):
+        put = functools.partial(put_entry, owner, key)
+        yield Change(_name_of_entry(name, form, key), old, new, holder, "", put, (id(owner), key))
 
 
-def _place_in(owner: Any, form: Form, key: Any) -> Callable[[Any], None] | None:
-    """Puts another object in the place of an entry; None for an item of a list or set."""
-    return functools.partial(_put_attribute if form.entries == "." else put_entry, owner, key) if form.entries else None
+def changed_attributes(
+    name: str, owner: Any, before: Mapping[str, Any], after: Mapping[str, Any], put: Callable[[Any, str, Any], None]
+) -> Iterator[Change]:
+    """The attributes of an object of this name that are others; `put(owner, attribute, value)` puts one back."""
+    for key, old, new in changed_entries(before, after):
+        yield Change(f"{name}.{key}", old, new, owner, key, functools.partial(put, owner, key), (id(owner), key))
+
+
+def _putter(form: Form) -> Callable[[Any, Any, Any], None]:
+    """What puts another object, for the last argument, in the place of an entry."""
+    return _put_attribute if form.entries == "." else put_entry
 
 
 def _put_attribute(owner: Any, key: str, value: Any) -> None:
-    plain: Any = threading.local if isinstance(owner, threading.local) else object
+    plain: Any = threading.local if isinstance(owner, threading.local) else object  # not by methods of the class
     if value is not MISSING:
         plain.__setattr__(owner, key, value)
     elif key in attributes_and_slots(owner):
@@ -608,12 +610,12 @@ def is_memo(owner: Any, name: Any, old: Any) -> bool:
     return isinstance(known, functools.cached_property)
 
 
-def fill_cell(cell: types.CellType, value: Any) -> None:
-    """Give a variable of an enclosing function a value; MISSING takes it away."""
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Give an attribute of a class, or `cell_contents`, a value; MISSING takes it away."""
     if value is MISSING:
-        del cell.cell_contents
+        delattr(owner, name)
     else:
-        cell.cell_contents = value
+        setattr(owner, name, value)
 
 
 _SHOWN, _WIDTH = 8, 60

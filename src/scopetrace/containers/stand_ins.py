@@ -20,8 +20,8 @@ class StandIn:
     """What all stand-ins have."""
 
     asked: Asked
-    fresh: set[Any]
-    """Of a container, the keys of entries that were written since."""
+    fresh: set[Any] | None
+    """Of a container, the keys of entries that were written since; None for all."""
 
 
 def stand_in(x: Any, asked: Asked) -> Any:
@@ -34,9 +34,9 @@ def stand_in(x: Any, asked: Asked) -> Any:
         inner = [stand_in(item, asked) for item in x]
     elif type(x) is dict:
         inner = {key: stand_in(item, asked) for key, item in x.items()}
-    made = kind(inner)
-    made.asked, made.fresh = asked, set()
-    return made
+    new = kind(inner)
+    new.asked, new.fresh = asked, set()
+    return new
 
 
 def plain(x: Any) -> Any:
@@ -61,8 +61,8 @@ def _changing(kind: type, name: str) -> Callable[..., Any]:
     method = getattr(kind, name)
 
     def change(self: Any, *args: Any) -> Any:
-        found = method(plain(self), *map(plain, args))
-        return found if found is NotImplemented else stand_in(found, self.asked)
+        result = method(plain(self), *map(plain, args))
+        return result if result is NotImplemented else stand_in(result, self.asked)
 
     return change
 
@@ -77,7 +77,7 @@ def _asking(kind: type, name: str) -> Callable[..., Any]:
     return ask
 
 
-def _made(kind: type, changing: str, asking: str) -> type:
+def _kind(kind: type, changing: str, asking: str) -> type:
     members: dict[str, Any] = {f"__{name}__": _changing(kind, f"__{name}__") for name in changing.split()}
     for name in asking.split():
         key = name if hasattr(kind, name) and not hasattr(kind, f"__{name}__") else f"__{name}__"
@@ -98,16 +98,16 @@ def _with_fresh(kind: Any) -> type:
 
     def __setitem__(self: Any, key: Any, value: Any) -> None:
         put(self, key, value)
-        if base is dict or isinstance(key, int):
+        if self.fresh is not None and (base is dict or isinstance(key, int)):
             self.fresh.add(key if base is dict or key >= 0 else key + list.__len__(self))
 
     def __iter__(self: Any) -> Any:
-        if len(self.fresh) < base.__len__(self):
+        if self.fresh is not None and len(self.fresh) < base.__len__(self):
             self.asked()
         return base.__iter__(self)
 
     def emptied(self: Any) -> None:
-        self.fresh = _Everything()
+        self.fresh = None
         clear(self)
 
     return type(
@@ -116,31 +116,20 @@ def _with_fresh(kind: Any) -> type:
 
 
 def _is_fresh(x: Any, key: Any) -> bool:
-    return (
-        isinstance(key, (int, str, tuple))
-        and (key + list.__len__(x) if type(key) is int and key < 0 else key) in x.fresh
-    )
-
-
-class _Everything(set[Any]):
-    """Nothing old is left."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return 1 << 60
+    if not isinstance(key, (int, str, tuple)):
+        return False
+    return x.fresh is None or (key + list.__len__(x) if type(key) is int and key < 0 else key) in x.fresh
 
 
 _ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv neg pos"
 _COMPARED = "eq ne lt le gt ge"
 _OF_NUMBERS = f"{_COMPARED} bool mod rmod floordiv rfloordiv divmod rdivmod pow rpow int float round trunc abs"
 _CLASSES: dict[type, Any] = {
-    int: _made(int, _ARITHMETIC, f"{_OF_NUMBERS} index and rand or ror xor rxor lshift rshift invert"),
-    float: _made(float, _ARITHMETIC, f"{_OF_NUMBERS} is_integer"),
-    list: _with_fresh(_made(list, "", f"{_COMPARED} len iter getitem contains reversed add mul index count pop copy")),
+    int: _kind(int, _ARITHMETIC, f"{_OF_NUMBERS} index and rand or ror xor rxor lshift rshift invert"),
+    float: _kind(float, _ARITHMETIC, f"{_OF_NUMBERS} is_integer"),
+    list: _with_fresh(_kind(list, "", f"{_COMPARED} len iter getitem contains reversed add mul index count pop copy")),
     dict: _with_fresh(
-        _made(dict, "", "eq ne len iter getitem contains reversed or get keys values items pop popitem copy setdefault")
+        _kind(dict, "", "eq ne len iter getitem contains reversed or get keys values items pop popitem copy setdefault")
     ),
 }
 STAND_INS = frozenset({_CLASSES[int], _CLASSES[float]})

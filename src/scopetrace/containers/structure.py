@@ -4,9 +4,9 @@ Data flow:
     a value of the user -> map_structure -> a template: copies of its containers with other leaves (tape values, nodes)
     a template          -> map_structure -> a template with other leaves
     a template          -> instantiate   -> a value of the user, with tensors for leaves
-    arguments and results -> tensor_holders -> the classes, unknown to pytree, whose instances a recording opens
     arguments before and after the forward -> Watch.effects -> Effects: containers that now hold other things
     Effects, in a call of the trace -> apply_effects -> the same change in the caller's containers
+    arguments and results -> tensor_holders -> the classes, unknown to pytree, whose instances a recording opens
 
 Containers are those of `torch.utils._pytree` (lists, tuples, dicts, named tuples, registered types such as
 transformers' ModelOutput), dataclass instances, and instances of the classes that the caller names as `object_types`:
@@ -20,7 +20,6 @@ forward did to the arguments is undone, and the forward is recorded again.
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import enum
 import functools
@@ -29,7 +28,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set, ValuesView
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx
@@ -101,16 +100,13 @@ def is_object(x: Any) -> bool:
     kind = container_type(x)
     if issubclass(kind, (list, tuple, dict)):
         return False
-    return isinstance(x, OpaqueContainer) or _pytree_node(kind) is not None or dataclasses.is_dataclass(kind)
+    return isinstance(x, OpaqueContainer) or is_registered(kind) or dataclasses.is_dataclass(kind)
 
 
 def object_classes(x: Any, object_types: Collection[type] = ()) -> set[type]:
     """The classes of the containers in a value of the user that are objects."""
-    children = open_container(x, object_types)
-    if children is None:
-        return set()
-    inner = set[type]().union(*(object_classes(child, object_types) for _, child in children))
-    return inner if isinstance(x, (list, tuple, dict)) else inner | {type(x)}
+    containers = (part for _, part, children in walk(x, object_types) if children is not None)
+    return {type(part) for part in containers if not isinstance(part, (list, tuple, dict))}
 
 
 def map_structure(
@@ -151,10 +147,8 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
     if children is None:
         return template
     items = [instantiate(fn, item, leaf) for _, item in children]
-    if not isinstance(template, OpaqueContainer):
+    if not isinstance(template, OpaqueContainer) or is_registered(template.kind):
         return close_container(template, items)
-    if _pytree_node(template.kind) is not None:
-        return _close_opaque(template.kind, template.context, template.keys, items)
     new = _empty(template.kind)
     new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
     return new
@@ -162,32 +156,37 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
 
 def leaves(x: Any, leaf: Leaf) -> list[Any]:
     """The instances of `leaf` in a template, in the order of `torch.utils._pytree`."""
-    found: list[Any] = []
-    _add_leaves([x], leaf, found)
-    return found
+    collected: list[Any] = []
+    _add_leaves([x], leaf, collected)
+    return collected
 
 
-def _add_leaves(items: Iterable[Any], leaf: Leaf, found: list[Any]) -> None:
+def _add_leaves(items: Iterable[Any], leaf: Leaf, collected: list[Any]) -> None:
     for x in items:
         kind = type(x)
         if isinstance(x, leaf):
-            found.append(x)
+            collected.append(x)
         elif kind is tuple or kind is list:
-            _add_leaves(x, leaf, found)
+            _add_leaves(x, leaf, collected)
         elif kind is dict:
-            _add_leaves(x.values(), leaf, found)
+            _add_leaves(x.values(), leaf, collected)
         elif kind not in _PLAIN:
-            _add_leaves([item for _, item in open_container(x) or ()], leaf, found)
+            _add_leaves([item for _, item in open_container(x) or ()], leaf, collected)
+
+
+def walk(
+    x: Any, object_types: Collection[type] = (), path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Children | None]]:
+    """Each container and leaf, outer before inner: the keys that lead to it, itself, and its children."""
+    children = open_container(x, object_types)
+    yield path, x, children
+    for key, child in children or ():
+        yield from walk(child, object_types, (*path, key))
 
 
 def leaves_with_path(x: Any, path: str = "", object_types: Collection[type] = ()) -> Iterator[tuple[str, Any]]:
     """Each leaf with its path in Python's own notation, such as `"[0]['mask']"` or `".logits"`."""
-    children = open_container(x, object_types)
-    if children is None:
-        yield path, x
-        return
-    for key, item in children:
-        yield from leaves_with_path(item, path + key, object_types)
+    return ((path + "".join(keys), leaf) for keys, leaf, children in walk(x, object_types) if children is None)
 
 
 def identifier(path: str, taken: set[str]) -> str:
@@ -221,7 +220,7 @@ def open_container(x: Any, object_types: Collection[type] = ()) -> Children | No
             return [(str(key), item) for key, item in keyed]
         items, _ = node.flatten_fn(x)
         return [(f"[{i}]", item) for i, item in enumerate(items)]
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+    if dataclasses.is_dataclass(x) and not isinstance(x, (type, dict, list, set)):  # those hold items too
         return [(f".{f.name}", getattr(x, f.name)) for f in dataclasses.fields(x) if hasattr(x, f.name)]
     if kind in object_types:
         return [(f".{name}", item) for name, item in vars(x).items()]
@@ -244,7 +243,7 @@ def is_plain_object(x: Any) -> bool:
     kind: Any = type(x)
     if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, *_NUMBERS, *_NOT_PLAIN)):
         return False
-    if _pytree_node(kind) is not None or dataclasses.is_dataclass(kind):
+    if is_registered(kind) or dataclasses.is_dataclass(kind):
         return False
     try:
         _empty(kind)
@@ -268,72 +267,64 @@ def close_container(like: Any, items: list[Any]) -> Any:
     if kind is torch.Size:  # a Size holds numbers only
         numbers = all(isinstance(item, (int, torch.SymInt)) for item in items)
         return torch.Size(items) if numbers else tuple(items)
-    if pytree.is_namedtuple_class(kind):
-        return tuple.__new__(kind, items)  # the class's own __new__ may look at the items, as PackedSequence's does
-    if kind is OpaqueContainer:
-        return _close_opaque(like.kind, like.context, like.keys, items)
-    node = _pytree_node(kind)
-    if node is not None:
-        children = open_container(like) or []
-        return _close_opaque(kind, node.flatten_fn(like)[1], [key for key, _ in children], items)
-    if not dataclasses.is_dataclass(like):
-        return OpaqueContainer(kind, None, [f".{name}" for name in vars(like)], items)
-    new = copy.copy(like)
-    for (key, _), item in zip(open_container(like) or [], items, strict=True):
-        object.__setattr__(new, key[1:], item)
-    return new
+    kind, context, children = _flattened(like)
+    return _unflattened(kind, context, [key for key, _ in children], items)
 
 
-def _close_opaque(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
-    """An instance of a registered type where it takes these items and gives them back; else an OpaqueContainer."""
-    node = _pytree_node(kind)
-    if node is None:
-        return OpaqueContainer(kind, context, keys, items)
-    if all(isinstance(leaf, (torch.Tensor, *_NUMBERS)) for _, leaf in leaves_with_path(items)):
-        return node.unflatten_fn(items, context)
-    try:
-        made = node.unflatten_fn(items, context)
-        found = open_container(made) or []
-    except Exception:  # a foreign class may raise anything for leaves that are no tensors
-        return OpaqueContainer(kind, context, keys, items)
-    same = [key for key, _ in found] == keys and all(a is b for (_, a), b in zip(found, items, strict=True))
-    return made if same else OpaqueContainer(kind, context, keys, items)
-
-
-def taken_apart(x: Any) -> tuple[type, Any, Children] | None:
+def flattened(x: Any) -> tuple[type, Any, Children] | None:
     """Class, context and children of a container that is neither list, tuple, dict nor Size; None for all else.
 
     The context is what an instance has beside its children.
     """
-    children = open_container(x)
-    if children is None or type(x) in (list, tuple, dict, torch.Size):
-        return None
-    kind = container_type(x)
+    return None if open_container(x) is None or type(x) in (list, tuple, dict, torch.Size) else _flattened(x)
+
+
+def unflattened(kind: type, context: Any, children: Children) -> Any:
+    """A template's container from what `flattened` gave."""
+    keys, items = [key for key, _ in children], [item for _, item in children]
+    try:
+        return _unflattened(kind, context, keys, items)
+    except Exception:  # a foreign class may raise anything for what an older version of it gave
+        return OpaqueContainer(kind, context, keys, items)
+
+
+def _flattened(x: Any) -> tuple[type, Any, Children]:
+    """As `flattened`, for an object of any class, whose attributes are its children."""
+    kind, children = type(x), open_container(x, (type(x),)) or []
     if isinstance(x, OpaqueContainer):
-        return kind, x.context, children
+        return x.kind, x.context, children
     if pytree.is_namedtuple_class(kind):
         return kind, None, [(f".{name}", item) for name, (_, item) in zip(x._fields, children, strict=True)]
     node = _pytree_node(kind)
     if node is not None:
         return kind, node.flatten_fn(x)[1], children
+    if not dataclasses.is_dataclass(kind):
+        return kind, None, children
     names = {key[1:] for key, _ in children}
     return kind, {name: value for name, value in getattr(x, "__dict__", {}).items() if name not in names}, children
 
 
-def rebuilt(kind: type, context: Any, children: Children) -> Any:
-    """A template's container from what `taken_apart` gave."""
-    keys, items = [key for key, _ in children], [item for _, item in children]
+def _unflattened(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
+    """The inverse of `_flattened`; an OpaqueContainer where a class does not take these items and give them back."""
     if pytree.is_namedtuple_class(kind):
-        return tuple.__new__(kind, items)
-    if _pytree_node(kind) is None and dataclasses.is_dataclass(kind):
+        return tuple.__new__(kind, items)  # the class's own __new__ may look at the items, as PackedSequence's does
+    node = _pytree_node(kind)
+    if node is None and dataclasses.is_dataclass(kind):
         new = object.__new__(kind)
-        for name, item in [*((key[1:], item) for key, item in children), *context.items()]:
+        for name, item in [*zip([key[1:] for key in keys], items, strict=True), *context.items()]:
             object.__setattr__(new, name, item)
         return new
-    try:
-        return _close_opaque(kind, context, keys, items)
-    except Exception:  # a foreign class may raise anything for what an older version of it gave
+    if node is None:
         return OpaqueContainer(kind, context, keys, items)
+    if all(isinstance(leaf, (torch.Tensor, *_NUMBERS)) for _, leaf in leaves_with_path(items)):
+        return node.unflatten_fn(items, context)
+    try:
+        new = node.unflatten_fn(items, context)
+        children = open_container(new) or []
+    except Exception:  # a foreign class may raise anything for leaves that are no tensors
+        return OpaqueContainer(kind, context, keys, items)
+    same = [key for key, _ in children] == keys and all(a is b for (_, a), b in zip(children, items, strict=True))
+    return new if same else OpaqueContainer(kind, context, keys, items)
 
 
 def _pytree_node(kind: type) -> Any:
@@ -344,9 +335,9 @@ def _pytree_node(kind: type) -> Any:
 
 
 def match(
-    template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], path: str, number: type = torch.SymInt
+    template: Any, actual: Any, leaf: type, matches: list[tuple[str, Any]], path: str, number: type = torch.SymInt
 ) -> None:
-    """Collect in `found` what stands in `actual` where `template` has leaves, with its path.
+    """Collect in `matches` what stands in `actual` where `template` has leaves, with its path.
 
     Leaves are of type `leaf`, which stands for a tensor, or `number`, which stands for a whole number.
 
@@ -356,26 +347,26 @@ def match(
         kind, word = (torch.Tensor, "tensor") if isinstance(template, leaf) else (int, "whole number")
         if not isinstance(actual, kind) or isinstance(actual, bool):
             raise InputMismatchError(f"{path} was a {word} when traced and is {_short(actual)} now: pass a {word}")
-        found.append((path, actual))
+        matches.append((path, actual))
         return
     inner = open_container(template)
     if inner is None:
         _match_constant(template, actual, path)
         return
-    given = open_like(template, actual)
-    if given is None:
+    children = open_like(template, actual)
+    if children is None:
         raise InputMismatchError(
             f"{path} was a {container_type(template).__name__} when traced and is {_short(actual)} now"
         )
-    if [key for key, _ in inner] != [key for key, _ in given]:
-        is_order = sorted(key for key, _ in inner) == sorted(key for key, _ in given)
+    if [key for key, _ in inner] != [key for key, _ in children]:
+        is_order = sorted(key for key, _ in inner) == sorted(key for key, _ in children)
         hint = "in the order of the trace, which forward may have read" if is_order else "the same structure"
         raise InputMismatchError(
-            f"{path} had {_keys(inner)} when traced and has {_keys(given)} now: pass {hint}, or trace again"
+            f"{path} had {_keys(inner)} when traced and has {_keys(children)} now: pass {hint}, or trace again"
         )
     _match_context(template, actual, path)
-    for (key, old), (_, new) in zip(inner, given, strict=True):
-        match(old, new, leaf, found, path + key, number)
+    for (key, old), (_, new) in zip(inner, children, strict=True):
+        match(old, new, leaf, matches, path + key, number)
 
 
 def _match_context(template: Any, actual: Any, path: str) -> None:
@@ -400,12 +391,12 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
                 return
         except (TypeError, ValueError, RuntimeError):  # arrays and the like have no single truth value
             pass
-    then, now = _short(old), _short(new)
+    traced, current = _short(old), _short(new)
     text: Any = type(old).__repr__
-    if then == now and text is not object.__repr__:  # which shows addresses
-        then, now = (_cut(" ".join(repr(x).split())) for x in (old, new))
+    if traced == current and text is not object.__repr__:  # which shows addresses
+        traced, current = (_cut(" ".join(repr(x).split())) for x in (old, new))
     raise InputMismatchError(
-        f"{path} was {then} when traced and is {'another one' if then == now else now} now: "
+        f"{path} was {traced} when traced and is {'another one' if traced == current else current} now: "
         "Python values are fixed in a trace; trace again with this one, or pass it as a tensor"
     )
 
@@ -424,7 +415,7 @@ def _keys(children: Children) -> str:
     return f"{len(children)} items ({names}{', …' if len(children) > 8 else ''})"
 
 
-# Objects that hold tensors, and containers that the forward changes --------------------------------------------------
+# Objects that hold tensors -------------------------------------------------------------------------------------------
 
 
 def tensor_holders(x: Any) -> frozenset[type]:
@@ -434,7 +425,7 @@ def tensor_holders(x: Any) -> frozenset[type]:
     """
     search = _Search((torch.Tensor,))
     search.holds(x)
-    return frozenset(search.found - search.cyclic)
+    return frozenset(search.holders - search.cyclic)
 
 
 class _Search:
@@ -442,7 +433,7 @@ class _Search:
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self._kinds = kinds
-        self.found: set[type] = set()
+        self.holders: set[type] = set()
         self.cyclic: set[type] = set()
         self._known: dict[int, bool] = {}
         self._path: list[Any] = []
@@ -464,7 +455,7 @@ class _Search:
         self._path.pop()
         self._known[id(x)] = result
         if result and is_plain_object(x):
-            self.found.add(type(x))
+            self.holders.add(type(x))
         return result
 
 
@@ -518,6 +509,9 @@ def refuse_without_structure(result: Any, kinds: tuple[type, ...], object_types:
                 f"{what} with tensors in it, which has no order or keys that a trace could keep",
                 hint="return a list, tuple or dict",
             )
+
+
+# What the forward puts into its arguments --------------------------------------------------------------------------
 
 
 GivenPart = tuple[tuple[str, ...], tuple[str, ...]]
@@ -577,45 +571,35 @@ class Watch:
     def __init__(self, arguments: Any, object_types: Collection[type], inputs: Collection[torch.Tensor]) -> None:
         """`inputs` are the tensors among the arguments; a registered class may have computed others from them."""
         self._object_types = object_types
-        own = set(map(id, inputs))
-        walked = [*_walk(arguments, (), object_types)]
-        self._before = [found for found in walked if not isinstance(found[1], tuple)]
+        ids = set(map(id, inputs))
+        walked = [(path, x, children) for path, x, children in walk(arguments, object_types) if children is not None]
+        self._before = [container for container in walked if not isinstance(container[1], tuple)]
         parts = [((*path, key), child) for path, _, children in walked for key, child in children]
-        whole = [part for part in parts if _has_identity(part[1]) and own.issuperset(map(id, self._tensors(part[1])))]
+        whole = [part for part in parts if _has_identity(part[1]) and ids.issuperset(map(id, self._tensors(part[1])))]
         self._known = {id(x): path for path, x in reversed(whole)}
 
     def effects(self, leaf_of: Callable[[torch.Tensor], Any]) -> list[Effect]:
         """The containers that have changed; in the templates of what they hold, `leaf_of` a tensor stands for it."""
-        found = []
+        effects = []
         for path, x, before in self._before:
-            now = open_container(x, self._object_types) or []
-            if [key for key, _ in now] != [key for key, _ in before] or not all(
-                map(_same, [a for _, a in now], [b for _, b in before])
+            after = open_container(x, self._object_types) or []
+            if [key for key, _ in after] != [key for key, _ in before] or not all(
+                map(_same, [a for _, a in after], [b for _, b in before])
             ):
-                given = [part for key, child in now for part in self.given(child, (key,))]
-                found.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types), given))
-        return found
+                parts = [part for key, child in after for part in self.argument_parts(child, (key,))]
+                effects.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types), parts))
+        return effects
 
     def _tensors(self, x: Any) -> Iterator[torch.Tensor]:
         return (t for _, t in leaves_with_path(x, "", self._object_types) if isinstance(t, torch.Tensor))
 
-    def given(self, x: Any, path: tuple[str, ...] = ()) -> list[GivenPart]:
+    def argument_parts(self, x: Any, path: tuple[str, ...] = ()) -> list[GivenPart]:
         """The parts of what the forward gives that are objects among its arguments."""
         known = self._known.get(id(x))
         if known is not None:
             return [(path, known)]
         children = open_container(x, self._object_types) or []
-        return [part for key, child in children for part in self.given(child, (*path, key))]
-
-
-def _walk(
-    x: Any, path: tuple[str, ...], object_types: Collection[type]
-) -> Iterator[tuple[tuple[str, ...], Any, Children]]:
-    children = open_container(x, object_types)
-    if children is not None:
-        yield path, x, children
-        for key, child in children:
-            yield from _walk(child, (*path, key), object_types)
+        return [part for key, child in children for part in self.argument_parts(child, (*path, key))]
 
 
 def _has_identity(x: Any) -> bool:
@@ -623,9 +607,9 @@ def _has_identity(x: Any) -> bool:
     return type(x) not in _PLAIN and not isinstance(x, (torch.Tensor, *_NUMBERS, *_NOT_PLAIN))
 
 
-def with_given(template: Any, given: list[GivenPart], leaf: Leaf) -> Any:
+def with_given(template: Any, given_parts: list[GivenPart], leaf: Leaf) -> Any:
     """A template in which each part that is an object among the arguments is a Given."""
-    parts = dict(given)
+    parts = dict(given_parts)
 
     def put(x: Any, path: tuple[str, ...]) -> Any:
         if path in parts:
@@ -641,24 +625,16 @@ def _same(now: Any, before: Any) -> bool:
     return now is before or (type(now) is type(before) and isinstance(now, (bool, int, float, str)) and now == before)
 
 
-class InArguments(Protocol):
-    """Something with a place in the arguments."""
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """The keys, as text, that lead to it from (args, kwargs)."""
-
-
-def effect_targets(effects: Sequence[InArguments], template: Any, arguments: Any) -> list[Any]:
-    """The caller's containers, found before any of them changes; `template` is that of the arguments."""
-    found = []
+def effect_targets(effects: Sequence[Any], template: Any, arguments: Any) -> list[Any]:
+    """The caller's objects at the `path` of each effect in (args, kwargs), of which `template` is the template."""
+    targets = []
     for effect in effects:
         form, x = template, arguments
         for key in effect.path:
             x = dict(open_like(form, x) or [])[key]
             form = dict(open_container(form) or [])[key]
-        found.append(x)
-    return found
+        targets.append(x)
+    return targets
 
 
 def apply_effects(effects: list[Effect], containers: list[Any]) -> None:
@@ -667,9 +643,9 @@ def apply_effects(effects: list[Effect], containers: list[Any]) -> None:
         if isinstance(x, list):
             x[:] = effect.content
         elif isinstance(x, dict):
-            now = dict(effect.content)
+            entries = dict(effect.content)
             x.clear()
-            x.update(now)
+            x.update(entries)
         elif is_registered(type(x)):
             vars(x).update(vars(effect.content))
         elif dataclasses.is_dataclass(x):

@@ -69,7 +69,7 @@ def op_flops(tape: ProgramTape) -> list[int]:
     def flops(op: Op) -> int:
         if op.kind != "call_function" or op.bodies() or not op.values():
             return 0
-        count = counts.of(op.target, op.args, op.kwargs, op.outputs)
+        count = counts.of(op.target, op.args, op.kwargs)
         sizes = [size for v in op.inputs() for size in v.fake.shape]
         if count and any(isinstance(x, Symbolic) for x in (*flat((op.args, op.kwargs)), *sizes)):
             raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")

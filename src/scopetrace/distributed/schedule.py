@@ -101,7 +101,7 @@ class Schedule:
             if group != ROOT:
                 self.missing = group, ROOT
         if self._open:
-            self._use(name for name in call.argument_params if name in self._manager)
+            self._use(name for name in call.param_arguments if name in self._manager)
 
     def _use(self, params: Iterable[str]) -> None:
         group = next((self._manager[param] for param in params if self._manager[param] not in self._ready), None)

@@ -25,7 +25,7 @@ from scopetrace._compat.ops import OPS, find_higher_order, find_op
 from scopetrace._compat.shape_env import sym_node
 from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.classes import NamedObject, class_of_name, look_up
-from scopetrace.containers.structure import Removed, rebuilt
+from scopetrace.containers.structure import Removed, unflattened
 from scopetrace.errors import TraceFileError
 from scopetrace.files.archive import ArchiveReader, dtype_of
 from scopetrace.files.records import LEFT_OUT, RECORDS, checked_fields
@@ -189,7 +189,7 @@ class Decoder:
         for key, _ in children:
             _expect(str, key)
         inside = [(key, self.data(item)) for key, item in children]
-        return rebuilt(self.row("classes", kind), self.data(context), inside)
+        return unflattened(self.row("classes", kind), self.data(context), inside)
 
     def _named(self, data: Any) -> Any:
         module, qualname, text = data

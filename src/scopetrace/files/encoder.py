@@ -28,7 +28,7 @@ from scopetrace._compat.ops import OPS, is_higher_order, schema_of
 from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, look_up
-from scopetrace.containers.structure import Removed, is_plain_object, taken_apart
+from scopetrace.containers.structure import Removed, flattened, is_plain_object
 from scopetrace.errors import ScopetraceWarning
 from scopetrace.files.archive import PLAIN, ArchiveWriter
 from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
@@ -75,7 +75,7 @@ class Encoder:
         for base, form in _BASES:
             if isinstance(x, base):
                 return form(self, x)
-        parts = taken_apart(x)
+        parts = flattened(x)
         if parts is not None:
             owner, context, children = parts
             return {"container": [self.class_row(owner), self.data(context), [[k, self.data(c)] for k, c in children]]}

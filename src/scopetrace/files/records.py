@@ -38,7 +38,7 @@ _INLINE: tuple[type, ...] = (
     *(write_back.StridedStep, write_back.ViewOf, write_back.SameAs, write_back.CopyInto, write_back.ChangeShape),
     write_back.SetTo,
     *(reads.Read, reads.Missing, reads.OfInput, reads.GradientOfInput, SideEffect),
-    *(reads.Flag, reads.OfEnvironment, reads.WhichInputs, reads.HasGradient),
+    *(reads.Flag, reads.WhichInputs, reads.HasGradient),
     *BINDING_KEYS,
 )
 

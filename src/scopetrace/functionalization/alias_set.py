@@ -22,21 +22,22 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import is_symbolic, stride_of
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
 from scopetrace.ops.functional_variants import is_factory
 from scopetrace.ops.history import DETACHED, NO_VIEWS, OVERWRITE, can_require_grad
 from scopetrace.ops.view_inverses import (
-    Positions,
-    Strided,
     ViewFunction,
     by_geometry,
     by_op,
     by_own_inverse,
     geometry_of,
     index_in,
+    indexed,
     overlaps_itself,
+    strided,
 )
 from scopetrace.ops.views import is_contiguous
 
@@ -167,10 +168,8 @@ class AliasSet:
         return self._row is None and old not in self.views
 
     def _current(self, old: Value) -> Value | None:
-        found = self._present.get(old)
-        if found is None or found[1] == self.version or self._is_base(old):
-            return None if found is None else found[0]
-        return None
+        new, version = self._present.get(old, (None, -1))
+        return new if version == self.version or self._is_base(old) else None
 
     def _read_root(self, old: Value, reader: Op) -> Value:
         assert self._row is not None, "a root has a value once its op ran"
@@ -185,10 +184,10 @@ class AliasSet:
     def _forward(self, old: Value, base: Value, reader: Op, emit: Callable[..., Any]) -> Value:
         """The value of a view. It is made with autograd on if the view was: autograd has it so for views."""
         meta, parent = self.views[old], self.same(self.views[old].parent)
-        if meta.slot is None and not (meta.func in _NEEDS_STRIDES and _layout(base.fake) != _layout(parent.fake)):
+        if meta.slot is None and not (meta.func in _NEEDS_STRIDES and not alike(base, parent)):
             if meta.func is not _aten.as_strided.default:
-                found: Value = emit(meta.func, base, *meta.args, **meta.kwargs)
-                return found
+                view_value: Value = emit(meta.func, base, *meta.args, **meta.kwargs)
+                return view_value
         elif meta.slot is not None and self._find_function(old, parent) is None:
             part: Value = emit(meta.func, base, *meta.args, **meta.kwargs)[meta.slot]
             return part
@@ -219,9 +218,9 @@ class AliasSet:
     # ---------------------------------------------------------------- views as functions
 
     def _function(self, view: Value, parent: Value, op: Op) -> ViewFunction:
-        found = self._find_function(view, parent)
-        if found is not None:
-            return found
+        function = self._find_function(view, parent)
+        if function is not None:
+            return function
         if view.fake.dtype != parent.fake.dtype:
             raise refusal(f"a write through {self.views[view].func}, which has no inverse", op)
         if geometry_of(view).exact and geometry_of(parent).exact:
@@ -230,25 +229,26 @@ class AliasSet:
 
     def _find_function(self, view: Value, parent: Value) -> ViewFunction | None:
         """The function from an ancestor, the nearest one or another, to a view. None if it is not known."""
-        found = self._functions.get((view, parent))
-        if found is None:
-            meta = self.views[view]
-            is_nearest = self.same(meta.parent) is parent
-            if is_nearest:
-                found = by_own_inverse(meta.func, meta.args, parent.fake)
-            if found is None and view.fake.dtype == parent.fake.dtype:
-                base, part = geometry_of(parent), geometry_of(view)
-                if base.exact and part.exact:
-                    found = by_geometry(base, part)
-                else:
-                    shift = view.offset - parent.offset
-                    if is_nearest:
-                        found = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
-                    if found is None and is_contiguous(parent.fake):
-                        found = Strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)
-            if found is not None:
-                self._functions[view, parent] = found
-        return found
+        function = self._functions.get((view, parent)) or self._new_function(view, parent)
+        if function is not None:
+            self._functions[view, parent] = function
+        return function
+
+    def _new_function(self, view: Value, parent: Value) -> ViewFunction | None:
+        meta = self.views[view]
+        is_nearest = self.same(meta.parent) is parent
+        function = by_own_inverse(meta.func, meta.args, parent.fake) if is_nearest else None
+        if function is not None or view.fake.dtype != parent.fake.dtype:
+            return function
+        base, part = geometry_of(parent), geometry_of(view)
+        if base.exact and part.exact:
+            return by_geometry(base, part)
+        if is_nearest:
+            function = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
+        if function is None and is_contiguous(parent.fake):
+            shift = view.offset - parent.offset
+            return strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)
+        return function
 
     # ---------------------------------------------------------------- the row
 
@@ -282,15 +282,14 @@ class AliasSet:
         self._row = emit(_aten.index.Tensor, joined, [first])
 
     def _of_row(self, old: Value, op: Op) -> ViewFunction:
-        """The function from the row to an alias."""
-        found = self._functions.get((old, old))
-        if found is None:
+        function = self._functions.get((old, old))
+        if function is None:
             geometry = geometry_of(old)
             indices = index_in(self._row_positions, geometry.positions())
             if indices is None or old.fake.dtype != self.roots[0].fake.dtype:
                 raise refusal("a view of an expanded input, of another dtype, is written", op)
-            found = self._functions[old, old] = Positions((self._row_positions.numel(),), geometry.size, indices)
-        return found
+            function = self._functions[old, old] = indexed((self._row_positions.numel(),), geometry.size, indices)
+        return function
 
     # ---------------------------------------------------------------- names of one tensor
 
@@ -337,7 +336,7 @@ class AliasSet:
 
     # ---------------------------------------------------------------- gradients
 
-    def is_apart(self, old: Value) -> bool:
+    def is_detached(self, old: Value) -> bool:
         """Whether autograd takes an alias for a tensor of its own, not for a view."""
         meta = self.views.get(old)
         return meta is not None and meta.func in NO_VIEWS
@@ -347,8 +346,8 @@ class AliasSet:
         return self.version > 0 and (self._covered or any(meta.func is not None for meta in self.views.values()))
 
     def bases(self) -> list[Value]:
-        """The tensors that autograd takes for no views: the roots, and what is apart from them."""
-        return [*self.roots, *filter(self.is_apart, self.views)]
+        """The tensors that autograd takes for no views: the roots, and what is detached from them."""
+        return [*self.roots, *filter(self.is_detached, self.views)]
 
     def has_history(self, but: Value) -> bool:
         """Whether an alias other than `but` requires grad."""
@@ -412,5 +411,11 @@ def _is_made_of(new: Value, old: Value) -> bool:
     return any(old in v.op.inputs() and not is_factory(v.op) for v in copies)
 
 
-def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
-    return to_expr(fake.size()), to_expr(fake.stride()), fake.dtype
+def alike(a: Value, b: Value) -> bool:
+    """Whether two values have the same dtype, sizes and strides."""
+    x, y = a.fake, b.fake
+    if x is y:
+        return True
+    if is_symbolic(x) or is_symbolic(y):
+        return bool(x.dtype == y.dtype and to_expr((x.size(), x.stride())) == to_expr((y.size(), y.stride())))
+    return bool(x.dtype == y.dtype and x.size() == y.size() and stride_of(x) == stride_of(y))

@@ -12,26 +12,6 @@ from scopetrace.ops.view_inverses import Emit
 _aten = torch.ops.aten
 
 
-class Results:
-    """The results of a body, which torch wants in memory of their own. `emit` puts ops at its end."""
-
-    def __init__(self, emit: Emit, inputs: list[Value]) -> None:
-        self._emit = emit
-        self._taken = {v.storage for v in inputs}
-
-    def own(self, old: Value, new: Value) -> Value:
-        """The present value `new` of a result or changed input `old`, laid out as in eager."""
-        new = self.laid_out(old, new)
-        if new.storage in self._taken:
-            new = self._emit(_aten.clone.default, new)
-        self._taken.add(new.storage)
-        return new
-
-    def laid_out(self, old: Value, new: Value) -> Value:
-        """As `own`, in memory that others may share."""
-        return as_laid_out(self._emit, new, old.fake)
-
-
 def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
     """`new` with the strides of `old`. Raises FunctionalizationError where its memory has gaps or repeats."""
     if old.layout is not torch.strided or to_expr(new.fake.stride()) == to_expr(old.stride()):
@@ -47,24 +27,25 @@ def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
 
 def lift_constants(bodies: list[BodyTape]) -> list[torch.Tensor]:
     """Make the constants that the bodies hold inputs of all of them; gives the constants."""
-    found: list[torch.Tensor] = []
+    constants: list[torch.Tensor] = []
     for body in bodies:
         for op in [op for op in body.ops if op.kind == "get_attr"]:
-            found.append(body.attributes.pop(op.name))
+            constants.append(body.attributes.pop(op.name))
             for other in bodies:
-                _take(other, op if other is body else None, op)
-    return found
+                _take(other, op)
+    return constants
 
 
-def _take(body: BodyTape, own: Op | None, constant: Op) -> None:
+def _take(body: BodyTape, constant: Op) -> None:
     """One more placeholder for a constant, in the place of the op that reads it where there is one."""
+    is_read = constant in body.ops
     first = sum(op.kind == "placeholder" for op in body.ops)
-    read = body.ops.index(own) if own is not None else len(body.ops)
+    read = body.ops.index(constant) if is_read else len(body.ops)
     for call in body.calls:
         call.start += call.start <= read
         call.stop += call.stop <= read
     like = constant.result
-    value = like if own is not None else like.copy(like.storage)
+    value = like if is_read else like.copy(like.storage)
     placeholder = constant.replace(
         kind="placeholder",
         target=f"{constant.target}_{first}".lstrip("_"),
@@ -72,24 +53,22 @@ def _take(body: BodyTape, own: Op | None, constant: Op) -> None:
         scope=body.root,
         call=body.ops[0].call if body.ops else constant.call,
     )
-    if own is not None:
+    if is_read:
         placeholder.take_values()
-        body.ops.remove(own)
+        body.ops.remove(constant)
     body.ops.insert(first, placeholder)
     body.inputs.append(value)
 
 
 def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:
     """`new`, with its dimensions in memory in the order of `old`."""
-    if old.layout is not torch.strided or old.dim() < 2:
-        return new
-    if _order(new.fake) == _order(old):
+    if old.layout is not torch.strided or old.dim() < 2 or _order(new.fake) == _order(old):
         return new
     order = _order(old, all_dims=True)
     turned = emit(_aten.permute.default, new, order)
     dense = emit(_aten.contiguous.default, turned)
-    found: Value = emit(_aten.permute.default, dense, [order.index(d) for d in range(len(order))])
-    return found
+    result: Value = emit(_aten.permute.default, dense, [order.index(d) for d in range(len(order))])
+    return result
 
 
 def _order(t: torch.Tensor, *, all_dims: bool = False) -> list[int]:

@@ -20,11 +20,10 @@ import torch
 
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.shape_env import Place
-from scopetrace._compat.symbols import to_expr
-from scopetrace._compat.tensors import DATA_DEPENDENT, is_symbolic, stride_of
+from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
-from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_of, lift_constants
+from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, last_of
+from scopetrace.functionalization.bodies import as_laid_out, in_order_of, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
@@ -102,11 +101,19 @@ class TapeCopier(abc.ABC):
         if self.new.is_condition:
             self.new.outputs = map_structure(lambda v: self.read(v, last), self.old.outputs, Value)
         else:
-            results = Results(self.emitter.bound(last), self.new.inputs)
             placeholders = [op.outputs for op in self.old.ops if op.kind == "placeholder"]
-            given = [*self.old.outputs, *(placeholders[i] for i in changed)]
-            own = results.own if own_memory else results.laid_out
-            self.new.outputs = tuple(map_structure(lambda v: own(v, self.read(v, last)), given, Value))
+            outputs = [*self.old.outputs, *(placeholders[i] for i in changed)]
+            taken = {v.storage for v in self.new.inputs}
+            emit = self.emitter.bound(last)
+
+            def result(v: Value) -> Value:
+                new = as_laid_out(emit, self.read(v, last), v.fake)
+                if own_memory and new.storage in taken:
+                    new = emit(_aten.clone.default, new)
+                taken.add(new.storage)
+                return new
+
+            self.new.outputs = tuple(map_structure(result, outputs, Value))
         self._finish(leaves(self.new.outputs, Value))
         return self.new
 
@@ -129,8 +136,9 @@ class TapeCopier(abc.ABC):
         if new.storage not in self.original_storages or new.storage not in self.sets:
             return new
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
-        is_same = is_same and reader not in self._offloaded
-        if not is_same and reader.grad and _requires_grad(reader) and reader not in self.differentiated:
+        if (is_same and reader not in self._offloaded) or not reader.grad or reader in self.differentiated:
+            return new
+        if any(v.ever_requires_grad for v in reader.inputs()):
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
         return new
 
@@ -201,12 +209,12 @@ class TapeCopier(abc.ABC):
         written = _written(self.old.ops[call.start : call.stop])
         if not written:
             return None
-        now, prefix = self.emitter.calls[call], call.prefix
+        prefix = call.prefix
 
         def changed(v: Value) -> Value | None:
             if v.storage not in written:
                 return None
-            new = self._read_at_edge(last_of(self.sets, v), op, now)
+            new = self._read_at_edge(last_of(self.sets, v), op, self.emitter.calls[call])
             if call.parent is None and new.op.target is OVERWRITE:
                 return new.op.tensor(1)  # what comes after the program copies data alone
             return new
@@ -219,14 +227,14 @@ class TapeCopier(abc.ABC):
     # ---------------------------------------------------------------- ops
 
     def _find_roots(self) -> None:
-        given: dict[int, Value] = {}
+        inputs: dict[int, Value] = {}
         for op in self.old.ops:
             for value in op.values():
                 aliases = self.sets.get(value.storage)
                 if aliases is None:
                     continue
                 parent = next((v for v in op.inputs() if v.storage == value.storage), None)
-                first = given.setdefault(id(value.fake), value) if op.kind == "placeholder" else value
+                first = inputs.setdefault(id(value.fake), value) if op.kind == "placeholder" else value
                 if first is not value:  # one tensor given twice
                     aliases.link(value, ViewMeta(first))
                 elif op.kind in ("placeholder", "get_attr") or parent is None or self._leaves_its_base(value):
@@ -244,8 +252,8 @@ class TapeCopier(abc.ABC):
         above = [value]
         while (parent := _parent(above[-1].op, above[-1])) is not None:
             above.append(parent)
-        found = above[1:] if all(geometry_of(v).exact for v in above) else above[:0:-1]
-        return next((v for v in (*found, *self.sets[value.storage].roots) if _holds(v, value)), None)
+        candidates = above[1:] if all(geometry_of(v).exact for v in above) else above[:0:-1]
+        return next((v for v in (*candidates, *self.sets[value.storage].roots) if _holds(v, value)), None)
 
     def _step(self, op: Op) -> None:
         if op.kind in ("placeholder", "get_attr"):
@@ -278,7 +286,6 @@ class TapeCopier(abc.ABC):
         aliases.define(root, self.emitter.run(reader, _aten.as_strided.default, args, {}))
 
     def _copy_source(self, op: Op) -> None:
-        """An input or attribute."""
         old = op.outputs
         if isinstance(old, Value) and old in self.originals:
             return
@@ -304,15 +311,15 @@ class TapeCopier(abc.ABC):
             return
         args, kwargs = self.present((op.args, op.kwargs), op)
         if op.args and isinstance(op.outputs, Value) and op.outputs.storage in self.sets and not kwargs:
-            found = self.emitter.simplified(op, op.target, args)
-            if isinstance(found, Value):
-                self.define(op, op.outputs, found)
+            simplified = self.emitter.simplified(op, op.target, args)
+            if isinstance(simplified, Value):
+                self.define(op, op.outputs, simplified)
                 return
-            args = found[1] if found[0] is op.target else args
+            args = simplified[1] if simplified[0] is op.target else args
         old_inputs, new_inputs = op.inputs(), _values(op, (args, kwargs))
         if op.kind == "call_module":
             outputs = self.emitter.copy(op, args, kwargs)
-        elif all(map(_alike, old_inputs, new_inputs)) and not _come_apart(old_inputs, new_inputs):
+        elif all(map(alike, old_inputs, new_inputs)) and not _share_less(old_inputs, new_inputs):
             storages = {v.storage: v.storage for v in op.values()}  # new tensors lie where they did
             storages |= {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
             outputs = self.emitter.copy(op, args, kwargs, storages)
@@ -340,8 +347,8 @@ class TapeCopier(abc.ABC):
         storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
         outputs = self.emitter.copy(op, args, op.kwargs, storages, more=op.writes)
         count = len(op.writes)
-        own, written = (outputs[:-count], outputs[-count:]) if count else (outputs, ())
-        self.define_new(op.outputs, own)
+        results, written = (outputs[:-count], outputs[-count:]) if count else (outputs, ())
+        self.define_new(op.outputs, results)
         for target, value in zip(op.writes, written, strict=True):
             self.assign(op, target, value)
 
@@ -377,14 +384,15 @@ class TapeCopier(abc.ABC):
         if op.kind == "call_module":
             return map_structure(lambda v: self.operand(v, op), x, Value)
 
-        def now(leaf: Any) -> Any:
-            return self.operand(leaf, op) if isinstance(leaf, Value) else leaf
-
-        def in_order(leaf: Any) -> Any:
-            return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if isinstance(leaf, Value) else leaf
-
         draws = is_random(op.target) and not _returns_operand(op)
-        return map_argument(in_order if draws else now, x)
+
+        def current(leaf: Any) -> Any:
+            if not isinstance(leaf, Value):
+                return leaf
+            new = self.operand(leaf, op)
+            return in_order_of(self.emitter.bound(op), new, leaf.fake) if draws else new
+
+        return map_argument(current, x)
 
     def define_new(self, old: Any, new: Any) -> None:
         """Bind what an op made in memory of its own."""
@@ -406,11 +414,23 @@ class TapeCopier(abc.ABC):
             self.define_new(a, b)
 
     def _view_meta(self, op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:
-        """As `_view_meta`. as_strided, which may leave its argument, is of the first tensor that it stays in."""
-        if op.target is _aten.as_strided.default:
-            around = self._around(value) or parent
-            return ViewMeta(around, op.target, (list(value.fake.size()), list(value.fake.stride()), value.offset))
-        return _view_meta(op, parent, value, slot)
+        """How a result of a view op comes from `parent`, by an op whose other arguments are no tensors."""
+        layout = list(value.fake.size()), list(value.fake.stride())
+        if op.target is _aten.as_strided.default:  # which may leave its argument: of the first tensor that it stays in
+            return ViewMeta(self._around(value) or parent, op.target, (*layout, value.offset))
+        if value.fake is parent.fake:  # as `x.to(x.dtype)` gives x itself, shape changes included
+            return ViewMeta(parent)
+        sized = _SIZED_BY_OTHER.get(op.target)
+        if sized is not None:
+            return ViewMeta(parent, sized, layout[:1])
+        rest = flat((op.args[1:], op.kwargs))
+        if op.args and op.args[0] is parent and not any(isinstance(a, Value) for a in rest):
+            return ViewMeta(parent, op.target, op.args[1:], op.kwargs, slot)
+        if geometry_of(value) == geometry_of(parent):
+            return ViewMeta(parent, _aten.alias.default)
+        if value.fake.dtype == parent.fake.dtype and value.offset == parent.offset:
+            return ViewMeta(parent, _aten.as_strided.default, layout)
+        raise refusal("a view that reads the data of other tensors, or is one of another argument than the first", op)
 
     @abc.abstractmethod
     def _write(self, op: Op) -> None:
@@ -427,7 +447,6 @@ def _written(ops: list[Op]) -> dict[int, None]:
 
 
 def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
-    """The tape of the functional program before its first op."""
     empty: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": dict(old.attributes)}
     if isinstance(old, BodyTape):
         return dataclasses.replace(old, **empty)
@@ -439,20 +458,6 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
         written=old.written_storages(),
         uses_absolute_offset=set(old.uses_absolute_offset),
     )
-
-
-def _alike(old: Value, new: Value) -> bool:
-    """Whether two values have the same dtype, sizes and strides."""
-    a, b = old.fake, new.fake
-    if a is b:
-        return True
-    if is_symbolic(a) or is_symbolic(b):
-        return bool(a.dtype == b.dtype and to_expr((a.size(), a.stride())) == to_expr((b.size(), b.stride())))
-    return bool(a.dtype == b.dtype and a.size() == b.size() and stride_of(a) == stride_of(b))
-
-
-def _requires_grad(op: Op) -> bool:
-    return any(v.ever_requires_grad for v in op.inputs())
 
 
 def _values(op: Op, x: Any) -> list[Value]:
@@ -471,23 +476,6 @@ def _returns_operand(op: Op) -> bool:
     return isinstance(out, Value) and not op.writes and any(v.fake is out.fake for v in op.inputs())
 
 
-def _view_meta(op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:
-    """How a result of a view op comes from `parent`, by an op whose other arguments are no tensors."""
-    if value.fake is parent.fake:  # as `x.to(x.dtype)` gives x itself, shape changes included
-        return ViewMeta(parent)
-    sized = _SIZED_BY_OTHER.get(op.target)
-    if sized is not None:
-        return ViewMeta(parent, sized, (list(value.fake.size()),))
-    rest = flat((op.args[1:], op.kwargs))
-    if op.args and op.args[0] is parent and not any(isinstance(a, Value) for a in rest):
-        return ViewMeta(parent, op.target, op.args[1:], op.kwargs, slot)
-    if geometry_of(value) == geometry_of(parent):
-        return ViewMeta(parent, _aten.alias.default)
-    if value.fake.dtype == parent.fake.dtype and value.offset == parent.offset:
-        return ViewMeta(parent, _aten.as_strided.default, (list(value.fake.size()), list(value.fake.stride())))
-    raise refusal("a view that reads the data of other tensors, or is one of another argument than the first", op)
-
-
 def _holds(base: Value, view: Value) -> bool:
     """Whether all elements of `view` are elements of `base`, another tensor."""
     if base is view or base.fake.dtype != view.fake.dtype:
@@ -499,7 +487,7 @@ def _holds(base: Value, view: Value) -> bool:
     return is_contiguous(base.fake) and first <= start and end <= last
 
 
-def _come_apart(old: list[Value], new: list[Value]) -> bool:
+def _share_less(old: list[Value], new: list[Value]) -> bool:
     """Whether values that lay in one memory lie in several now."""
     storages = {(a.storage, b.storage) for a, b in zip(old, new, strict=True)}
     return len({before for before, _ in storages}) < len(storages)

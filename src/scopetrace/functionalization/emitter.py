@@ -18,7 +18,7 @@ from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta, Outputs
-from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, holds_tensor, map_argument, operands
+from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, flat, map_argument, values_in
 from scopetrace.ops.functional_variants import FIRST_HAS_GRADIENT
 
 _aten = torch.ops.aten
@@ -49,7 +49,7 @@ class Emitter:
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, (args, kwargs))
-        inputs = operands(args, kwargs)
+        inputs = values_in((args, kwargs))
         inferred, out = self.inference.run(func, args, kwargs, inputs)
         if inferred is None:
             outputs = self._outputs(origin, func, inputs, out)
@@ -60,12 +60,11 @@ class Emitter:
     def _inferred(
         self, origin: Op, func: Any, inputs: list[Value], metas: Outputs, fakes: list[torch.Tensor | None]
     ) -> Any:
-        """The results of `func`, of which the metadata was known."""
         carrying = self._carrying(func, inputs)
-        made: list[Value | None] = []
+        values: list[Value | None] = []
         for slot, (meta, fake) in enumerate(zip(metas.tensors, fakes, strict=True)):
             if meta is None or fake is None:
-                made.append(None)
+                values.append(None)
                 continue
             is_new = isinstance(meta, OutputMeta)
             base = meta.base if isinstance(meta, OutputMeta) else meta.input
@@ -74,30 +73,26 @@ class Emitter:
             new = self._value(fake, slot, storage, required, is_new)
             if isinstance(meta, OutputMeta) and self._knows_keys:
                 new.key = self.inference.key_of(fake) if new.requires_grad else meta.key
-            made.append(new)
-        return metas.contained(made)
+            values.append(new)
+        return metas.contained(values)
 
     def _outputs(self, origin: Op, func: Any, inputs: list[Value], out: Any) -> Any:
-        """The results of `func`, which torch gave."""
         carrying = self._carrying(func, inputs)
-        given = {id(v.fake): v.storage for v in inputs}
-        known = {storage_id(v.fake): v.storage for v in inputs}
+        by_fake = {id(v.fake): v.storage for v in inputs}
+        by_memory = {storage_id(v.fake): v.storage for v in inputs}
 
         def value(t: Any, slot: int) -> Any:
             if not isinstance(t, torch.Tensor):
                 return t
-            storage = given.get(id(t), known.get(storage_id(t)))
+            storage = by_fake.get(id(t), by_memory.get(storage_id(t)))
             required = _requires_grad(origin, func, slot, storage, carrying)
             storage = next(self._storages) if storage is None else storage
-            return self._value(t, slot, storage, required, id(t) not in given)
+            return self._value(t, slot, storage, required, id(t) not in by_fake)
 
-        if isinstance(out, (list, tuple)):
-            parts = [
-                [value(u, s) for s, u in enumerate(t)] if isinstance(t, list) else value(t, s)
-                for s, t in enumerate(out)
-            ]
-            return type(out)(parts)
-        return value(out, 0)
+        def values(x: Any, slot: int) -> Any:
+            return type(x)([values(t, i) for i, t in enumerate(x)]) if isinstance(x, (list, tuple)) else value(x, slot)
+
+        return values(out, 0)
 
     def _carrying(self, func: Any, inputs: list[Value]) -> set[int]:
         """The storages of the inputs by which a result requires grad; under no_grad only one that is a view of them."""
@@ -108,9 +103,9 @@ class Emitter:
         differentiable = required and (fake.dtype.is_floating_point or fake.dtype.is_complex)
         if differentiable and is_new and not requires_grad_of(fake) and is_leaf_of(fake):
             set_requires_grad(fake, True)  # stands for the history that the real run has
-        made = Value(fake, slot, storage, None)
-        made.requires_grad = differentiable
-        return made
+        new = Value(fake, slot, storage, None)
+        new.requires_grad = differentiable
+        return new
 
     def bound(self, origin: Op) -> Callable[..., Any]:
         """`run` for one origin, called as the op."""
@@ -126,10 +121,10 @@ class Emitter:
 
         def emit(func: Any, *args: Any, **kwargs: Any) -> Any:
             if not kwargs:
-                found = self.simplified(origin, func, self._lift(origin, args))
-                if isinstance(found, Value):
-                    return found
-                func, args = found
+                simplified = self.simplified(origin, func, self._lift(origin, args))
+                if isinstance(simplified, Value):
+                    return simplified
+                func, args = simplified
             out = self.run(origin, func, args, kwargs)
             self.added.add(self.tape.ops[-1])
             return out
@@ -138,9 +133,9 @@ class Emitter:
 
     def simplified(self, origin: Op, func: Any, args: tuple[Any, ...]) -> Value | tuple[Any, tuple[Any, ...]]:
         """As `rewrites.simplified`, where the grad mode of the origin allows it."""
-        found = rewrites.simplified(func, args, self._call_of(origin))
-        is_leaf = self._has_grad and not origin.grad  # a view of what requires grad, of which `found` is none
-        return (func, args) if is_leaf and isinstance(found, Value) and found.requires_grad else found
+        simplified = rewrites.simplified(func, args, self._call_of(origin))
+        is_leaf = self._has_grad and not origin.grad  # a view of what requires grad, of which `simplified` is none
+        return (func, args) if is_leaf and isinstance(simplified, Value) and simplified.requires_grad else simplified
 
     def copy(
         self,
@@ -152,20 +147,16 @@ class Emitter:
     ) -> Any:
         """Append an op of the recorded tape, on other operands of the same metadata; returns its new result.
 
-        Args:
-            op: the op.
-            args: the operands, of the new tape.
-            kwargs: the same.
-            storages: the new storage of each old one among the operands; a result in another one is a new tensor.
-                Without it, all storages are as in the recorded tape.
-            more: for each a further result, a new tensor with the same metadata. The results are a tuple then.
+        `storages` has the new storage of each old one among the operands; a result in another one is a new tensor.
+        Without it, all storages are as in the recorded tape. For each of `more` there is a further result, a new tensor
+        with the same metadata, and the results are a tuple.
         """
-        given = {} if storages is None else storages
+        new_storages = {} if storages is None else storages
 
         def value(v: Value) -> Value:
-            if v.storage not in given:
-                given[v.storage] = v.storage if storages is None else next(self._storages)
-            return v.copy(given[v.storage])
+            if v.storage not in new_storages:
+                new_storages[v.storage] = v.storage if storages is None else next(self._storages)
+            return v.copy(new_storages[v.storage])
 
         outputs = map_structure(value, op.outputs, Value)
         for slot, like in enumerate(more, len(outputs) if more else 0):
@@ -175,10 +166,10 @@ class Emitter:
     def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
         """Append the read of a tensor that the tape holds under this name."""
         assert self.tape.fake_mode is not None
-        found = self.new_value(self.tape.fake_mode.from_tensor(real, static_shapes=True), 0)
-        found.real = real
-        self._append(origin, "get_attr", name, (), {}, found)
-        return found
+        value = self.new_value(self.tape.fake_mode.from_tensor(real, static_shapes=True), 0)
+        value.real = real
+        self._append(origin, "get_attr", name, (), {}, value)
+        return value
 
     def new_value(self, fake: torch.Tensor, slot: int) -> Value:
         """The value of a tensor in a storage of its own, for an op that is appended next."""
@@ -190,10 +181,9 @@ class Emitter:
 
     def constant(self, origin: Op, real: torch.Tensor) -> Value:
         """A tensor as an attribute."""
-        found = self._constants.get(id(real))
-        if found is None:
-            found = self._constants[id(real)] = self.attribute(origin, self.tape.add_constant(real), real)
-        return found
+        if id(real) not in self._constants:
+            self._constants[id(real)] = self.attribute(origin, self.tape.add_constant(real), real)
+        return self._constants[id(real)]
 
     def _append(
         self, origin: Op, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
@@ -213,8 +203,7 @@ class Emitter:
         return None if origin.call is None else self.calls.get(origin.call, origin.call)
 
     def _lift(self, origin: Op, x: Any) -> Any:
-        """Constants among the arguments become attributes."""
-        if not holds_tensor(x):
+        if not any(issubclass(kind, torch.Tensor) for kind in set(map(type, flat(x)))):
             return x
         return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)
 

@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterator
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import FunctionalTape, RecordedTape, Value
-from scopetrace.ir.write_back import CopyInto, FromGraph, SetTo, Source, ViewOf, WriteBack
+from scopetrace.ir.write_back import CopyInto, FromGraph, SetTo, Source, ViewOf, WriteBack, base_of
 from scopetrace.ops.history import DETACHED, KEEP_MORE, History, can_require_grad
 
 
 def leave_out_freed_history(old: RecordedTape, new: FunctionalTape) -> None:
     """Mark the results of `new` whose history is freed, and switch autograd off for the ops that only they need."""
-    made = {v: 1 for op in old.differentiated() for v in op.values()}
+    differentiated = {v: 1 for op in old.differentiated() for v in op.values()}
     write_back, returned = new.write_back, new.returned
-    if not made or write_back is None or returned is None:
+    if not differentiated or write_back is None or returned is None:
         return
     outputs = leaves(old.outputs, (Value, *Symbolic))
     with_history = [v for v in outputs if isinstance(v, Value) and v.fake.requires_grad]
-    if not made.keys() >= set(with_history):  # it is one of them, where it is the loss alone
-        history = History(old.ops, made)
+    if not differentiated.keys() >= set(with_history):  # it is one of them, where it is the loss alone
+        history = History(old.ops, differentiated)
         with_history = [v for v in with_history if history.of(v)]
     freed = [isinstance(v, Value) and v in with_history for v in outputs]
     outside = dict(old.attribute_reads()) | {op.name: op.result for op in old.ops if op.outputs in old.inputs}
@@ -56,7 +56,7 @@ def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[Cop
     results = zip(write_back.results, freed, strict=True)
     sources += [s for s, is_freed in results if not (is_freed and isinstance(s, FromGraph))]
     for source in sources:
-        base = source.base if isinstance(source, ViewOf) else source
+        base = base_of(source)
         if isinstance(base, FromGraph):
             yield base
 
@@ -71,10 +71,7 @@ def _switch_off(new: FunctionalTape, needed: set[Value]) -> None:
         op = new.ops[i]
         if not op.grad or op.kind != "call_function" or op.target in KEEP_MORE:
             continue
-        made = op.values()
-        if needed.isdisjoint(made):
-            new.ops[i] = op = op.replace(grad=False)
-            for v in made:
-                v.op = op
+        if needed.isdisjoint(op.values()):
+            new.ops[i] = op.replace(grad=False).take_values()
         elif op.target not in DETACHED:
             needed.update(filter(can_require_grad, op.inputs()))

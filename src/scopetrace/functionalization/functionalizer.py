@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.layout_questions import dense_order
 from scopetrace._compat.ops import building, in_large_stack, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
-from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
@@ -37,6 +37,7 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
+    by_name,
     call_variant,
     functional_variant,
     is_factory,
@@ -97,17 +98,20 @@ class Functionalizer(TapeCopier):
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
         bases = (v for aliases in self.sets.values() for v in aliases.bases())
         roots = [v for v in bases if v.fake.requires_grad]
-        found = {v: self.read(v, reader) for v in (*roots, *self._results())}
-        given = {self.originals[v]: bit for v, bit in bits.items()}
-        of_bases = History(self.old.ops, bits), History(self.new.ops, given)
-        of_others = History(self.old.ops, bits | _cut(self.old.ops)), History(self.new.ops, given | _cut(self.new.ops))
+        results = {v: self.read(v, reader) for v in (*roots, *self._results())}
+        new_bits = {self.originals[v]: bit for v, bit in bits.items()}
+        of_bases = History(self.old.ops, bits), History(self.new.ops, new_bits)
+        of_others = (
+            History(self.old.ops, bits | _cut(self.old.ops)),
+            History(self.new.ops, new_bits | _cut(self.new.ops)),
+        )
         emit = self.emitter.simplifying(reader, grad=True)
-        for v, new in found.items():
+        for v, new in results.items():
             before, after = of_bases if is_cut(v) else of_others
             lost = before.of(v) & ~after.of(new) & ~bits.get(v, 0) if new.requires_grad else 0
             if lost and is_cut(v):
                 raise refusal("a result is a view made under no_grad of a tensor that was written over", v.op)
-            if lost and v.storage not in self.sets and sum(v.storage == other.storage for other in found) > 1:
+            if lost and v.storage not in self.sets and sum(v.storage == other.storage for other in results) > 1:
                 raise refusal(
                     "results share memory, and have a gradient of zero for a tensor that was written over", v.op
                 )
@@ -115,12 +119,11 @@ class Functionalizer(TapeCopier):
                 total = emit(_aten.sum.default, self.originals[leaf])
                 if total.fake.dtype != new.fake.dtype:
                     total = emit(_aten._to_copy.default, total, dtype=new.fake.dtype)
-                found[v] = with_history(emit, total, found[v])
-        objects = {self._object(v): new for v, new in found.items()}
-        return lambda v: found.get(v) or objects.get(self._object(v)) or self.read(v, reader)
+                results[v] = with_history(emit, total, results[v])
+        objects = {self._object(v): new for v, new in results.items()}
+        return lambda v: results.get(v) or objects.get(self._object(v)) or self.read(v, reader)
 
     def _object(self, v: Value) -> Value:
-        """The first value that is this very tensor."""
         return self.sets[v.storage].same(v) if v.storage in self.sets else v
 
     def _note_lost_gradients(self, read: Callable[[Value], Value]) -> None:
@@ -133,11 +136,11 @@ class Functionalizer(TapeCopier):
         if not bits:
             return
         written = [r for aliases in self.sets.values() if aliases.version for r in aliases.roots if r in self.originals]
-        found = {v: read(v) for v in (*written, *self._results())}
-        given = {self.originals[v]: bit for v, bit in bits.items() if v in self.originals}
-        before, after = History(self.old.ops, bits, assumed=True), History(self.new.ops, given, assumed=True)
+        results = {v: read(v) for v in (*written, *self._results())}
+        new_bits = {self.originals[v]: bit for v, bit in bits.items() if v in self.originals}
+        before, after = History(self.old.ops, bits, assumed=True), History(self.new.ops, new_bits, assumed=True)
         lost = functools.reduce(
-            operator.or_, (before.of(v) & ~after.of(new) & ~bits.get(v, 0) for v, new in found.items()), 0
+            operator.or_, (before.of(v) & ~after.of(new) & ~bits.get(v, 0) for v, new in results.items()), 0
         )
         for leaf, bit in bits.items() if lost else ():
             if lost & bit:
@@ -171,34 +174,29 @@ class Functionalizer(TapeCopier):
         func = op.target
         name = _name_of(func)
         if name in _OTHER_MEMORY:
-            _OTHER_MEMORY[name](self, op)
-            return
+            return _OTHER_MEMORY[name](self, op)
         if is_metadata_only(func):
-            self._change_shape(op)
-            return
+            return self._change_shape(op)
         refuse_overlap(op)
         if func is _aten.bernoulli_.float and self._draw_as_dropout(op):
-            return
+            return None
         if draws_differ(func, op.args, op.kwargs):
             raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
         variant = undeclared_variant(func, op.args, op.kwargs) or functional_variant(func)
         if func is _aten.fill_diagonal_.default:
-            self._fill_diagonal(op)
-            return
+            return self._fill_diagonal(op)
         if func is _aten.copy_.default:
-            self._copy(op)
-            return
+            return self._copy(op)
         if variant is None:
-            self._write_opaque(op)
-            return
+            return self._write_opaque(op)
         args, kwargs = call_variant(variant, func, *self._operands(op, name))
         other, more = self._other_variant(op)
         if other is not None:
             variant, args = dataclasses.replace(variant, op=other), (*args, *more)
-        run = self._run_each if name.startswith("_foreach_") and self._comes_apart(op) else self.emitter.run
+        run = self._run_each if name.startswith("_foreach_") and self._may_differ_in_history(op) else self.emitter.run
         if variant.op is _RRELU and op.grad and list(args[4:5]) == [True]:
             run = self._run_rrelu
-        self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
+        return self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
 
     def _other_variant(self, op: Op) -> tuple[Any, tuple[Any, ...]]:
         """The op in the place of the functional variant of an op, None for most, and what more it takes."""
@@ -216,7 +214,7 @@ class Functionalizer(TapeCopier):
         _, noise = self.emitter.run(op, func, (detached, *args[1:]), kwargs)
         return [self.emitter.run(op, _aten.mul.Tensor, (args[0], noise), {}), noise]
 
-    def _comes_apart(self, op: Op) -> bool:
+    def _may_differ_in_history(self, op: Op) -> bool:
         """Whether autograd may give the tensors that a foreach op writes different histories.
 
         With autograd off around the forward too, a call with gradients runs the same ops.
@@ -245,11 +243,11 @@ class Functionalizer(TapeCopier):
         args, kwargs = self.present((op.args, op.kwargs), op)
         kept = self._kept_for_backward(op, name)
         if kept:
-            args, kwargs = self._apart(op, _aten.clone.default, (args, kwargs), kept)
+            args, kwargs = self._replaced_by(op, _aten.clone.default, (args, kwargs), kept)
         if name in _WITHOUT_DERIVATIVE:
             computed = {v for v in values_in(args) if v.op.inputs() and not is_factory(v.op)}
-            now = computed | {v for v in values_in(args) if v.requires_grad}
-            args, kwargs = self._apart(op, _aten.detach.default, (args, kwargs), now)
+            histories = computed | {v for v in values_in(args) if v.requires_grad}
+            args, kwargs = self._replaced_by(op, _aten.detach.default, (args, kwargs), histories)
         return args, kwargs
 
     def _kept_for_backward(self, op: Op, name: str) -> set[Value]:
@@ -261,33 +259,28 @@ class Functionalizer(TapeCopier):
             return set()
         if not any(v.ever_requires_grad for v in op.inputs()):
             return set()
-        now = {self.read(v, op) for v in op.writes}
+        written = {self.read(v, op) for v in op.writes}
         if not schema_of(op.target).is_mutable:
-            return now
+            return written
         if name in ("mul_", "div_") and not any(v.requires_grad for v in op.inputs() if v not in op.writes):
             return set()
-        return {v for v in now if v.storage in self.original_storages}
+        return {v for v in written if v.storage in self.original_storages}
 
-    def _apart(self, op: Op, by: Any, x: Any, values: set[Value]) -> Any:
+    def _replaced_by(self, op: Op, by: Any, x: Any, values: set[Value]) -> Any:
         """The arguments with copies, or what else the op `by` makes, of some values."""
         emit = self.emitter.bound(op)
         return map_argument(lambda v: emit(by, v) if isinstance(v, Value) and v in values else v, x)
 
     def _store(self, op: Op, variant: FunctionalVariant, out: Any) -> None:
         """Write the variant's results where they belong, and bind what the op returned."""
-        written = written_values(op)
+        written = by_name(op.target, op.args, op.kwargs)
         returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
         for old, source in zip(returned, variant.results, strict=False):
             target = written.get(source) if isinstance(source, str) else None
             if isinstance(target, Value) and _is_other_size(old, target):
                 raise refusal("out= resizes its tensor, which torch does not tell the trace (give one of its size)", op)
         for name, index in variant.new_values:
-            target = written.get(name)
-            new = out if index is None else out[index]
-            if isinstance(target, Value):
-                self.assign(op, target, new)
-            for i, t in enumerate(target if isinstance(target, (list, tuple)) else ()):
-                self.assign(op, t, new[i])
+            self._assign_all(op, written.get(name), out if index is None else out[index])
         for old, source in zip(returned, variant.results, strict=False):
             if isinstance(source, str):
                 self._rename(written.get(source), old)
@@ -295,14 +288,16 @@ class Functionalizer(TapeCopier):
                 single = isinstance(out, Value)
                 self.define_new(old, out if single else out[source])
 
+    def _assign_all(self, op: Op, targets: Any, new: Any) -> None:
+        for target, value in zip(values_in(targets), values_in(new), strict=True):
+            self.assign(op, target, value)
+
     def _rename(self, targets: Any, returned: Any) -> None:
         """What an in-place op returned is the tensor that it wrote to."""
-        pairs = zip(targets, returned, strict=True) if isinstance(returned, (list, tuple)) else [(targets, returned)]
-        for target, value in pairs:
-            if isinstance(value, Value) and isinstance(target, Value):
-                aliases = self.sets[target.storage]
-                if (value is not target and aliases.views.get(target) is None) or value not in aliases.views:
-                    aliases.link(value, ViewMeta(target))
+        for target, value in zip(values_in(targets), values_in(returned), strict=False):
+            aliases = self.sets[target.storage]
+            if (value is not target and aliases.views.get(target) is None) or value not in aliases.views:
+                aliases.link(value, ViewMeta(target))
 
     def assign(self, op: Op, target: Value, new: Value) -> None:
         """`target` gets the elements of `new`: of its own size, or, with `out=`, of another."""
@@ -359,9 +354,8 @@ class Functionalizer(TapeCopier):
         return len(aliases.roots) > 1 and self._detached(aliases, value) is None
 
     def _detached(self, aliases: AliasSet, value: Value) -> Value | None:
-        """The detached tensor that a value is, or is a view of."""
         for v in aliases.above(value):
-            if aliases.is_apart(v):
+            if aliases.is_detached(v):
                 return v
         return None
 
@@ -382,7 +376,6 @@ class Functionalizer(TapeCopier):
         return inside or any(mine), outside or not all(mine)
 
     def _results(self) -> list[Value]:
-        """The tensors that the program returns, and those that it binds to attributes."""
         bound = self.old.attribute_writes if isinstance(self.old, RecordedTape) else []
         return [*leaves(self.old.outputs, Value), *(w.value for w in bound)]
 
@@ -417,8 +410,8 @@ class Functionalizer(TapeCopier):
             return False
         if target.fake.is_contiguous() or not dense_order(target.fake):
             return False
-        now = as_laid_out(self.emitter.bound(op), self.read(target, op), target.fake)
-        zeros = self.emitter.run(op, _aten.zeros_like.default, (now,), {})
+        present = as_laid_out(self.emitter.bound(op), self.read(target, op), target.fake)
+        zeros = self.emitter.run(op, _aten.zeros_like.default, (present,), {})
         kept = self.emitter.run(op, _aten.alpha_dropout.default, (zeros, 1 - p, True), {})
         drawn = self.emitter.run(op, _aten.gt.Scalar, (kept, 0), {})
         self.assign(op, target, drawn)
@@ -430,8 +423,8 @@ class Functionalizer(TapeCopier):
         target, value = op.tensor(0), op.args[1]
         wrap = [bool(a) for a in op.args[2:]]
         mask = torch.zeros(tuple(target.fake.size()), dtype=torch.bool, device="cpu").fill_diagonal_(True, *wrap)
-        now = self.read(target, op)
-        new = self.emitter.run(op, _aten.masked_fill.Scalar, (now, mask.to(target.fake.device), value), {})
+        present = self.read(target, op)
+        new = self.emitter.run(op, _aten.masked_fill.Scalar, (present, mask.to(target.fake.device), value), {})
         self.assign(op, target, new)
         self._rename(target, op.outputs)
 
@@ -440,20 +433,13 @@ class Functionalizer(TapeCopier):
         schema = schema_of(op.target)
         if any(r.aliases for r in schema.returns):
             raise refusal(f"{op.target} has no pure form", op)
-        given = dict(zip(schema.names, self.present(op.args, op), strict=False))
-        kwargs = {**given, **self.present(op.kwargs, op)}
-        kwargs = {a.name: kwargs.get(a.name, a.default) for a in schema.arguments}
-        names = [a.name for a in schema.arguments if a.is_written]
+        present = by_name(op.target, *self.present((op.args, op.kwargs), op))
+        kwargs = {name: present.get(name) for name in schema.names}
         out = self.emitter.run(op, torch.ops.higher_order.auto_functionalized, (op.target,), kwargs)
         count = max(1, len(schema.returns))
-        written = written_values(op)
-        for name, new in zip(names, out[count:], strict=True):
-            target = written.get(name)
-            if isinstance(target, Value):
-                self.assign(op, target, new)
-            else:
-                for t, n in zip(target or [], new, strict=True):
-                    self.assign(op, t, n)
+        written = by_name(op.target, op.args, op.kwargs)
+        for name, new in zip(schema.written, out[count:], strict=True):
+            self._assign_all(op, written.get(name), new)
         self.define_new(op.outputs, out[0] if count == 1 else out[:count])
 
     def _change_shape(self, op: Op) -> None:
@@ -465,9 +451,9 @@ class Functionalizer(TapeCopier):
         aliases = self.sets[before.storage]
         if before.fake.requires_grad and aliases.same(before).op.grad and not op.grad:
             raise refusal("a tensor that requires grad changes its shape in place under no_grad", op)
-        now = aliases.read(before, op)
+        present = aliases.read(before, op)
         rest = self.present(op.args[1:], op)
-        new = self.emitter.run(op, variant.op, (now, *rest), dict(op.kwargs))
+        new = self.emitter.run(op, variant.op, (present, *rest), dict(op.kwargs))
         after = op.result
         aliases.link(after, ViewMeta(before, variant.op, tuple(rest), dict(op.kwargs)))
         aliases.define(after, new)
@@ -495,12 +481,12 @@ class Functionalizer(TapeCopier):
         written = (v.storage for o in self.old.ops if o.target is not op.target for v in o.writes)
         if keeps_gradient and self.grad and not is_leaf and before.storage in written:
             raise refusal("a tensor that requires grad gets other memory, and the first one is written", op)
-        now = self.read(before, op)
+        present = self.read(before, op)
         left.reshaped[left.same(before)] = (after, op)
         if aliases is not None:
             aliases.link(after, ViewMeta(source, _aten.detach.default) if differ and self.grad else ViewMeta(source))
         elif differ and self.grad:
-            self.values[after] = left.overwritten(now, self.read(source, op), op)
+            self.values[after] = left.overwritten(present, self.read(source, op), op)
         else:
             self.values[after] = self.read(source, op)
 
@@ -581,8 +567,3 @@ def _is_other_size(returned: Any, target: Value) -> bool:
     if not isinstance(returned, Value) or returned.storage == target.storage:
         return False
     return bool(to_expr(returned.fake.size()) != to_expr(target.fake.size()))
-
-
-def written_values(op: Op) -> dict[str, Any]:
-    """The arguments of an op by name; a written one is a value, or a list of values."""
-    return dict(zip(schema_of(op.target).names, op.args, strict=False)) | op.kwargs

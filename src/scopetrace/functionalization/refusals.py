@@ -23,9 +23,9 @@ from scopetrace.ops.functional_variants import (
     is_out_argument,
     tensor_of,
     undeclared_writes,
-    written_arguments,
 )
-from scopetrace.ops.view_inverses import Geometry, geometry_of, overlaps_itself, spans_meet
+from scopetrace.ops.view_inverses import geometry_of, overlaps_itself, spans_meet
+from scopetrace.ops.views import dense_strides
 
 _aten = torch.ops.aten
 _VISITS_IN_ORDER = ("index_", "scatter", "masked_scatter", "put", "_index_put")
@@ -85,10 +85,10 @@ def refuse_overlap(op: Op) -> None:
 
 def _slots(op: Op) -> tuple[list[_Slot], list[_Slot]]:
     """The tensors that an op writes, and those that it only reads."""
-    names = {*written_arguments(op.target), *undeclared_writes(op.target, op.args, op.kwargs)}
+    names = {*schema_of(op.target).written, *undeclared_writes(op.target, op.args, op.kwargs)}
     slots = []
-    given = zip(schema_of(op.target).names, op.args, strict=False)
-    for name, a in (*given, *op.kwargs.items()):
+    positional = zip(schema_of(op.target).names, op.args, strict=False)
+    for name, a in (*positional, *op.kwargs.items()):
         parts: Any = enumerate(a) if isinstance(a, (list, tuple)) else [(None, a)]
         slots += [_Slot(name, i, v) for i, v in parts if isinstance(v, Value)]
     known = {s.value for s in slots if s.name in names}
@@ -119,11 +119,10 @@ def _same_elements(a: Value, b: Value) -> bool:
         return a.fake.dtype.itemsize == b.fake.dtype.itemsize
     if x.offset != y.offset or x.dims != y.dims or a.fake.dtype.itemsize != b.fake.dtype.itemsize:
         return False
-    return not x.is_dense()  # of dense tensors, eager compares the strides, those of size 1 too
+    return dense_strides(a.fake) is None  # of dense tensors, eager compares the strides, those of size 1 too
 
 
 def _meet(a: Value, b: Value) -> bool:
-    """Whether two values of one storage share an element."""
     if not spans_meet(a, b):
         return False
     if a.fake.dtype.itemsize != b.fake.dtype.itemsize or _same_elements(a, b):
@@ -141,8 +140,8 @@ def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = by_name(func, args, kwargs)
-    outs = [tensor_of(given.get(name)) for name in written_arguments(func)]
+    arguments = by_name(func, args, kwargs)
+    outs = [tensor_of(arguments.get(name)) for name in schema_of(func).written]
     out = next((t for t in outs if isinstance(t, torch.Tensor) and example(t.numel()) > 0), None)
     if (
         out is None
@@ -151,9 +150,9 @@ def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     ):
         return False
     if any(is_out_argument(a) for a in schema_of(func).arguments):
-        tensors = [tensor_of(given.get(name)) for name in ("mean", "std")]
+        tensors = [tensor_of(arguments.get(name)) for name in ("mean", "std")]
         return not out.is_contiguous() or any(isinstance(t, torch.Tensor) and t.dtype != out.dtype for t in tensors)
     # `bernoulli` does not keep the strides of its input. The others do where they can; the vectorized way to draw
     # normal numbers, for contiguous tensors only, is another stream.
     name = schema_of(func).name
-    return name == "aten::bernoulli_" or (name == "aten::normal_" and not Geometry.of(out, 0).is_dense())
+    return name == "aten::bernoulli_" or (name == "aten::normal_" and dense_strides(out) is None)

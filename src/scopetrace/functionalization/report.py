@@ -55,20 +55,20 @@ class Alias:
 def mutations(tape: ProgramTape) -> list[Mutation]:
     """The writes to what came from outside, in the order of the program."""
     outside = _outside(tape)
-    found: list[Mutation] = []
+    writes: list[Mutation] = []
     for op in tape.ops:
         seen: set[str] = set()
         for value in op.writes:
             for name, kind, owner in outside.get(value.storage, ()):
                 if name not in seen and spans_meet(owner, value):
                     seen.add(name)
-                    found.append(_mutation(name, kind, _what(op), op))
+                    writes.append(_mutation(name, kind, _what(op), op))
     for write in tape.attribute_writes:
         kind, what = ("buffer", "binding") if write.of is None else ("gradient", "sum" if write.adds else "binding")
-        found.append(_mutation(write.path, kind, what, write.value.op))
+        writes.append(_mutation(write.path, kind, what, write.value.op))
     root = tape.root.path
-    found += [Mutation(f"{of.name}.grad", "gradient", "binding", "zero_grad", root, None) for of in tape.cleared]
-    return found
+    writes += [Mutation(f"{of.name}.grad", "gradient", "binding", "zero_grad", root, None) for of in tape.cleared]
+    return writes
 
 
 def _mutation(name: str, kind: str, what: str, op: Op) -> Mutation:
@@ -76,13 +76,12 @@ def _mutation(name: str, kind: str, what: str, op: Op) -> Mutation:
 
 
 def _outside(tape: ProgramTape) -> dict[int, list[tuple[str, str, Value]]]:
-    """By storage: name, kind and value of each tensor from outside."""
-    found: dict[int, list[tuple[str, str, Value]]] = {}
+    outside: dict[int, list[tuple[str, str, Value]]] = {}
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):
-        found.setdefault(value.storage, []).append((path, "input", value))
+        outside.setdefault(value.storage, []).append((path, "input", value))
     for name, value in tape.attribute_reads():
-        found.setdefault(value.storage, []).append((name, _kind(tape, name), value))
-    return found
+        outside.setdefault(value.storage, []).append((name, _kind(tape, name), value))
+    return outside
 
 
 def _kind(tape: ProgramTape, name: str) -> str:
@@ -101,19 +100,18 @@ def _what(op: Op) -> str:
 
 def aliases(tape: ProgramTape) -> list[Alias]:
     """One entry for each tensor of the result."""
-    outside, first = _outside(tape), _reshaped(tape)
-    results: dict[int, list[tuple[str, Value]]] = {}
-    found: list[Alias] = []
+    by_storage, first = _outside(tape), _reshaped(tape)
+    entries: list[Alias] = []
     for path, leaf in leaves_with_path(tape.result):
         if isinstance(leaf, Value):
-            known = [*((n, v) for n, _, v in outside.get(leaf.storage, ())), *results.get(leaf.storage, ())]
+            known = by_storage.setdefault(leaf.storage, [])
             itself = first.get(id(leaf.fake), id(leaf.fake))
-            same = next((name for name, v in known if first.get(id(v.fake), id(v.fake)) == itself), None)
-            view = next((name for name, _ in known), None)
+            same = next((name for name, _, v in known if first.get(id(v.fake), id(v.fake)) == itself), None)
+            view = known[0][0] if known else None
             kind = "same" if same is not None else "view" if view is not None else "fresh"
-            found.append(Alias(path, kind, same if same is not None else view))
-            results.setdefault(leaf.storage, []).append((f"result{path}", leaf))
-    return found
+            entries.append(Alias(path, kind, same if same is not None else view))
+            known.append((f"result{path}", "result", leaf))
+    return entries
 
 
 def _reshaped(tape: ProgramTape) -> dict[int, int]:

@@ -70,7 +70,7 @@ class Part(NamedTuple):
     numbers: tuple[Any, ...]
     """Of a slice start, end and step, of a select the index: counted from the front where the sizes are known."""
 
-    def is_apart(self, other: Part) -> bool:
+    def is_disjoint(self, other: Part) -> bool:
         """Whether no element is in both. Known for parts of one dimension whose numbers are plain."""
         mine, theirs = self._range(), other._range()
         if self.dim != other.dim or mine is None or theirs is None:
@@ -107,8 +107,8 @@ def part_of(func: Any, base: torch.Tensor, args: tuple[Any, ...]) -> Part | None
 
 def _bounds(start: Any, end: Any, step: Any, n: Any) -> tuple[Any, Any, Any]:
     if _plain(start, end, step, n):
-        found = range(*slice(start, end, step).indices(n))
-        return found.start, (found[-1] + 1 if found else found.start), step
+        indices = range(*slice(start, end, step).indices(n))
+        return indices.start, (indices[-1] + 1 if indices else indices.start), step
     return to_expr(start), to_expr(n if type(end) is int and end == views.TO_THE_END else end), to_expr(step)
 
 
@@ -157,23 +157,23 @@ def _view(func: Any, part: Part, base: Value, args: tuple[Any, ...]) -> Simplifi
             break
         if scatter.part == part and _carries_as(scatter.new, base):
             return scatter.new
-        if not part.is_apart(scatter.part) or not _carries_as(scatter.base, base):
+        if not part.is_disjoint(scatter.part) or not _carries_as(scatter.base, base):
             break
         base = scatter.base
     return func, (base, *args[1:])
 
 
 def _scatter(func: Any, base: Value, args: tuple[Any, ...]) -> Simplified:
-    given = _operands(func, args)
-    if given is None:
+    outer = _operands(func, args)
+    if outer is None:
         return func, args
     inner = _scattered(base)
-    if inner is not None and inner.part == given.part:
-        if inner.new is given.new:
+    if inner is not None and inner.part == outer.part:
+        if inner.new is outer.new:
             return base
-        if given.new.requires_grad or _carries_as(inner.base, base):
+        if outer.new.requires_grad or _carries_as(inner.base, base):
             base = inner.base
-    if _is_view(given.new, base, given.part) and _carries_as(base, base, given.new):
+    if _is_view(outer.new, base, outer.part) and _carries_as(base, base, outer.new):
         return base
     return func, (base, *args[1:])
 
@@ -215,6 +215,10 @@ class Boundary(NamedTuple):
     call: Call
     is_start: bool
 
+    def put(self, position: int) -> None:
+        """Give the call this boundary."""
+        setattr(self.call, "start" if self.is_start else "stop", position)
+
 
 def schedule(ops: list[Op], boundaries: list[Boundary], removable: set[Op], results: list[Value]) -> list[Op]:
     """The ops without those of `removable` that nobody reads, and the others of these right before their first reader.
@@ -224,7 +228,8 @@ def schedule(ops: list[Op], boundaries: list[Boundary], removable: set[Op], resu
     outermost call.
     """
     if not removable:
-        _set_ranges(boundaries)
+        for boundary in boundaries:
+            boundary.put(boundary.before)
         return ops
     items = list(_merged(ops, boundaries))
     around = list(_around(items))
@@ -243,14 +248,6 @@ def schedule(ops: list[Op], boundaries: list[Boundary], removable: set[Op], resu
         for value in _read(item):
             first_reader[value] = min(place, first_reader.get(value, place))
     return _in_order(items, placed, removable)
-
-
-def _set_ranges(boundaries: list[Boundary]) -> None:
-    for boundary in boundaries:
-        if boundary.is_start:
-            boundary.call.start = boundary.before
-        else:
-            boundary.call.stop = boundary.before
 
 
 def _merged(ops: list[Op], boundaries: list[Boundary]) -> Iterator[Op | Boundary]:
@@ -284,23 +281,17 @@ def _read(item: Op | Boundary) -> list[Value]:
 def _moved_out(op: Op, items: list[Op | Boundary], start: int) -> Op:
     """The op as one of the call that starts there, or of none."""
     boundary = items[start] if start >= 0 else None
-    call = boundary.call if isinstance(boundary, Boundary) else next(c.parent for c in _calls(items))
+    outermost = next(item.call for item in items if isinstance(item, Boundary))
+    call = boundary.call if isinstance(boundary, Boundary) else outermost.parent
     return op.replace(call=call, scope=op.scope if call is None else call.scope).take_values()
-
-
-def _calls(items: list[Op | Boundary]) -> Iterator[Call]:
-    return (item.call for item in items if isinstance(item, Boundary))
 
 
 def _in_order(items: list[Op | Boundary], placed: dict[int, list[Op]], removable: set[Op]) -> list[Op]:
     ops: list[Op] = []
     for i, item in enumerate(items):
         ops += reversed(placed.get(i, ()))
-        if isinstance(item, Op):
-            if item not in removable:
-                ops.append(item)
-        elif item.is_start:
-            item.call.start = len(ops)
-        else:
-            item.call.stop = len(ops)
+        if isinstance(item, Boundary):
+            item.put(len(ops))
+        elif item not in removable:
+            ops.append(item)
     return ops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,7 @@ class _Builder:
         self, old: RecordedTape, new: FunctionalTape, sets: dict[int, AliasSet], read: Callable[[Value], Value]
     ) -> None:
         self.old, self.new, self.sets, self.read = old, new, sets, read
+        self._last = functools.partial(last_of, sets)
         self.returned: list[Any] = []
         self._given: dict[int, int] = {}  # by the id of each of them its index
         self._outputs = leaves(old.outputs, (Value, *Symbolic))
@@ -79,7 +81,7 @@ class _Builder:
 
     def updates(self) -> list[Update]:
         """In the order of the inputs."""
-        found: list[Update] = []
+        updates: list[Update] = []
         done: set[int] = set()
         for value, target in self.outside.items():
             last = self._last(value)
@@ -89,10 +91,10 @@ class _Builder:
             changes = self._changes(value)
             changed = [self._change(target, value, op, after) for op, after in changes]
             if any(_resizes(op) for op, _ in changes):
-                found += [*changed, *self._copies_into(target, last)]
+                updates += [*changed, *self._copies_into(target, last)]
             else:  # who else has its first memory sees what was written there
-                found += [*self._copies_into(target, value), *changed]
-        return found
+                updates += [*self._copies_into(target, value), *changed]
+        return updates
 
     def _copies_into(self, target: Target, value: Value) -> list[CopyInto]:
         """What was written to the memory of a value, if anything was."""
@@ -121,14 +123,13 @@ class _Builder:
 
     def _changes(self, value: Value) -> list[tuple[Op, Value]]:
         """The in-place changes of its shape or memory, and what each made of it; `set_` undoes those before it."""
-        found: list[tuple[Op, Value]] = []
+        changes: list[tuple[Op, Value]] = []
         for after, op in became(self.sets, value):
-            found = [] if op.target is _aten.set_.source_Tensor else found
-            found.append((op, after))
-        return found
+            changes = [] if op.target is _aten.set_.source_Tensor else changes
+            changes.append((op, after))
+        return changes
 
     def _mode(self, op: Op) -> bool | None:
-        """As `ViewStep.grad`, for this op."""
         return None if op.grad == self.old.grad else op.grad
 
     def _mode_of_writes(self, aliases: AliasSet, new: Value) -> bool | None:
@@ -136,9 +137,6 @@ class _Builder:
         if self.old.grad:
             return None if aliases.is_seen else False
         return True if aliases.is_seen and new.requires_grad else None
-
-    def _last(self, value: Value) -> Value:
-        return last_of(self.sets, value)
 
     # ---------------------------------------------------------------- results
 
@@ -152,13 +150,13 @@ class _Builder:
         It may be or share memory with a result, input or attribute, or have other strides.
         """
         values = enumerate((w.value for w in self.old.attribute_writes), len(self._outputs))
-        found = [
+        sources = [
             self._result(i, v) if self._is_shared(v) or self._is_moved(v, self.read(v)) else None for i, v in values
         ]
-        return found if any(found) else []
+        return sources if any(sources) else []
 
     def _is_shared(self, v: Value) -> bool:
-        of_written_input = v.storage in self.sets and self._is_inputs(v.storage)
+        of_written_input = v.storage in self.sets and v.storage in self._outside_storages
         return self._alone[v.storage] > 1 or id(v.fake) in self._first or of_written_input
 
     def _count_objects(self) -> dict[int, int]:
@@ -195,23 +193,19 @@ class _Builder:
                 mode, first = leaf.op.grad, [ViewStep(_aten.alias.default, (), {}, None, grad=False)]
             step = StridedStep(size, stride, leaf.offset - owner.offset, mode)
             return ViewOf(self._plain(owner, owner), (*first, step))
-        outside = [r for r in aliases.roots if r in self.outside]
-        if outside:
-            root, steps = self._chain(aliases, leaf)
-            return _view_of(self.outside[root], steps)
-        if self._alone[leaf.storage] == 1:
+        if self.outside.keys().isdisjoint(aliases.roots) and self._alone[leaf.storage] == 1:
             return self._alone_in_memory(leaf)
         root, steps = self._chain(aliases, leaf)
-        if root in self.outside:  # it got this memory
+        if root in self.outside:  # or it got this memory
             return _view_of(self.outside[root], steps)
         return ViewOf(self._plain(root, self.read(root)), steps)
 
     def _alone_in_memory(self, leaf: Value) -> Source:
-        given = self._plain(leaf, self.read(leaf))
-        if is_cut(leaf) and (given.copy or given.stride):
+        source = self._plain(leaf, self.read(leaf))
+        if is_cut(leaf) and (source.copy or source.stride):
             modes = (False, leaf.op.grad)  # made under no_grad, as in eager, it is a leaf
-            return ViewOf(given, tuple([ViewStep(_aten.alias.default, (), {}, None, mode) for mode in modes]))
-        return given
+            return ViewOf(source, tuple([ViewStep(_aten.alias.default, (), {}, None, mode) for mode in modes]))
+        return source
 
     def _moved_owner(self, leaf: Value) -> Value | None:
         """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise.
@@ -234,7 +228,7 @@ class _Builder:
         new = self.read(old) if present is old else present
         stride = tuple(old.fake.stride()) if self._is_moved(old, new) else None
         owners = self._storages.setdefault(new.storage, [])
-        if not owners and new.storage != old.storage and self._is_inputs(new.storage):
+        if not owners and new.storage != old.storage and new.storage in self._outside_storages:
             owners.append(new.storage)
         if old.storage not in owners:
             owners.append(old.storage)
@@ -250,27 +244,21 @@ class _Builder:
     def _numbers(self, x: Any) -> Any:
         """`x` with numbers that depend on data as given by the graph, which alone knows them."""
 
-        def given(number: Any) -> Any:
-            return self._give(number) if has_unbacked(to_expr(number)) else number
-
-        return map_structure(given, x, Symbolic)
+        return map_structure(lambda n: self._give(n) if has_unbacked(to_expr(n)) else n, x, Symbolic)
 
     def _is_overwritten(self, new: Value, target: Value) -> bool:
         """Whether a new value lies in the memory of another input, which another update changes."""
         aliases = self.sets.get(new.storage)
-        return new.storage != target.storage and self._is_inputs(new.storage) and aliases is not None
-
-    def _is_inputs(self, storage: int) -> bool:
-        return storage in self._outside_storages
+        return new.storage != target.storage and new.storage in self._outside_storages and aliases is not None
 
     def _chain(self, aliases: AliasSet, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
         steps: list[ViewStep | StridedStep] = []
         while (meta := aliases.views.get(value)) is not None and value not in self._final:
             if meta.func is _aten.as_strided.default and len(meta.args) == 3:
                 size, stride, offset = meta.args
-                given = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
-                steps.append(StridedStep(given[0], given[1], given[2], self._mode(value.op)))
-            elif self._is_used_apart(aliases, value):
+                layout = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
+                steps.append(StridedStep(layout[0], layout[1], layout[2], self._mode(value.op)))
+            elif self._is_independent(aliases, value):
                 break
             elif meta.func is not None:
                 args, kwargs = self._numbers((meta.args, meta.kwargs))
@@ -285,9 +273,9 @@ class _Builder:
             steps.append(ViewStep(_aten.as_strided.default, (sizes, strides), {}, None))
         return root, tuple(reversed(steps))
 
-    def _is_used_apart(self, aliases: AliasSet, value: Value) -> bool:
+    def _is_independent(self, aliases: AliasSet, value: Value) -> bool:
         """Whether autograd takes a value for a tensor of its own, and nobody uses the memory otherwise."""
-        if not aliases.is_apart(value):
+        if not aliases.is_detached(value):
             return False
         if aliases.has_gained(value) and aliases.views[value].func in DETACHED:
             return True  # a gradient of its own

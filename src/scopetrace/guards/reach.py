@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from scopetrace.containers.contents import MEMO, content_of, fill_cell, is_library, is_users_class, put_entry
+from scopetrace.containers.contents import MEMO, content_of, is_library, is_users_class, put_entry, set_attribute
 from scopetrace.containers.weak_cache import weak_cache
 
 
@@ -205,7 +205,7 @@ class Reach:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self.cells:
                 self.cells[id(cell)] = name, cell
-                self._look_at(name, content_of(cell), depth, functools.partial(fill_cell, cell))
+                self._look_at(name, content_of(cell), depth, functools.partial(set_attribute, cell, "cell_contents"))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._look_at(f"a default argument of {function.__name__}", default, depth)
 

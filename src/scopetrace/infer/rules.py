@@ -137,17 +137,17 @@ def view_of(func: Any, base: torch.Tensor, view: ViewArguments) -> Outputs | Non
     """The result of a view op with symbolic sizes, without key; None where it is not known."""
     place = views.place_view(base, view)
     if place is None:
-        return _copy(base, view) if func in (_aten.reshape.default, _aten.flatten.using_ints) else None
+        copies = func in (_aten.reshape.default, _aten.flatten.using_ints)
+        return _copy(base, view.size) if copies and isinstance(view, views.Reshape) else None
     container, places = (list, place) if isinstance(place, list) else (None, [place])
     # requires_grad holds also under no_grad
     metas = [OutputMeta(*place, base.dtype, base.device, base.requires_grad, 0, 0) for place in places]
     return Outputs(container, tuple(metas))
 
 
-def _copy(base: torch.Tensor, view: Any) -> Outputs | None:
+def _copy(base: torch.Tensor, size: tuple[Int, ...]) -> Outputs | None:
     """The result of a reshape that cannot be a view, at any size."""
-    size = views.reshaped_size(base.size(), view)
-    if size is None or views.reshape_strides(base, size) is not False:
+    if views.reshape_strides(base, size) is not False:
         return None
     return Outputs(None, (_new_tensor(size, row_major_strides(size), base.dtype, [base]),))
 

@@ -53,7 +53,7 @@ class SizeRules:
     """Which sizes and numbers a call may have. `check` raises for others."""
 
     env: WatchedShapeEnv
-    """torch's guards, and what Python was told of the symbols."""
+    """torch's guards, and what Python read of the symbols."""
     dynamic: list[DynamicInput] = dataclasses.field(default_factory=list)
     specs: dict[Any, DimSpec] = dataclasses.field(default_factory=dict)
     """By symbol, what `dynamic_shapes` says of it."""
@@ -69,7 +69,7 @@ class SizeRules:
 
     def bounds(self) -> dict[Any, tuple[int, int | None]]:
         """By symbol, the least and greatest size that a call may have."""
-        found = {}
+        bounds = {}
         for symbol, spec in self.specs.items():
             limits = self.env.var_to_range.get(symbol)
             lower, upper = spec.lower, spec.upper
@@ -77,17 +77,17 @@ class SizeRules:
                 lower = max(lower, int(limits.lower))
             if limits is not None and limits.upper.is_Integer:
                 upper = int(limits.upper) if upper is None else min(upper, int(limits.upper))
-            found[symbol] = (lower, upper)
-        return found
+            bounds[symbol] = (lower, upper)
+        return bounds
 
     def range_constraints(self) -> dict[Any, Any]:
         """By symbol, and expression of a derived Dim, torch's ValueRanges of the sizes that a call may have."""
-        found = {s: limits for s, limits in self.bounds().items() if self.env.replace(s) == s}
+        limits: dict[Any, Any] = {s: bounds for s, bounds in self.bounds().items() if self.env.replace(s) == s}
         for d, root in self.derived():
-            if root in found:
-                lower, upper = found[root]
-                found[d.expr] = int(d.expr.subs(root, lower)), None if upper is None else int(d.expr.subs(root, upper))
-        return ranges(found)
+            if root in limits:
+                lower, upper = (None if n is None else int(d.expr.subs(root, n)) for n in limits[root])
+                limits[d.expr] = lower, upper
+        return ranges(limits)
 
     def assumptions(self) -> list[Any]:
         """What tracing assumed of the sizes, as sympy conditions."""
@@ -104,9 +104,9 @@ class SizeRules:
 
     def check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         """Raise InputMismatchError, naming argument, dimension and rule, for sizes that were not captured."""
-        given = [d.value(tensors, numbers) for d in self.dynamic]
-        values = self._bind(given)
-        for d, value in zip(self.dynamic, given, strict=True):
+        sizes = [d.value(tensors, numbers) for d in self.dynamic]
+        values = self._bind(sizes)
+        for d, value in zip(self.dynamic, sizes, strict=True):
             want = int(evaluated(d.expr, values))
             if value != want:
                 raise InputMismatchError(f"{d.text} is {value} and must be {self._say(d.expr)} = {want}")
@@ -122,31 +122,30 @@ class SizeRules:
                     f"{rule.place.get('module')} at {rule.place.get('source')}; trace again for this size"
                 )
         for condition in self.assumptions():
-            known = {s: values[s] for s in condition.free_symbols if s in values}
-            if len(known) == len(condition.free_symbols) and not evaluated(condition, known):
-                said = ", ".join(f"{self._place(s)} is {v}" for s, v in known.items())
-                raise InputMismatchError(f"{said}: the trace holds for {self._say(condition)}; trace again")
+            if condition.free_symbols <= values.keys() and not evaluated(condition, values):
+                sizes_text = ", ".join(f"{self._place(s)} is {values[s]}" for s in condition.free_symbols)
+                raise InputMismatchError(f"{sizes_text}: the trace holds for {self._say(condition)}; trace again")
 
     def all_hold(self) -> Callable[[Sequence[torch.Tensor], Sequence[int]], bool]:
         """Whether `check` raises nothing, as a function of its arguments that torch.compile traces.
 
         Raises NotImplementedError for rules that it cannot say.
         """
-        given = [sympy.Symbol(f"n{i}", integer=True) for i in range(len(self.dynamic))]
+        sizes = [sympy.Symbol(f"n{i}", integer=True) for i in range(len(self.dynamic))]
         values: dict[Any, Any] = {}
-        for d, n in sorted(zip(self.dynamic, given, strict=True), key=lambda pair: not pair[0].expr.is_Symbol):
+        for d, n in sorted(zip(self.dynamic, sizes, strict=True), key=lambda pair: not pair[0].expr.is_Symbol):
             for symbol in d.expr.free_symbols - values.keys():
                 root = inverse(d.expr, symbol, n)
                 if root is None:
                     raise NotImplementedError(f"{self._say(d.expr)} as the size of an input")
                 values[symbol] = root
         values |= {f.symbol: f.value.xreplace(values) for f in self.env.fixed if f.symbol not in values}
-        conditions = [sympy.Eq(d.expr, n) for d, n in zip(self.dynamic, given, strict=True)]
+        conditions = [sympy.Eq(d.expr, n) for d, n in zip(self.dynamic, sizes, strict=True)]
         for symbol, (lower, upper) in self.bounds().items():
             conditions += [symbol >= lower] if upper is None else [symbol >= lower, symbol <= upper]
         conditions += [sympy.Ne(rule.symbol, rule.value) for rule in self.env.assumed.values()]
-        conditions += [guard.expr for guard in self.env.guards]
-        hold = all_hold(given, [c.xreplace(values) for c in conditions if c.free_symbols <= values.keys() | {*given}])
+        conditions += self.assumptions()
+        hold = all_hold(sizes, [c.xreplace(values) for c in conditions if c.free_symbols <= values.keys() | {*sizes}])
         return lambda tensors, numbers: hold(*[d.value(tensors, numbers) for d in self.dynamic])
 
     def values(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Callable[[Any], Any]:
@@ -154,12 +153,13 @@ class SizeRules:
         values = self._bind([d.value(tensors, numbers) for d in self.dynamic])
         return lambda number: evaluated(to_expr(number), values)
 
-    def _bind(self, given: list[int]) -> dict[Any, int]:
+    def _bind(self, sizes: list[int]) -> dict[Any, int]:
+        """The values of the symbols where the dynamic sizes and numbers are these."""
         values: dict[Any, int] = {}
-        for d, value in zip(self.dynamic, given, strict=True):
+        for d, value in zip(self.dynamic, sizes, strict=True):
             if d.expr.is_Symbol:
                 values.setdefault(d.expr, value)
-        for d, value in zip(self.dynamic, given, strict=True):
+        for d, value in zip(self.dynamic, sizes, strict=True):
             for symbol in d.expr.free_symbols - values.keys():
                 root = solved(d.expr, symbol, value)
                 if root is None:
@@ -189,7 +189,7 @@ class SizeRules:
 
     def narrowed(self) -> list[str]:
         """What the model takes of the range of a named Dim, for each of which it does not take all."""
-        found = []
+        narrowed = []
         for symbol, (lower, upper) in self.bounds().items():
             spec = self.specs[symbol]
             more = max(lower, 2) > max(spec.lower, 2) or (
@@ -197,8 +197,8 @@ class SizeRules:
             )
             if spec.is_dim and more and self.env.replace(symbol) == symbol:
                 limits = f"at least {lower}" + ("" if upper is None else f" and at most {upper}")
-                found.append(f"{self._place(symbol)} must be {limits} in this model, which is a part of its range")
-        return found
+                narrowed.append(f"{self._place(symbol)} must be {limits} in this model, which is a part of its range")
+        return narrowed
 
     def refuse_fixed(self) -> None:
         """Raise DynamicShapeError where the model fixed a size that `dynamic_shapes` says is dynamic.
@@ -211,19 +211,19 @@ class SizeRules:
         dims: dict[Any, Any] = {}  # by a symbol that is no Dim's, the Dim that equals it
         for symbol, spec in self.specs.items():
             only = self._only_value(symbol)
-            now = self.env.replace(symbol) if only is None else only
-            if spec.may_be_fixed or not (now.is_number or (spec.is_dim and _is_linear(now))):
+            expr = self.env.replace(symbol) if only is None else only
+            if spec.may_be_fixed or not (expr.is_number or (spec.is_dim and _is_linear(expr))):
                 continue
-            if now in self.specs and not self.specs[now].is_dim:
-                now = dims.setdefault(now, symbol)
-            if now != symbol and not (now in self.specs and self.specs[now].name == spec.name):
-                self._refuse(symbol, now)
+            if expr in self.specs and not self.specs[expr].is_dim:
+                expr = dims.setdefault(expr, symbol)
+            if expr != symbol and not (expr in self.specs and self.specs[expr].name == spec.name):
+                self._refuse(symbol, expr)
 
     def _refuse_other_for_one(self, symbol: Any) -> None:
         """Raise DynamicShapeError where `dynamic_shapes` allows a size of 1, and the program does not hold for it."""
         rule = next((r for r in self.env.assumed.values() if r.symbol == symbol and r.value == 1), None)
-        own = (c for c in self.assumptions() if c.free_symbols == {symbol})
-        holds = self.bounds()[symbol][0] <= 1 and all(evaluated(c, {symbol: 1}) for c in own)
+        alone = (c for c in self.assumptions() if c.free_symbols == {symbol})
+        holds = self.bounds()[symbol][0] <= 1 and all(evaluated(c, {symbol: 1}) for c in alone)
         if rule is not None or not holds:
             raise DynamicShapeError(
                 f"{self._place(symbol)} may be 1 as dynamic_shapes has it, and the model goes another way for 1",
@@ -234,30 +234,29 @@ class SizeRules:
     def name_equal(self) -> None:
         """Give dimensions that the model makes equal one name, with a warning where they have two."""
         for symbol, spec in list(self.specs.items()):
-            now = self.env.replace(symbol)
-            if spec.name and now != symbol and now in self.specs:
-                self._name_equal(now, spec)
+            other = self.env.replace(symbol)
+            if spec.name and other != symbol and other in self.specs:
+                self._name_equal(other, spec)
 
-    def _refuse(self, symbol: Any, now: Any) -> None:
-        fixed = next((f for f in self.env.fixed if f.symbol == symbol), None)
-        place = fixed.place if fixed is not None else {}
-        if now.is_number:
-            problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {now}"
+    def _refuse(self, symbol: Any, expr: Any) -> None:
+        place = next((f.place for f in self.env.fixed if f.symbol == symbol), {})
+        if expr.is_number:
+            problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {expr}"
             hint = (
-                f"write {now} for it in dynamic_shapes, or Dim.AUTO to let the model decide; "
+                f"write {expr} for it in dynamic_shapes, or Dim.AUTO to let the model decide; "
                 "or take the number from the tensor's shape in the model"
             )
         else:
-            problem = f"{self._place(symbol)} must always be {self._say(now)} in this model"
-            hint = f"give both the same Dim, or say {self.name(symbol)} as {self._say(now)} in dynamic_shapes"
+            problem = f"{self._place(symbol)} must always be {self._say(expr)} in this model"
+            hint = f"give both the same Dim, or say {self.name(symbol)} as {self._say(expr)} in dynamic_shapes"
         raise DynamicShapeError(problem, hint=hint, **place)
 
     def _name_equal(self, symbol: Any, other: DimSpec) -> None:
         """Give the symbol that stands for two equal dimensions one name: that of a Dim, else the first."""
-        own = self.specs[symbol]
-        kept, lost = (other, own) if own.name is None or other.is_dim else (own, other)
-        upper = min((n for n in (own.upper, other.upper) if n is not None), default=None)
-        self.specs[symbol] = dataclasses.replace(kept, lower=max(own.lower, other.lower), upper=upper)
+        spec = self.specs[symbol]
+        kept, lost = (other, spec) if spec.name is None or other.is_dim else (spec, other)
+        upper = min((n for n in (spec.upper, other.upper) if n is not None), default=None)
+        self.specs[symbol] = dataclasses.replace(kept, lower=max(spec.lower, other.lower), upper=upper)
         self.env.names[symbol] = str(kept.name)
         if lost.name not in (None, kept.name):
             warnings.warn(  # in the words of torch.onnx, for which users may have filters
@@ -282,7 +281,7 @@ class Specialization:
     """The answer in the trace: a number or bool for data."""
     op: str
     """For data, the op that read it, `aten.item.default`; for all else, the kind of thing: `argument`, `input`,
-    `attribute`, `tensor`, `global`, `closure`, `state` (of torch), `environment`."""
+    `attribute`, `tensor`, `global`, `closure`, `state` (of torch)."""
     module: str
     """The scope path in which Python asked: `Net/Linear[fc]`."""
     fqn: str | None
@@ -328,6 +327,6 @@ _WIDTH = 110
 _WIDEST = 50
 
 
-def decided_by(found: Sequence[Specialization], message: str) -> Specialization | None:
+def decided_by(specializations: Sequence[Specialization], message: str) -> Specialization | None:
     """The specialization that has an assertion with this message."""
-    return next((s for s in found if s.message == message), None)
+    return next((s for s in specializations if s.message == message), None)

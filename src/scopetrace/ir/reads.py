@@ -22,11 +22,10 @@ import functools
 import itertools
 import keyword
 import operator
-import os
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,130 +65,101 @@ NO_CALL = CallInputs((), {}, ())
 """For places that are not in arguments."""
 
 
-class Place(Protocol):
+class Place:
     """Where a read can be asked again. Equal for two reads of one thing."""
+
+    __slots__ = ()
 
     @property
     def kind(self) -> str:
-        """What it belongs to: `attribute`, `closure`, `code`, `input`, `tensor`, `state` or `environment`."""
+        """What it belongs to: `attribute`, `closure`, `code`, `hooks`, `input`, `submodules`, `tensor` or `state`."""
+        return "attribute"
 
-    @property
-    def stays(self) -> bool:
-        """Whether it exists in another process too: it belongs to the call or to torch, not to the model's objects."""
+    stays = False
+    """Whether it exists in another process too: it belongs to the call or to torch, not to the model's objects."""
 
-    def now(self, call: CallInputs) -> Any:
+    def current(self, call: CallInputs) -> Any:
         """What is there at a call; MISSING where there is nothing."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(slots=True)
-class InTable:
+class InTable(Place):
     """An entry of the `__dict__` of a module, an object, a class or a Python file."""
 
     table: Any
     key: str
-    stays = False
 
     @property
     def kind(self) -> str:
-        """As `Place.kind`."""
         return "global" if "__name__" in self.table else "attribute"
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return self.table.get(self.key, MISSING)
 
 
 @dataclasses.dataclass(frozen=True)
-class InClosure:
+class InClosure(Place):
     """A variable of a function around the one that read it."""
 
     cell: types.CellType
-    kind, stays = "closure", False
+    kind = "closure"
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return content_of(self.cell)
 
 
 @dataclasses.dataclass(frozen=True)
-class InTables:
+class InTables(Place):
     """An attribute that a module does not have: no plain one, and no parameter, buffer or submodule."""
 
     tables: tuple[dict[str, Any], ...]
     key: str
-    kind, stays = "attribute", False
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return next((table[self.key] for table in self.tables if self.key in table), MISSING)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tied:
-    """Whether several places of modules have one and the same parameter or buffer."""
-
-    places: tuple[tuple[dict[str, Any], str], ...]
-    kind, stays = "tensor", False
-
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
-        return len({id(table.get(key)) for table, key in self.places}) == 1
-
-
-@dataclasses.dataclass(frozen=True)
-class OfClass:
+class OfClass(Place):
     """What a class has under a name, itself or from those that it inherits from."""
 
     owner: type
     key: str
-    kind, stays = "attribute", False
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`. A method of nn.Module is that class: tracers of torch replace its methods for a time."""
+    def current(self, call: CallInputs) -> Any:
         member = getattr(self.owner, self.key, MISSING)
+        # a method of nn.Module is that class: tracers of torch replace its methods for a time
         return torch.nn.Module if member is vars(torch.nn.Module).get(self.key, self) else member
 
 
 @dataclasses.dataclass(frozen=True)
-class OfArgument:
-    """An object among the arguments, which a call gets too."""
-
-    value: Any
-    kind, stays = "attribute", False
-
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
-        return self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Submodules:
+class Submodules(Place):
     """The submodules of a module, in order, where the forward went through them."""
 
     module: torch.nn.Module
     name: str
     """Of the module."""
-    kind, stays = "submodules", False
+    kind = "submodules"
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return dict(self.module.__dict__["_modules"])
 
-    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
-        """As `OfModules.words`."""
-        for key in dict.fromkeys((*then, *now)):
-            if then.get(key) is not now.get(key):
-                old, new = (type(x[key]).__name__ if key in x else "missing" for x in (then, now))
+    def words(self, traced: dict[str, Any], current: dict[str, Any]) -> tuple[str, str, str]:
+        """What differs first, and what it was and is."""
+        for key in dict.fromkeys((*traced, *current)):
+            if traced.get(key) is not current.get(key):
+                old, new = (type(x[key]).__name__ if key in x else "missing" for x in (traced, current))
                 return f"{self.name}.{key}".lstrip("."), old, f"another {new}" if old == new else new
-        return f"the order of the submodules of {self.name or 'the model'}", ", ".join(then), ", ".join(now)
+        return f"the order of the submodules of {self.name or 'the model'}", ", ".join(traced), ", ".join(current)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfModules:
+class OfModules(Place):
     """What the modules are that were called: their classes, their hooks, and methods that they have themselves."""
 
-    modules: tuple[tuple[str, torch.nn.Module], ...]
-    """With their names in the model."""
+    modules: tuple[tuple[str, torch.nn.Module | None], ...]
+    """With their names in the model; None for what the hooks of all modules are."""
     aspect: str
     """One of ASPECTS."""
     named: frozenset[str] | None
@@ -197,18 +167,16 @@ class OfModules:
     free: frozenset[str]
     """Attributes that the forward itself changes."""
     ASPECTS = ("classes", "hooks", "methods")
-    stays = False
 
     @property
     def kind(self) -> str:
-        """As `Place.kind`."""
         return "hooks" if self.aspect == "hooks" else "code"
 
-    def now(self, call: CallInputs) -> dict[str, Any]:
+    def current(self, call: CallInputs) -> dict[str, Any]:
         """By name of a module, what there is; empty entries are left out."""
         if self.aspect == "classes":
             return {name: type(module) for name, module in self.modules}
-        get = hooks_of_module if self.aspect == "hooks" else self._methods_of
+        get: Any = hooks_of_module if self.aspect == "hooks" else self._methods_of
         entries = ((name, get(module)) for name, module in self.modules)
         return {name: what for name, what in entries if what}
 
@@ -222,10 +190,10 @@ class OfModules:
         names = self.names_in(type(module)) & module.__dict__.keys()
         return {name: module.__dict__[name] if name == "forward" else True for name in names}
 
-    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+    def words(self, traced: dict[str, Any], current: dict[str, Any]) -> tuple[str, str, str]:
         """What differs first, and what it was and is."""
-        name = next(name for name in (*then, *now) if not same(then.get(name), now.get(name)))
-        old, new, of = then.get(name), now.get(name), name if name != "self" else "the model"
+        name = next(name for name in (*traced, *current) if not same(traced.get(name), current.get(name)))
+        old, new, of = traced.get(name), current.get(name), name if name != "self" else "the model"
         if self.aspect == "classes":
             return f"class of {of}", getattr(old, "__name__", "missing"), getattr(new, "__name__", "missing")
         old, new = old or {}, new or {}
@@ -236,35 +204,27 @@ class OfModules:
         return f"{key} of {of}", was, is_now
 
 
-@dataclasses.dataclass(frozen=True)
-class ProcessHooks:
-    """The hooks that run for each module of the process."""
-
-    kind, stays = "hooks", False
-
-    def now(self, call: CallInputs) -> dict[str, dict[Any, Any]]:
-        """As `Place.now`."""
-        return {name: dict(table) for name, table in hooks_of_all_modules().items() if table}
-
-    def words(self, then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
-        """As `OfModules.words`."""
-        key = next(key for key in (*then, *now) if then.get(key) != now.get(key))
-        return f"{key} of all modules", str(len(then.get(key, ()))), str(len(now.get(key, ())))
+HOOKS = {
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_forward_hooks": "forward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_backward_hooks": "backward hooks",
+}
+"""The tables of a module that have its hooks, and what people call these."""
+ALL_MODULES = OfModules((("all modules", None),), "hooks", None, frozenset())
+"""The hooks that run for each module of the process."""
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The tables of a module that have its hooks."""
+def hook_tables(module: torch.nn.Module | None) -> dict[str, dict[Any, Any]]:
+    """By kind, the tables of the hooks of a module; of those of all modules for None."""
+    if module is None:
+        return hooks_of_all_modules()
+    return {words: module.__dict__.get(name, {}) for name, words in HOOKS.items()}
 
 
-def hooks_of_module(module: torch.nn.Module) -> dict[str, list[Any]]:
-    """By kind, the hooks of a module."""
-    tables = module.__dict__
-    return {words_of_hooks(name): [*tables[name].values()] for name in HOOKS if tables.get(name)}
-
-
-def words_of_hooks(table: str) -> str:
-    """What people call the hooks in a table of a module: `forward pre-hooks`."""
-    return table.strip("_").replace("_", " ").replace("pre ", "pre-")
+def hooks_of_module(module: torch.nn.Module | None) -> dict[str, list[Any]]:
+    """By kind, the hooks of a module; those of all modules for None."""
+    return {kind: [*table.values()] for kind, table in hook_tables(module).items() if table}
 
 
 @weak_cache
@@ -276,23 +236,22 @@ def _names_of_class(kind: type) -> tuple[frozenset[str], frozenset[str]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfFunctions:
+class OfFunctions(Place):
     """What makes functions: of each its code, the number of default arguments, these, and those of keywords."""
 
     functions: tuple[types.FunctionType, ...]
-    kind, stays = "code", False
+    kind = "code"
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
-        return [_made_of(f.__code__, f.__defaults__ or (), f.__kwdefaults__ or {}) for f in self.functions]
+    def current(self, call: CallInputs) -> Any:
+        return [self._parts(f.__code__, f.__defaults__ or (), f.__kwdefaults__ or {}) for f in self.functions]
 
-
-def _made_of(code: types.CodeType, defaults: tuple[Any, ...], of_keywords: dict[str, Any]) -> tuple[Any, ...]:
-    return code, len(defaults), *defaults, *of_keywords, *of_keywords.values()
+    @staticmethod
+    def _parts(code: types.CodeType, defaults: tuple[Any, ...], of_keywords: dict[str, Any]) -> tuple[Any, ...]:
+        return code, len(defaults), *defaults, *of_keywords, *of_keywords.values()
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Asked(Place):
     """What a function tells of an object that the model knows, such as the level of a logger."""
 
     ask: Callable[..., Any]
@@ -302,16 +261,23 @@ class Asked:
     hint: str = ""
     """How a program can follow it, which an error says where it has changed."""
     kind: str = "attribute"
-    """As `Place.kind`."""
-    stays = False
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return self.ask(*self.args)
 
 
+def tied_place(places: Sequence[tuple[dict[str, Any], str]]) -> Asked:
+    """Whether entries of tables of modules are one and the same tensor."""
+    hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
+    return Asked(_hold_one, (places,), hint=hint, kind="tensor")
+
+
+def _hold_one(places: Sequence[tuple[dict[str, Any], str]]) -> bool:
+    return len({id(table.get(key)) for table, key in places}) == 1
+
+
 @dataclasses.dataclass(frozen=True)
-class OfInput:
+class OfInput(Place):
     """What an input tensor answers to a question: `x.stride(0)`."""
 
     index: int
@@ -320,13 +286,12 @@ class OfInput:
     args: tuple[Any, ...] = ()
     kind, stays = "input", True
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return fact_of(call.tensors[self.index], self.fact, self.args)
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientOfInput:
+class GradientOfInput(Place):
     """Whether the `grad` of an input is the tensor that it was. Never so in a loaded trace, which has a copy of it."""
 
     index: int
@@ -334,54 +299,51 @@ class GradientOfInput:
     gradient: torch.Tensor | None = None
     kind, stays = "input", True
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return self.gradient is not None and call.tensors[self.index].grad is self.gradient
 
 
 @dataclasses.dataclass(frozen=True)
-class WhichInputs:
+class WhichInputs(Place):
     """Which inputs are one Python object: the position of each among them, or of the first that it is."""
 
     kind, stays = "input", True
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         ids = list(map(id, call.tensors))
         return tuple(map(ids.index, ids))
 
 
 @dataclasses.dataclass(frozen=True)
-class WhichOfModel:
-    """Which inputs are which tensors of the model, whose names there, modules and names in these are given."""
+class WhichOfModel(Place):
+    """Which inputs are which tensors of the model."""
 
     owners: Iterable[tuple[str, torch.nn.Module, str]]
-    kind, stays = "input", False
+    """Of each tensor its name in the model, its module and its name there."""
+    kind = "input"
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
-        own = {id(_held(module, name)): fqn for fqn, module, name in self.owners}
-        return tuple([(i, own[id(t)]) for i, t in enumerate(call.tensors) if id(t) in own])
+    def current(self, call: CallInputs) -> Any:
+        fqns = {id(_held(module, name)): fqn for fqn, module, name in self.owners}
+        return tuple([(i, fqns[id(t)]) for i, t in enumerate(call.tensors) if id(t) in fqns])
 
 
 def _held(module: torch.nn.Module, name: str) -> Any:
     """An attribute of a module; nn.Module looks for parameters last."""
-    own = parameters_of(module).get(name)
-    return getattr(module, name, None) if own is None else own
+    parameter = parameters_of(module).get(name)
+    return getattr(module, name, None) if parameter is None else parameter
 
 
 @dataclasses.dataclass(frozen=True)
-class OfTensor:
+class OfTensor(Place):
     """What a parameter, buffer or other tensor of the model answers to a question without arguments."""
 
     module: torch.nn.Module
     name: str
     """The attribute that holds it, as `weight`; or `weight.grad`."""
     fact: str
-    kind, stays = "tensor", False
+    kind = "tensor"
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         name, _, of_it = self.name.partition(".")
         tensor = getattr(self.module, name, None)
         if of_it:
@@ -390,14 +352,13 @@ class OfTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class HasGradient:
+class HasGradient(Place):
     """Whether a tensor that the program holds has a `grad`. A loaded trace has no model that it could ask."""
 
     tensor: torch.Tensor
     kind, stays = "tensor", True
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return self.tensor.grad is not None
 
 
@@ -414,28 +375,15 @@ def in_a_file(read: Read, held: Collection[torch.Tensor]) -> Read | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flag:
+class Flag(Place):
     """The state of the process, as a function of torch tells it; `torch.autocast` stands for `autocast_state()`."""
 
     function: str
     args: tuple[Any, ...] = ()
     kind, stays = "state", True
 
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
+    def current(self, call: CallInputs) -> Any:
         return flag(self.function, self.args)
-
-
-@dataclasses.dataclass(frozen=True)
-class OfEnvironment:
-    """An environment variable; without a key, the names of all."""
-
-    key: str | None
-    kind, stays = "environment", True
-
-    def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
-        return list(os.environ) if self.key is None else os.environ.get(self.key, MISSING)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -458,9 +406,9 @@ class Read:
     skip: frozenset[tuple[int, Any]] = frozenset()
     """Entries that do not count: the id of what holds them, and their key."""
 
-    def now(self, call: CallInputs = NO_CALL) -> Any:
+    def current(self, call: CallInputs = NO_CALL) -> Any:
         """What is there now, as a snapshot."""
-        return snapshot(self.place.now(call), self.names, self.skip)
+        return snapshot(self.place.current(call), self.names, self.skip)
 
     def place_names(self) -> list[str]:
         """What it is called; of functions, the name of each."""
@@ -506,14 +454,14 @@ class Condition(NamedTuple):
     operands: tuple[Any, ...]
 
 
-def is_attribute(owner: Any, name: str, value: Any) -> Condition:
+def _is_attribute(owner: Any, name: str, value: Any) -> Condition:
     """Whether an attribute is this very object."""
     if name.isidentifier() and not keyword.iskeyword(name):
         return Condition(f"{{}}.{name} is {{}}", (owner, value))
     return Condition("{}({}, {}) is {}", (getattr, owner, name, value))
 
 
-def is_entry(table: Any, key: str, value: Any) -> Condition:
+def _is_entry(table: Any, key: str, value: Any) -> Condition:
     """Whether a table has this very object under a key."""
     return Condition("{}[{}] is {}" if type(table) is dict else "{}.get({}) is {}", (table, key, value))
 
@@ -524,17 +472,17 @@ def check(conditions: Iterable[Condition], otherwise: Callable[[], None]) -> Cal
     It cannot where an attribute, an entry or the content of a cell is gone.
     """
     names: dict[int, str] = {}
-    given: dict[str, Any] = {"otherwise": otherwise}
+    variables: dict[str, Any] = {"otherwise": otherwise}
 
     def name(x: Any) -> str:
-        found = names.setdefault(id(x), f"x{len(names)}")
-        given[found] = x
-        return found
+        variable = names.setdefault(id(x), f"x{len(names)}")
+        variables[variable] = x
+        return variable
 
     terms = [condition.form.format(*map(name, condition.operands)) for condition in conditions]
-    exec(_CHECK.replace("CONDITIONS", " and ".join(terms) or "True"), given)  # of forms and names made here
-    found: Callable[[], None] = given.pop("check")  # a function in its own globals would be freed late
-    return found
+    exec(_CHECK.replace("CONDITIONS", " and ".join(terms) or "True"), variables)  # of forms and names made here
+    function: Callable[[], None] = variables.pop("check")  # a function in its own globals would be freed late
+    return function
 
 
 _CHECK = """
@@ -548,15 +496,6 @@ def check():
 """
 
 
-_IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionType, torch.dtype, Missing})
-"""The classes of values that do not change: where nothing was assigned there is the same object."""
-
-
-def is_constant(x: Any) -> bool:
-    """Whether an object, a number or text for one, does not change."""
-    return type(x) in _IDENTICAL or (type(x) is tuple and _IDENTICAL.issuperset(map(type, x)))
-
-
 def _line_of(code: types.CodeType, name: str) -> int:
     """The first line in which code names a variable or attribute."""
     lines = (step.positions.lineno for step in dis.get_instructions(code) if step.argval == name and step.positions)
@@ -565,8 +504,8 @@ def _line_of(code: types.CodeType, name: str) -> int:
 
 def is_same(read: Read) -> bool:
     """Whether the answer to a read is that of the trace."""
-    now = read.now()
-    return same(read.value, now) or any(same(other, now) for other in read.others)
+    current = read.current()
+    return same(read.value, current) or any(same(other, current) for other in read.others)
 
 
 def unchanged(read: Read, known: set[int]) -> list[Condition]:
@@ -574,46 +513,41 @@ def unchanged(read: Read, known: set[int]) -> list[Condition]:
 
     `known` has the ids of the containers about which there are conditions already.
     """
-    place, then = read.place, read.value
+    place, traced = read.place, read.value
     whole = [Condition("{}({})", (is_same, read))]
-    if isinstance(place, Flag) and (quick := quick_flag(place.function, place.args, then)) is not None:
+    if isinstance(place, Flag) and (quick := quick_flag(place.function, place.args, traced)) is not None:
         ask, args, answer = quick  # whose class is always the same; text is a new object each time
         return [Condition(f"{{}}({', '.join('{}' for _ in args)}) == {{}}", (ask, *args, answer))]
     if read.others or not is_same(read):
         return whole
-    if isinstance(place, InTable | InClosure | OfClass | OfArgument):
-        of_content = list(_with_content(read, place.now(NO_CALL), known))
-        return whole if None in of_content else [*_is_there(place), *(c for c in of_content if c is not None)]
-    return list(_of_place(place, then)) or whole
+    if isinstance(place, InTable | InClosure | OfClass):
+        current = place.current(NO_CALL)
+        of_content = list(_with_content(read, current, known))
+        certain = [condition for condition in of_content if condition is not None]
+        return [_is_there(place, current), *certain] if len(certain) == len(of_content) else whole
+    return list(_of_place(place, traced)) or whole
 
 
-def _is_there(place: Any) -> Iterator[Condition]:
-    """That the object that a place has now stays there."""
-    now = place.now(NO_CALL)
+def _is_there(place: Any, current: Any) -> Condition:
+    """That a place goes on to have the same object."""
     if isinstance(place, InTable):
-        yield is_entry(place.table, place.key, now)
-    elif isinstance(place, InClosure):
-        yield is_attribute(place.cell, "cell_contents", now)
-    elif isinstance(place, OfClass):
-        of_torch = now is torch.nn.Module
-        yield (
-            Condition(f"{{}}.{place.key} is {{}}.{place.key}", (place.owner, now))
-            if of_torch
-            else is_attribute(place.owner, place.key, now)
-        )
+        return _is_entry(place.table, place.key, current)
+    if isinstance(place, InClosure):
+        return _is_attribute(place.cell, "cell_contents", current)
+    if current is torch.nn.Module:
+        return Condition(f"{{}}.{place.key} is {{}}.{place.key}", (place.owner, current))
+    return _is_attribute(place.owner, place.key, current)
 
 
-def _of_place(place: Any, then: Any) -> Iterator[Condition]:
-    """Conditions of the places that have some of their own; nothing for others."""
-    if isinstance(place, InTables) and then is MISSING:
+def _of_place(place: Any, traced: Any) -> Iterator[Condition]:
+    """Conditions of other places; nothing where there are none."""
+    if isinstance(place, InTables) and traced is MISSING:
         yield from [Condition("{} not in {}", (place.key, table)) for table in place.tables]
-    elif isinstance(place, ProcessHooks) and not then:
-        yield Condition("not any({})", ([*hooks_of_all_modules().values()],))
     elif isinstance(place, OfModules):
-        yield from _of_modules(place, then)
+        yield from _of_modules(place, traced)
     elif isinstance(place, OfFunctions) and not any(map(_has_defaults_with_content, place.functions)):
         parts = itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__"))
-        yield from [is_attribute(f, part, getattr(f, part)) for f, part in parts]
+        yield from [_is_attribute(f, part, getattr(f, part)) for f, part in parts]
     elif isinstance(place, Submodules):
         yield _has_entries(place.module.__dict__["_modules"])
 
@@ -623,22 +557,20 @@ def _has_defaults_with_content(function: types.FunctionType) -> bool:
     return bool(function.__kwdefaults__) or any(form_of(type(x)) is not None for x in defaults)
 
 
-def _of_modules(place: OfModules, then: dict[str, Any]) -> Iterator[Condition]:
+def _of_modules(place: OfModules, traced: dict[str, Any]) -> Iterator[Condition]:
     modules = [module for _, module in place.modules]
     if place.aspect == "classes":
         yield Condition("all(map({}, map(type, {}), {}))", (operator.is_, modules, list(map(type, modules))))
     elif place.aspect == "methods":
-        for name, entries in then.items():
-            if "forward" in entries:
-                module = dict(place.modules)[name]
-                yield is_entry(module.__dict__, "forward", module.__dict__["forward"])
-        free = [place.names_in(type(m)).difference(then.get(name, ())) for name, m in place.modules]
+        for table in [m.__dict__ for name, m in place.modules if "forward" in traced.get(name, ())]:
+            yield _is_entry(table, "forward", table["forward"])
+        free = [place.names_in(type(m)).difference(traced.get(name, ())) for name, m in place.modules]
         yield Condition("all(map({}, {}, {}))", (frozenset.isdisjoint, free, [m.__dict__ for m in modules]))
     else:
-        tables = [module.__dict__[name] for module in modules for name in HOOKS]
+        tables = [table for module in modules for table in hook_tables(module).values()]
         yield Condition("not any({})", ([table for table in tables if not table],))
-        filled = [table for table in tables if table]
-        yield Condition("{} == {}", (filled, [table.copy() for table in filled]))
+        if filled := [table for table in tables if table]:
+            yield Condition("{} == {}", (filled, [table.copy() for table in filled]))
 
 
 def _has_entries(table: dict[Any, Any]) -> Condition:
@@ -699,46 +631,40 @@ def numbers_read(
     attributes: Collection[str] | None,
 ) -> list[ArgumentNumber]:
     """The numbers in objects that stand in one of `attributes`, or in any; `names` are of the positional arguments."""
-    search = _Search(object_types, attributes)
-    found = [
-        n for i, (name, x) in enumerate(zip(names, args, strict=True)) for n in search.of(x, name, ("[0]", f"[{i}]"))
-    ]
-    return [*found, *(n for name, x in kwargs.items() for n in search.of(x, name, ("[1]", f"[{name!r}]")))]
 
-
-class _Search:
-    def __init__(self, object_types: Collection[type], attributes: Collection[str] | None) -> None:
-        self._object_types = object_types
-        self._attributes = attributes
-
-    def of(self, x: Any, name: str, path: tuple[str, ...]) -> Iterator[ArgumentNumber]:
-        children = open_container(x, self._object_types)
+    def in_containers(x: Any, name: str, path: tuple[str, ...]) -> Iterator[ArgumentNumber]:
+        children = open_container(x, object_types)
         if children is None:
-            yield from self._in_object(x, name, path, (), [])
+            yield from _in_object(x, ArgumentNumber(name, 0, path, ()), attributes, [])
         for key, child in children or ():
-            if key[0] == "." and type(child) in (int, float):
-                if self._attributes is None or key[1:] in self._attributes:
-                    yield ArgumentNumber(name + key, child, (*path, key), ())
-            else:
-                yield from self.of(child, name + key, (*path, key))
+            if key[0] != "." or type(child) not in (int, float):
+                yield from in_containers(child, name + key, (*path, key))
+            elif attributes is None or key[1:] in attributes:
+                yield ArgumentNumber(name + key, child, (*path, key), ())
 
-    def _in_object(
-        self, x: Any, name: str, path: tuple[str, ...], attributes: tuple[str, ...], outer: list[Any]
-    ) -> Iterator[ArgumentNumber]:
-        if not is_plain_object(x) or any(x is seen for seen in outer):
-            return
-        for key, value in vars(x).items():
-            if type(value) not in (int, float):
-                yield from self._in_object(value, f"{name}.{key}", path, (*attributes, key), [*outer, x])
-            elif self._attributes is None or key in self._attributes:
-                yield ArgumentNumber(f"{name}.{key}", value, path, (*attributes, key))
+    places = [("[0]", f"[{i}]") for i in range(len(args))] + [("[1]", f"[{name!r}]") for name in kwargs]
+    arguments = zip((*args, *kwargs.values()), (*names, *kwargs), places, strict=True)
+    return [number for argument in arguments for number in in_containers(*argument)]
+
+
+def _in_object(
+    x: Any, place: ArgumentNumber, names: Collection[str] | None, outer: list[Any]
+) -> Iterator[ArgumentNumber]:
+    if not is_plain_object(x) or any(x is seen for seen in outer):
+        return
+    for key, value in vars(x).items():
+        number = ArgumentNumber(f"{place.name}.{key}", value, place.path, (*place.attributes, key))
+        if type(value) not in (int, float):
+            yield from _in_object(value, number, names, [*outer, x])
+        elif names is None or key in names:
+            yield number
 
 
 def check_numbers(numbers: Sequence[ArgumentNumber], template: Any, arguments: Any) -> None:
     """Raise InputMismatchError where an object among the arguments, (args, kwargs), has another number."""
     inside = [n for n in numbers if n.attributes]
     for number, x in zip(inside, effect_targets(inside, template, arguments), strict=True):
-        now = functools.reduce(lambda found, key: getattr(found, key, None), number.attributes, x)
+        now = functools.reduce(lambda part, key: getattr(part, key, None), number.attributes, x)
         if type(now) is not type(number.value) or now != number.value:
             raise InputMismatchError(
                 f"{number.name} was {number.value} when traced and is {now!r} now: numbers in objects are fixed in a "

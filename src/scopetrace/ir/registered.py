@@ -81,13 +81,13 @@ class Registered:
 
     @functools.cached_property
     def _inside(self) -> dict[str, dict[str, None]]:
-        found: dict[str, dict[str, None]] = {}
+        params: dict[str, dict[str, None]] = {}
         for first, param in self.params.items():
             for name in param.names:
                 while name:
                     name = name.rpartition(".")[0]
-                    found.setdefault(name, {})[first] = None
-        return found
+                    params.setdefault(name, {})[first] = None
+        return params
 
     @functools.cached_property
     def _params_by_name(self) -> dict[str, str]:

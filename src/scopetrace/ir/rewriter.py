@@ -33,7 +33,7 @@ class TapeRewriter:
     """Goes along `old` and appends to `new`: a copy, but for what subclasses do in `step`.
 
     Attributes:
-        now: by value of the old tape, and by body of one of its higher-order ops, what stands for it.
+        replacements: by value of the old tape, and by body of one of its higher-order ops, what stands for it.
         calls: by call of the old tape, that of the new one.
         storages: gives numbers of storages that no tape of the program has.
     """
@@ -42,7 +42,7 @@ class TapeRewriter:
         """`around` rewrites the tape in which `old` is a body."""
         self.old = old
         self.new: Any = dataclasses.replace(old, ops=[], calls=[], attributes=dict(old.attributes))
-        self.now: dict[Any, Any] = {} if around is None else around.now
+        self.replacements: dict[Any, Any] = {} if around is None else around.replacements
         self.calls: dict[Call, Call] = copied_calls(old) if around is None else around.calls
         self.storages: Iterator[int] = new_storages(old) if around is None else around.storages
 
@@ -50,7 +50,7 @@ class TapeRewriter:
         """The new tape."""
         self.append(self.old, self.old.calls)
         self.new.calls.sort(key=lambda call: call.position)
-        return with_values(self.new, self.now)
+        return with_values(self.new, self.replacements)
 
     def append(self, tape: Tape, calls: list[Call]) -> None:
         """Append what stands for the ops of a tape, and these of its calls."""
@@ -63,7 +63,7 @@ class TapeRewriter:
         for call in calls:
             new = self.calls[call]
             new.start, new.stop = starts[call.start], starts[call.stop]
-            self.new.calls.append(new.rename(self.now))
+            self.new.calls.append(new.rename(self.replacements))
 
     def step(self, op: Op, placed: Op) -> None:
         """Append what stands for an op. `placed` is the same op in its new call."""
@@ -79,14 +79,14 @@ class TapeRewriter:
     def copy(self, op: Op, placed: Op) -> None:
         """Append a copy of an op. New tensors get new memory, but those that come from outside."""
         self.rewrite_bodies(op)
-        storages = {v.storage: self.now[v].storage for v in op.inputs()}
+        storages = {v.storage: self.replacements[v].storage for v in op.inputs()}
         if op.kind not in ("placeholder", "get_attr"):
             for v in op.values():
                 storages.setdefault(v.storage, next(self.storages))
-        self.new.ops.append(placed.copied(self.now, storages))
+        self.new.ops.append(placed.copied(self.replacements, storages))
 
     def rewrite_bodies(self, op: Op) -> None:
         """Rewrite the bodies of a higher-order op, each once."""
         for body in op.bodies():
-            if body not in self.now:
-                self.now[body] = self.inner(body).run()
+            if body not in self.replacements:
+                self.replacements[body] = self.inner(body).run()

@@ -14,12 +14,14 @@ Data flow:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import linecache
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -67,10 +69,10 @@ class Scope:
     def child(self, name: str, type_name: str = "") -> Scope:
         """The scope of this name inside this one; a new one the first time."""
         key = f"{type_name}\n{name}"  # a tuple for each would be work for Python's garbage collector
-        found = self._children.get(key)
-        if found is None:
-            found = self._children[key] = Scope(name, type_name, self)
-        return found
+        inner = self._children.get(key)
+        if inner is None:
+            inner = self._children[key] = Scope(name, type_name, self)
+        return inner
 
     def walk(self) -> Iterator[Scope]:
         """This scope and all inside it, outer before inner."""
@@ -172,19 +174,15 @@ def tracing_state() -> TracingState | None:
     return stack[-1] if stack else None
 
 
-class activate:
+@contextlib.contextmanager
+def activate(state: TracingState) -> Iterator[None]:
     """Make `state` the tracing state of this thread while the block runs."""
-
-    def __init__(self, state: TracingState) -> None:
-        self._state = state
-
-    def __enter__(self) -> None:
-        if not hasattr(_active, "stack"):
-            _active.stack = []
-        _active.stack.append(self._state)
-
-    def __exit__(self, *exc: object) -> None:
-        _active.stack.pop()
+    stack = _active.__dict__.setdefault("stack", [])
+    stack.append(state)
+    try:
+        yield
+    finally:
+        stack.pop()
 
 
 class scope:
@@ -331,22 +329,21 @@ def walk_frames(frames: Frames) -> list[Frame]:
 _lines: dict[tuple[str, int, str], str] = {}  # a cache, since frames are written for each node; it holds no code
 
 
-def format_stack(frames: Frames, known: dict[int, str | None]) -> str | None:
+def format_stack(frames: Frames, cache: dict[int, str | None]) -> str | None:
     """The frames of functions named `forward`, in the form of torch.export's `stack_trace`; None without any.
 
-    `known` keeps what was found, also for the outer parts, which many ops share, by the ids of the frames: these have
-    to live as long as it does.
+    `cache` keeps the texts by the ids of the frames, which have to live as long as it does: many ops share outer ones.
     """
     if isinstance(frames, str):
         return frames
     if not frames:
         return None
     key = id(frames)
-    if key not in known:
-        outer = format_stack(frames[0], known)
-        own = [_format(f) for f in frames[1] if f[0].co_name == "forward"]
-        known[key] = outer if not own else "\n  ".join(own if outer is None else [outer, *own])
-    return known[key]
+    if key not in cache:
+        outer = format_stack(frames[0], cache)
+        inner = [_format(f) for f in frames[1] if f[0].co_name == "forward"]
+        cache[key] = "\n  ".join(inner if outer is None else [outer, *inner]) if inner else outer
+    return cache[key]
 
 
 def _format(frame: Frame) -> str:
@@ -390,8 +387,4 @@ def user_line(frames: list[Frame]) -> str | None:
 
 def frames_of_traceback(tb: TracebackType | None) -> list[Frame]:
     """The frames of an exception, outermost first."""
-    frames: list[Frame] = []
-    while tb is not None:
-        frames.append((tb.tb_frame.f_code, tb.tb_lineno))
-        tb = tb.tb_next
-    return frames
+    return [(frame.f_code, line) for frame, line in traceback.walk_tb(tb)]

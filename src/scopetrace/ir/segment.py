@@ -72,14 +72,14 @@ def body_tapes(tape: Tape, segments: list[TapeSegment], grad: bool) -> tuple[lis
 
 def captured(segments: list[TapeSegment]) -> list[Any]:
     """What the segments read and do not make: values and symbolic sizes, each once."""
-    found: dict[Any, Any] = {}
+    outside: dict[Any, Any] = {}
     for segment in segments:
-        made = {v for op in segment.kept() for v in op.values()}
-        found |= {v: v for v in _read(segment) if v not in made}
+        inside = {v for op in segment.kept() for v in op.values()}
+        outside |= {v: v for v in _read(segment) if v not in inside}
     for segment in segments:
-        for number in free_symbols(segment, list(found)):
-            found.setdefault(to_expr(number), number)
-    return list(found.values())
+        for number in free_symbols(segment, list(outside)):
+            outside.setdefault(to_expr(number), number)
+    return list(outside.values())
 
 
 def _read(segment: TapeSegment) -> Iterator[Value]:
@@ -116,10 +116,10 @@ class _Known:
         self._expressions: set[Any] = set()
         self._parts: dict[Any, Any] = {}
 
-    def add(self, *found: Any) -> None:
+    def add(self, *items: Any) -> None:
         """Values, of which the sizes are known, numbers and expressions."""
-        sizes = [n for x in found if isinstance(x, Value) for n in x.fake.size() if isinstance(n, torch.SymInt)]
-        new = {to_expr(x) for x in (*sizes, *found) if not isinstance(x, Value)} - self._expressions
+        sizes = [n for x in items if isinstance(x, Value) for n in x.fake.size() if isinstance(n, torch.SymInt)]
+        new = {to_expr(x) for x in (*sizes, *items) if not isinstance(x, Value)} - self._expressions
         self._expressions |= new
         self._parts |= dummy_symbols(new)
 
@@ -143,11 +143,11 @@ def body_tape(
     Its ops and values are new ones. The calls move to it. `grad`: whether autograd is on around it; by default where it
     is for one of its ops, since it may begin with a block under `torch.no_grad()`.
     """
-    own = [op for op in segment.ops if op.kind == "placeholder"]
-    names = names or [name_of(x, len(own) + i) for i, x in enumerate(captured)]
+    first = [op for op in segment.ops if op.kind == "placeholder"]
+    names = names or [name_of(x, len(first) + i) for i, x in enumerate(captured)]
     used: set[str] = set()
     inside: dict[Value, Value] = {}
-    placeholders = [op.replace(target=identifier(op.name, used)).copied(inside) for op in own]
+    placeholders = [op.replace(target=identifier(op.name, used)).copied(inside) for op in first]
     if grad is None:
         grad = is_grad_on(segment.ops) if segment.ops else torch.is_grad_enabled()
     for name, x in zip(names, captured, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,28 +24,8 @@ Selection = Target | Iterable[Target]
 """One target or several."""
 
 
-class Named(Protocol):
-    """What targets are compared with: a ModuleCall, or a Place."""
-
-    @property
-    def module(self) -> torch.nn.Module | None:
-        """The module; None of a function and in a loaded trace."""
-
-    @property
-    def module_type(self) -> type | None:
-        """Its class."""
-
-    @property
-    def fqn(self) -> str | None:
-        """Its name in the model; None of a module outside it."""
-
-    @property
-    def scope(self) -> Scope:
-        """Its scope."""
-
-
 class Place(NamedTuple):
-    """A module that is about to be called."""
+    """A module that is about to be called. Targets are compared with one, or with a `program.traced.ModuleCall`."""
 
     module: torch.nn.Module | None
     module_type: type | None
@@ -59,7 +39,7 @@ def several(selection: Any) -> list[Any]:
     return [selection] if is_one else list(selection)
 
 
-def is_named(call: Named, selection: Any) -> bool:
+def is_named(call: Any, selection: Any) -> bool:
     """Whether a selection names a call. Raises ArgumentTypeError for what is no target.
 
     A pattern is compared with the call's fqn (`"layers.*.attn"`, `"layers.[0-3]"`), the path of its scope, in which
@@ -68,10 +48,10 @@ def is_named(call: Named, selection: Any) -> bool:
     return any(_is_named(call, target) for target in several(selection))
 
 
-def _is_named(call: Named, target: Any) -> bool:
+def _is_named(call: Any, target: Any) -> bool:
     if isinstance(target, type):
-        own = call.module_type if call.module is None else type(call.module)
-        return own is not None and issubclass(own, target)
+        kind = call.module_type if call.module is None else type(call.module)
+        return kind is not None and issubclass(kind, target)
     if isinstance(target, torch.nn.Module):
         return call.module is target
     if isinstance(target, str):
@@ -89,12 +69,12 @@ def is_scope_named(scope: Scope, selection: Any) -> bool:
 
     Brackets stand for themselves in a path, since most paths contain them; in names they are a set of characters.
     """
-    own = [scope.name]
+    names = [scope.name]
     if scope.is_module:
-        own = [scope.type_name, ".".join(s.name for s in [*scope.ancestors()][::-1] if s.is_module and s.name)]
+        names = [scope.type_name, ".".join(s.name for s in [*scope.ancestors()][::-1] if s.is_module and s.name)]
     patterns = [target for target in several(selection) if isinstance(target, str)]
     in_path = any(fnmatch.fnmatchcase(scope.path, pattern.replace("[", "[[]")) for pattern in patterns)
-    return in_path or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in own)
+    return in_path or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def target_text(target: Any) -> str:

@@ -17,9 +17,8 @@ import itertools
 import operator
 import os
 import types
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, Protocol, Union
+from typing import Any, Union
 
 import torch
 
@@ -28,6 +27,7 @@ from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
 from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure
+from scopetrace.containers.weak_cache import weak_cache
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.reads import ArgumentNumber, Read
 from scopetrace.ir.registered import Registered
@@ -255,11 +255,11 @@ class Op:
         """The tensors that the op read or wrote, in order."""
         if self.kind == "call_module":
             return leaves((self.args, self.kwargs), Value)
-        found: list[Value] = []
-        _collect(self.args, found)
+        values: list[Value] = []
+        _collect(self.args, values)
         if self.kwargs:
-            _collect(self.kwargs.values(), found)
-        return found
+            _collect(self.kwargs.values(), values)
+        return values
 
     @property
     def name(self) -> str:
@@ -277,17 +277,16 @@ class Op:
 
     def tensor(self, position: int) -> Value:
         """The tensor that is the positional argument at `position`. Raises TypeError for anything else."""
-        found = self.args[position]
-        if not isinstance(found, Value):
+        operand = self.args[position]
+        if not isinstance(operand, Value):
             raise TypeError(f"argument {position} of {self.target} is no tensor")
-        return found
+        return operand
 
     def bodies(self) -> list[BodyTape]:
         """Of a higher-order op such as `cond`, the tapes in its arguments. One of them is an argument itself."""
-        if not self.args or type(self.target) is OpOverload:
+        if type(self.target) is OpOverload or BodyTape not in map(type, self.args):
             return []
-        found = [a for a in self.args if type(a) is BodyTape]
-        return [a for a in flat(self.args) if type(a) is BodyTape] if found else found
+        return [a for a in flat(self.args) if type(a) is BodyTape]
 
     def replace(self, **changed: Any) -> Op:
         """A copy with other fields, as of `dataclasses.replace`. The values of this op stay its own."""
@@ -413,6 +412,10 @@ class Signed:
         raise NotImplementedError
 
 
+signature_of = weak_cache(inspect.signature)
+"""The signature of a function, read once. Raises TypeError and ValueError where it has none."""
+
+
 def forward_of(call: Call, root: Any) -> Any:
     """The function that a call ran, for its signature; `root` is that of the root call, None where it is not known."""
     if call.module is not None and call.position > 0:
@@ -442,17 +445,6 @@ def bind(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     return dict(itertools.islice(bound.arguments.items(), function is not None, None))
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Its signature, read once for as long as the function lives. Raises TypeError and ValueError where it has none."""
-    found = _signatures.get(function)
-    if found is None:
-        found = _signatures[function] = inspect.signature(function)
-    return found
-
-
-_signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
-
-
 @dataclasses.dataclass(eq=False)
 class AttributeWrite:
     """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`), or the `grad` of a tensor."""
@@ -479,25 +471,6 @@ class AttributeWrite:
         return f"{self.fqn}.{self.name}" if self.fqn else self.name
 
 
-class OpInference(Protocol):
-    """Gives the results of ops on the fake tensors of a tape; see `infer.Inference`."""
-
-    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> tuple[Any, Any]:
-        """The results of `func`, as metadata and fake tensors; or None, and what torch returns, its tensors fake.
-
-        `inputs` are the values among the arguments. Raises what the op raises.
-        """
-
-    def key_of(self, fake: torch.Tensor) -> int | None:
-        """What stands for the metadata of a tensor; None where it says not all."""
-
-    def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What stands for all that decides the metadata of the op's results; None where the arguments do not say it."""
-
-    def like(self, fake: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the same metadata in memory of its own."""
-
-
 @dataclasses.dataclass(eq=False)
 class Tape:
     """What all tapes share."""
@@ -521,8 +494,8 @@ class Tape:
     """What is known of the symbols of its sizes."""
     fake_mode: FakeTensorMode | None = None
     """The mode of its fake tensors, for passes that make more of them."""
-    inference: OpInference | None = None
-    """What is known of ops on its fake tensors; None in a loaded trace."""
+    inference: Any = None
+    """The `infer.Inference` of ops on its fake tensors; None in a loaded trace."""
 
     def scopes(self) -> Iterator[Scope]:
         """All scopes, outer before inner."""
@@ -721,43 +694,25 @@ def map_argument(fn: Callable[[Any], Any], x: Any) -> Any:
     return fn(x)
 
 
-def operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
-    """The values among the arguments of an op, in order."""
-    return values_in((args, kwargs) if kwargs else args)
-
-
 def values_in(x: Any) -> list[Value]:
     """The values among the leaves of an op's arguments or outputs, in order. Of a template, use `leaves`."""
     if isinstance(x, Value):
         return [x]
-    found: list[Value] = []
-    _collect((x,), found)
-    return found
+    values: list[Value] = []
+    _collect((x,), values)
+    return values
 
 
-def _collect(items: Iterable[Any], found: list[Value]) -> None:
+def _collect(items: Iterable[Any], values: list[Value]) -> None:
     for x in items:
         kind = type(x)
         if kind is Value:
-            found.append(x)
+            values.append(x)
         elif kind not in _LEAVES:
             if isinstance(x, (list, tuple)):
-                _collect(x, found)
+                _collect(x, values)
             elif isinstance(x, dict):
-                _collect(x.values(), found)
-
-
-def holds_tensor(x: Any) -> bool:
-    """Whether a real tensor is among the leaves of an op's argument."""
-    if isinstance(x, dict):
-        x = x.values()
-    elif not isinstance(x, (list, tuple)):
-        return isinstance(x, torch.Tensor)
-    for item in x:
-        kind = type(item)
-        if kind is not Value and kind not in _LEAVES and holds_tensor(item):
-            return True
-    return False
+                _collect(x.values(), values)
 
 
 _LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most leaves are: isinstance takes longer
@@ -766,24 +721,6 @@ _LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most
 def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
     """An op's argument, or a template, with other values in place of those that are keys of `values`."""
     return map_structure(lambda v: values.get(v, v), x, (Value, BodyTape))
-
-
-def substituted(x: Any, table: Mapping[Value, Value]) -> Any:
-    """An op's argument with what `table` has in place of each value. Raises KeyError for a value that it has not.
-
-    A list of plain numbers is the same list afterwards. It takes a fraction of the time of `renamed`, which takes
-    templates too.
-    """
-    if isinstance(x, Value):
-        return table[x]
-    if isinstance(x, (list, tuple)):
-        for item in x:
-            if type(item) not in _LEAVES:
-                return type(x)([substituted(item, table) for item in x])
-        return x
-    if isinstance(x, dict):
-        return {name: substituted(item, table) for name, item in x.items()}
-    return x
 
 
 def checks_enabled() -> bool:

@@ -15,15 +15,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import InvalidTapeError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value
-from scopetrace.ir.write_back import (
-    ChangeShape,
-    FromGraph,
-    GraphInput,
-    Source,
-    StateRef,
-    Update,
-    ViewOf,
-)
+from scopetrace.ir.write_back import ChangeShape, FromGraph, GraphInput, Source, StateRef, ViewOf
 
 
 def verify(tape: Tape, stage: str) -> None:
@@ -53,33 +45,34 @@ def _name(i: int, op: Op) -> str:
 
 def _producers(tape: Tape) -> Iterator[str]:
     """Every value that an op reads is made by an op before it, and knows which."""
-    made: set[Value] = set()
+    known: set[Value] = set()
     for i, op in enumerate(tape.ops):
         operands = op.inputs()
-        if any(v not in made for v in operands):
+        if any(v not in known for v in operands):
             yield f"{_name(i, op)} reads a value that no op before it makes"
         if any(v not in operands for v in (*op.writes, *op.tracked)):
             yield f"{_name(i, op)} writes to a value that is none of its operands"
         for v in op.values():
-            if v in made:
+            if v in known:
                 yield f"{_name(i, op)} makes a value that another op makes too"
             if v.op is not op:
                 yield f"{_name(i, op)} makes a value that names another op as its own"
-            made.add(v)
+            known.add(v)
 
 
 def _placeholders(tape: Tape) -> Iterator[str]:
     """Placeholders come first, and are the inputs of the tape."""
-    found = [op for op in tape.ops if op.kind == "placeholder"]
-    if found != tape.ops[: len(found)]:
+    placeholders = [op for op in tape.ops if op.kind == "placeholder"]
+    if placeholders != tape.ops[: len(placeholders)]:
         yield "a placeholder stands after another op"
-    if [op.outputs for op in found if isinstance(op.outputs, Value)] != tape.inputs:
+    if [op.outputs for op in placeholders if isinstance(op.outputs, Value)] != tape.inputs:
         yield "the tensors of the placeholders are not its inputs"
     if isinstance(tape, ProgramTape):
-        if len(tape.input_paths) != len(tape.inputs):
-            yield f"{len(tape.inputs)} inputs have {len(tape.input_paths)} paths"
-        if len(found) != len(tape.inputs) + len(tape.numbers):
-            yield f"{len(found)} placeholders for {len(tape.inputs)} tensors and {len(tape.numbers)} numbers"
+        tensors, numbers = len(tape.inputs), len(tape.numbers)
+        if len(tape.input_paths) != tensors:
+            yield f"{tensors} inputs have {len(tape.input_paths)} paths"
+        if len(placeholders) != tensors + numbers:
+            yield f"{len(placeholders)} placeholders for {tensors} tensors and {numbers} numbers"
 
 
 def _attributes(tape: Tape) -> Iterator[str]:
@@ -98,10 +91,10 @@ def _storages(tape: Tape) -> Iterator[str]:
     """The result of an op lies in the storage of an operand, or in a new one."""
     known: set[int] = set()
     for i, op in enumerate(tape.ops):
-        made = {v.storage for v in op.values()}
-        if op.kind == "call_function" and made & known - {v.storage for v in op.inputs()}:
+        storages = {v.storage for v in op.values()}
+        if op.kind == "call_function" and storages & known - {v.storage for v in op.inputs()}:
             yield f"{_name(i, op)} makes a tensor in the storage of a value that it does not read"
-        known |= made
+        known |= storages
 
 
 def _writes(tape: Tape) -> Iterator[str]:
@@ -116,14 +109,14 @@ def _writes(tape: Tape) -> Iterator[str]:
 
 def _call_ranges(tape: Tape) -> Iterator[str]:
     """The range of a call lies in that of its parent, in the order of the calls."""
-    own = set(tape.calls)
+    calls = set(tape.calls)
     if [c.position for c in tape.calls] != sorted(c.position for c in tape.calls):
         yield "the calls are not in the order in which they began"
     for call in tape.calls:
         if not 0 <= call.start <= call.stop <= len(tape.ops):
             yield f"the call of {call.scope.path} has ops {call.start} to {call.stop} of {len(tape.ops)}"
         parent = call.parent
-        if parent in own:
+        if parent in calls:
             if not parent.start <= call.start <= call.stop <= parent.stop:
                 yield f"the call of {call.scope.path} is not inside that of {parent.scope.path}"
         elif isinstance(tape, ProgramTape) and call is not tape.calls[0]:
@@ -132,22 +125,23 @@ def _call_ranges(tape: Tape) -> Iterator[str]:
 
 def _calls_of_ops(tape: Tape) -> Iterator[str]:
     """An op names the innermost call around it. Tensors may be read from the model earlier than where they are used."""
-    own = set(tape.calls)
+    calls = set(tape.calls)
     innermost: list[Call | None] = [None] * len(tape.ops)
     for call in tape.calls:
         innermost[call.start : call.stop] = [call] * len(innermost[call.start : call.stop])
     for i, op in enumerate(tape.ops):
-        if op.call is not None and op.call not in own and isinstance(tape, ProgramTape):
+        named = op.call if op.call in calls else None
+        if named is not op.call and isinstance(tape, ProgramTape):
             yield f"{_name(i, op)} names a call that the tape does not have"
-        elif op.kind in ("call_function", "call_module") and innermost[i] is not (op.call if op.call in own else None):
+        elif op.kind in ("call_function", "call_module") and innermost[i] is not named:
             yield f"{_name(i, op)} names another call than the innermost one around it"
 
 
 def _scopes(tape: Tape) -> Iterator[str]:
     """The scope of an op is that of its call, or one inside it."""
-    own = set(tape.calls)
+    calls = set(tape.calls)
     for i, op in enumerate(tape.ops):
-        around: Scope = op.call.scope if op.call is not None and op.call in own else tape.root
+        around: Scope = op.call.scope if op.call is not None and op.call in calls else tape.root
         if all(scope is not around for scope in op.scope.ancestors()):
             yield f"{_name(i, op)} is not in {around.path}, the scope of its call"
 
@@ -157,13 +151,13 @@ def _scopes(tape: Tape) -> Iterator[str]:
 
 def _results(tape: Tape) -> Iterator[str]:
     """The results of the tape and what its calls take and give are values that its ops make."""
-    made = {v for op in tape.ops for v in op.values()}
-    if not made.issuperset(leaves((tape.outputs, tape.graph_outputs()), Value)):
+    values = {v for op in tape.ops for v in op.values()}
+    if not values.issuperset(leaves((tape.outputs, tape.graph_outputs()), Value)):
         yield "it returns a value that none of its ops makes"
-    if isinstance(tape, ProgramTape) and not made.issuperset(w.value for w in tape.attribute_writes):
+    if isinstance(tape, ProgramTape) and not values.issuperset(w.value for w in tape.attribute_writes):
         yield "it binds a value to an attribute that none of its ops makes"
     for call in tape.calls:
-        if not made.issuperset(leaves((call.args, call.kwargs, call.outputs, call.mutated), Value)):
+        if not values.issuperset(leaves((call.args, call.kwargs, call.outputs, call.mutated), Value)):
             yield f"the call of {call.scope.path} takes or gives a value that none of the ops makes"
 
 
@@ -183,15 +177,12 @@ def _write_back(tape: Tape) -> Iterator[str]:
         return 0 <= source.index < limit
 
     for update in program.updates:
-        if not all(exists(source, 0) for source in _sources(update)):
+        sources = [update.target] if isinstance(update, ChangeShape) else [update.target, update.value]
+        if not all(exists(source, 0) for source in sources):
             yield f"`{update}` names what is not there"
     for i, result in enumerate((*program.results, *program.bound)):
         if result is not None and not exists(result, i):
             yield f"result {i} is `{result}`, which is not there"
-
-
-def _sources(update: Update) -> list[Source]:
-    return [update.target] if isinstance(update, ChangeShape) else [update.target, update.value]
 
 
 _RULES: dict[str, Callable[[Tape], Iterator[str]]] = {

@@ -91,8 +91,7 @@ class ViewStep:
         """The view of `base` in a call, where `number` gives the values of its numbers."""
         with _grad_mode(self.grad):
             out = self.op(base, *resolved(self.args, number), **resolved(self.kwargs, number))
-        found: torch.Tensor = out if self.slot is None else out[self.slot]
-        return found
+        return out if self.slot is None else out[self.slot]
 
     def __str__(self) -> str:
         args = ", ".join([*map(str, self.args), *(f"{k}={v}" for k, v in self.kwargs.items())])
@@ -234,7 +233,7 @@ class WriteBack(Printed):
                     )
                 with _grad_mode(update.grad):
                     _ = target.grad_fn  # brings up to date what autograd knows of a view whose base was written
-                    once = _once(target.stride())
+                    once = once_each(target.stride())
                     target[once].copy_(value[once]) if once else target.copy_(value)
         for source in (*self.results, *self.bound):
             result = None if source is None else resolver.get(source)
@@ -267,12 +266,12 @@ class WriteBack(Printed):
         return {s.index for s in self._bases() if isinstance(s, GraphInput)}
 
     def _bases(self) -> list[Source | None]:
-        return [_base_of(s) for s in (*self.results, *self.bound)]
+        return [base_of(s) for s in (*self.results, *self.bound)]
 
     def _copies(self) -> list[FromGraph]:
         """What is a copy of a value of the graph, and not that value."""
         sources = self._bases()
-        sources += [_base_of(u.value) for u in self.updates if isinstance(u, (CopyInto, SetTo))]
+        sources += [base_of(u.value) for u in self.updates if isinstance(u, (CopyInto, SetTo))]
         return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
 
     def __str__(self) -> str:
@@ -389,7 +388,8 @@ def resolved(x: Any, number: Number) -> Any:
     return map_structure(number, x, (FromGraph, *Symbolic))
 
 
-def _base_of(source: Source | None) -> Source | None:
+def base_of(source: Source | None) -> Source | None:
+    """What a view is of; of any other source itself."""
     return source.base if isinstance(source, ViewOf) else source
 
 
@@ -406,13 +406,13 @@ def _laid_out(value: torch.Tensor, source: FromGraph, number: Number, inputs: Se
             if value.layout is not torch.strided or copy.stride() == value.stride():
                 return copy
             stride = value.stride()  # clone() packs a view with gaps
-        once = _once(stride)
+        once = once_each(stride)
         part = value[once] if once else value
         moved = torch.empty_strided(part.size(), stride, dtype=value.dtype, device=value.device).copy_(part)
         return moved if moved.size() == value.size() else moved.expand(value.size())
 
 
-def _once(stride: Sequence[int]) -> tuple[slice, ...]:
+def once_each(stride: Sequence[int]) -> tuple[slice, ...]:
     """An index of one element of each that `expand` repeats; empty where none is repeated."""
     return tuple(slice(0, 1) if s == 0 else slice(None) for s in stride) if 0 in stride else ()
 

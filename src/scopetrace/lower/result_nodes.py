@@ -29,7 +29,7 @@ from scopetrace.ir.write_back import (
     WriteBack,
     resolved,
 )
-from scopetrace.program.graph import FxLowering, node_value, set_node_value, set_origin, set_place
+from scopetrace.program.graph import FxLowering, node_value, set_origin, set_place
 
 _aten = torch.ops.aten
 
@@ -97,7 +97,7 @@ class ResultNodes(Resolver[Any]):
             node = self._lowering.graph.call_function(op, args, kwargs)
         fakes, options = torch.fx.map_arg((args, kwargs or {}), node_value)
         value = op(*fakes) if op is operator.getitem else run_fake(fakes[0].fake_mode, op, fakes, options)
-        set_node_value(node, value)
+        node.meta["val"] = value
         set_place(node, str(self._lowering.tape.root), 0)
         set_origin(node, {}, None)
         return node

@@ -22,10 +22,11 @@ import torch.fx
 from torch.export import Dim
 
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
+from scopetrace._compat.layout_questions import dense_order
 from scopetrace._compat.ops import is_op
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import Symbolic, example, has_unbacked
-from scopetrace._compat.tensors import FakeFactory, dense_order, is_symbolic
+from scopetrace._compat.tensors import FakeFactory, is_symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError, UnsupportedOpError
 from scopetrace.ir.conditions import SizeRules
@@ -39,7 +40,6 @@ from scopetrace.program.graph import (
     node_value,
     phase_of,
     scope_path,
-    set_node_value,
     set_place,
 )
 from scopetrace.program.traced import Saved, TracedProgram, functional_tape
@@ -328,7 +328,7 @@ def _with_inputs(
             copy.meta["partitioner_tag"] = tags.get(node, "is_forward")
             if node.op == "call_function" and node_value(node) is None and not is_op(node.target):
                 of_numbers: Any = node.target
-                set_node_value(copy, of_numbers(*torch.fx.map_arg(copy.args, node_value)))
+                copy.meta["val"] = of_numbers(*torch.fx.map_arg(copy.args, node_value))
     graph.output([copies[n] if isinstance(n, torch.fx.Node) else n for n in outputs])
     return torch.fx.GraphModule(source, graph)
 

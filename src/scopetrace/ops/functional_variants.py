@@ -38,7 +38,7 @@ _CANONICAL = {"input": "self", "exponential_average_factor": "momentum", "epsilo
 """Arguments that an op and its variant name differently."""
 
 _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
-"""What a factory is told about its result. With `out=` it takes that from `out`."""
+"""The arguments of a factory that describe its result. With `out=` it takes them from `out`."""
 
 _IN_DTYPE_OF_OUT = frozenset(
     f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nanmean", "nansum", "prod", "sum")
@@ -54,29 +54,23 @@ _NO_VALUES = frozenset(
 )
 """Ops that change what the tensor is, to autograd or the allocator, and no element, without torch's tag for that."""
 
-_STATISTICS = {
-    "aten::batch_norm": "training",
-    "aten::native_batch_norm": "training",
-    "aten::_batch_norm_impl_index": "training",
-    "aten::cudnn_batch_norm": "training",
-    "aten::miopen_batch_norm": "training",
-    "aten::instance_norm": "use_input_stats",
-    "aten::batch_norm_update_stats": None,
-    "aten::batch_norm_gather_stats": None,
-    "aten::batch_norm_gather_stats_with_counts": None,
+_LEGIT = ("_native_batch_norm_legit_functional", 3)
+_STATISTICS: dict[str, tuple[str | None, tuple[str, int] | None]] = {
+    "aten::batch_norm": ("training", _LEGIT),
+    "aten::native_batch_norm": ("training", _LEGIT),
+    "aten::_batch_norm_impl_index": ("training", None),
+    "aten::cudnn_batch_norm": ("training", ("_batch_norm_with_update_functional", 4)),
+    "aten::miopen_batch_norm": ("training", _LEGIT),
+    "aten::instance_norm": ("use_input_stats", None),
+    "aten::batch_norm_update_stats": (None, None),
+    "aten::batch_norm_gather_stats": (None, None),
+    "aten::batch_norm_gather_stats_with_counts": (None, None),
 }
-"""Ops that write their running statistics without a word in the schema, and the argument that turns it on."""
+"""Ops that write their running statistics without a word in the schema: the argument that turns it on, and the variant
+with the number of its results before the new statistics."""
 
 _SKIP_EMPTY = frozenset({"aten::batch_norm", "aten::_batch_norm_impl_index"})
 """Those that leave the statistics alone for an empty input, which they look at before they choose a kernel."""
-
-_STATISTICS_VARIANTS = {
-    "aten::batch_norm": ("_native_batch_norm_legit_functional", 3),
-    "aten::native_batch_norm": ("_native_batch_norm_legit_functional", 3),
-    "aten::cudnn_batch_norm": ("_batch_norm_with_update_functional", 4),
-    "aten::miopen_batch_norm": ("_native_batch_norm_legit_functional", 3),
-}
-"""Their variants, and how many results come before the new statistics."""
 
 FIRST_HAS_GRADIENT = frozenset(
     getattr(torch.ops.aten, name).default
@@ -93,8 +87,8 @@ _UNDECLARED = {
 }
 """The other ops that do, and the argument that they always write."""
 
-UNDECLARED_WRITTEN = ("running_mean", "batches", "weight_arr", "variable")
-"""Names of arguments by which ops are known that may write more than their schema says."""
+MAY_WRITE_UNDECLARED = _STATISTICS.keys() | _UNDECLARED.keys()
+"""The names of the ops of which some calls have `undeclared_writes`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +112,6 @@ class FunctionalVariant:
 
 
 # Declared mutation ---------------------------------------------------------------------------------------------------
-
-
-def written_arguments(func: Any) -> tuple[str, ...]:
-    """Names of the arguments that the schema of `func` says it writes."""
-    return schema_of(func).written
 
 
 @functools.cache
@@ -150,7 +139,7 @@ def _candidates(schema: Schema) -> Iterator[Any]:
     namespace = schema.name.partition("::")[0]
     if namespace in _NAMESPACES:
         for name in _variant_names(schema.op_name):
-            yield from (op for op in op_overloads(namespace, name) if not written_arguments(op))
+            yield from (op for op in op_overloads(namespace, name) if not schema_of(op).written)
 
 
 def _variant_names(name: str) -> tuple[str, ...]:
@@ -216,30 +205,23 @@ def _describe(func: Any, op: Any) -> FunctionalVariant:
 # Undeclared mutation -------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def may_write_undeclared(func: Any) -> bool:
-    """Whether `undeclared_writes` finds anything in some calls."""
-    name = schema_of(func).name
-    return name in _UNDECLARED or name in _STATISTICS
-
-
 def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Names of arguments that this call writes although the schema of `func` does not say so.
 
     On CPU, the version counters of running statistics do not tell either, except for `instance_norm`.
     """
-    if not may_write_undeclared(func):
-        return ()
     name = schema_of(func).name
+    if name not in MAY_WRITE_UNDECLARED:
+        return ()
     if name in _UNDECLARED:
         return (_UNDECLARED[name],)
-    given = by_name(func, args, kwargs)
-    switch = _STATISTICS[name]
-    if switch is not None and not given[switch]:
+    arguments = by_name(func, args, kwargs)
+    switch, _ = _STATISTICS[name]
+    if switch is not None and not arguments[switch]:
         return ()
-    if name in _SKIP_EMPTY and 0 in tensor_of(given["input"]).shape:
+    if name in _SKIP_EMPTY and 0 in tensor_of(arguments["input"]).shape:
         return ()
-    return tuple(n for n in ("running_mean", "running_var") if given.get(n) is not None)
+    return tuple(n for n in ("running_mean", "running_var") if arguments.get(n) is not None)
 
 
 def undeclared_variant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> FunctionalVariant | None:
@@ -256,10 +238,10 @@ def undeclared_variant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 @functools.cache
 def _statistics_variant(func: Any) -> FunctionalVariant | None:
     schema = schema_of(func)
-    known = _STATISTICS_VARIANTS.get(schema.name)
-    if known is None:
+    _, variant = _STATISTICS.get(schema.name, (None, None))
+    if variant is None:
         return None
-    name, count = known
+    name, count = variant
     op = getattr(torch.ops.aten, name).default
     new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(schema.written))]
     results: tuple[int | str, ...] = schema.written or tuple(range(len(schema.returns)))
@@ -277,20 +259,20 @@ def call_variant(
     They may be tensors, tape values or nodes with `meta["val"]`. Trailing arguments that equal the variant's defaults
     are left out.
     """
-    given = by_name(func, args, kwargs)
+    arguments = by_name(func, args, kwargs)
     if variant.dropped:
-        given |= _options_of_out(func, variant, given)
+        arguments |= _options_of_out(func, variant, arguments)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     needed = 0
     for arg, name in _sources(func, variant.op):
-        if name not in given:
+        if name not in arguments:
             positional.append(arg.default)
         elif arg.kwarg_only:
-            keywords |= {} if _is_default(arg, given[name]) else {arg.name: given[name]}
+            keywords |= {} if _is_default(arg, arguments[name]) else {arg.name: arguments[name]}
         else:
-            positional.append(given[name])
-            needed = needed if _is_default(arg, given[name]) else len(positional)
+            positional.append(arguments[name])
+            needed = needed if _is_default(arg, arguments[name]) else len(positional)
     return tuple(positional[:needed]), keywords
 
 
@@ -307,16 +289,16 @@ def _dropped(func: Any, op: Any) -> tuple[str, ...]:
     return tuple(name for name in schema_of(func).names if name not in taken)
 
 
-def _options_of_out(func: Any, variant: FunctionalVariant, given: dict[str, Any]) -> dict[str, Any]:
-    """What the variant is told because it does not see `out`: what a factory makes, and in which dtype to sum."""
-    out = tensor_of(given.get(variant.dropped[0]))
+def _options_of_out(func: Any, variant: FunctionalVariant, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments in place of `out`, which the variant does not take: what a factory makes, or the dtype to sum in."""
+    out = tensor_of(arguments.get(variant.dropped[0]))
     if not isinstance(out, torch.Tensor):
         return {}
-    if "dtype" in given:
-        told = schema_of(func).name in _IN_DTYPE_OF_OUT and given["dtype"] is None
-        return {"dtype": out.dtype} if told else {}
-    told_layout = {} if out.layout is torch.strided else {"layout": out.layout}
-    return {"dtype": out.dtype, "device": out.device} | told_layout
+    if "dtype" in arguments:
+        sums_in_it = schema_of(func).name in _IN_DTYPE_OF_OUT and arguments["dtype"] is None
+        return {"dtype": out.dtype} if sums_in_it else {}
+    layout = {} if out.layout is torch.strided else {"layout": out.layout}
+    return {"dtype": out.dtype, "device": out.device} | layout
 
 
 def _is_default(arg: Argument, value: Any) -> bool:
@@ -330,14 +312,9 @@ def _is_default(arg: Argument, value: Any) -> bool:
 
 def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with the defaults of those that were not given."""
-    given = _defaults(func).copy()
-    given.update(zip(schema_of(func).names, args, strict=False), **kwargs)
-    return given
-
-
-@functools.cache
-def _defaults(func: Any) -> dict[str, Any]:
-    return {a.name: a.default for a in schema_of(func).arguments if a.has_default}
+    schema = schema_of(func)
+    defaults = {a.name: a.default for a in schema.arguments if a.has_default}
+    return defaults | dict(zip(schema.names, args, strict=False)) | kwargs
 
 
 def tensor_of(value: Any) -> Any:
@@ -359,10 +336,5 @@ def _canonical(arg: Argument) -> str:
 
 def is_factory(op: Op) -> bool:
     """Whether an op only takes sizes, dtype and device of its argument."""
-    return is_op(op.target) and _is_factory(op.target)
-
-
-@functools.cache
-def _is_factory(func: Any) -> bool:
-    name = schema_of(func).op_name
+    name = schema_of(op.target).op_name if is_op(op.target) else ""
     return name.endswith("_like") or name.startswith("new_")

@@ -12,7 +12,7 @@ says it. `scopetrace::once_differentiable` is what torch makes of the gradients 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,9 +61,9 @@ class _Once(torch.autograd.Function):
 
 
 @torch.library.impl("scopetrace::once_differentiable", "CompositeImplicitAutograd")
-def once_differentiable(gradient: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
-    """A gradient computed from those `given`, by a function that cannot be differentiated, as torch marks it."""
-    twice = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+def once_differentiable(gradient: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """A gradient computed from `gradients`, by a function that cannot be differentiated, as torch marks it."""
+    twice = torch.is_grad_enabled() and any(t.requires_grad for t in gradients)
     return _Once.apply(gradient.detach().requires_grad_()) if twice else gradient.detach().clone()
 
 
@@ -98,9 +98,9 @@ class History:
 
     def add(self, op: Op) -> None:
         """Go on by an op."""
-        made = op.values()
-        self._follow(op, made, self._of_modules)
-        for v in made:
+        results = op.values()
+        self._follow(op, results)
+        for v in results:
             if v in self._leaves:
                 self._family[v] = v
                 self._bits[v] = self._leaves[v]
@@ -113,24 +113,21 @@ class History:
         """Whether autograd takes a value for a tensor of its own, in the memory of another."""
         return self._family.get(v, v).op.target in NO_VIEWS
 
-    def _follow(self, op: Op, made: list[Value], of_modules: int) -> None:
+    def _follow(self, op: Op, results: list[Value]) -> None:
         inputs = op.inputs()
-        for v in made if inputs else ():
+        for v in results if inputs else ():
             base = _base(v, inputs)
             if base is not None:
                 self._family[v] = self._family.get(base, base)
-        bits = of_modules if op.kind == "call_module" else 0
+        bits = self._of_modules if op.kind == "call_module" else 0
         if not (bits or self._bits) or not (op.grad or self._assumed) or op.target in DETACHED or is_factory(op):
             return
-        if not op.writes:
-            self._give(op, inputs, made, bits)
-            return
-        for taken, changed in _parts(op, inputs, made):
-            self._give(op, taken, changed, bits)
+        for sources, changed in _parts(op, inputs, results):
+            self._add_bits(op, sources, changed, bits)
 
-    def _give(self, op: Op, taken: list[Value], changed: list[Value], bits: int) -> None:
-        """Add `bits`, and those of what an op takes, to those of what it changes."""
-        for v in taken[:1] if op.target is OVERWRITE else taken:
+    def _add_bits(self, op: Op, sources: list[Value], changed: list[Value], bits: int) -> None:
+        """Add `bits`, and those of `sources`, to those of what an op changes."""
+        for v in sources[:1] if op.target is OVERWRITE else sources:
             bits |= self.of(v)
         for v in changed if bits else ():
             gains = self._assumed or v in op.writes
@@ -139,19 +136,15 @@ class History:
                 self._bits[family] = self._bits.get(family, 0) | bits
 
 
-def _parts(op: Op, inputs: list[Value], made: list[Value]) -> list[tuple[list[Value], list[Value]]]:
-    """What an op that writes takes, and makes or writes of it; of a foreach op, for each tensor alone."""
-    changed = [*made, *op.writes]
-    if not (is_op(op.target) and schema_of(op.target).op_name.startswith("_foreach_")):
-        return [(inputs, changed)]
-    given = [*op.args, *op.kwargs.values()]
-    return [
-        (
-            values_in([a[i] if isinstance(a, (list, tuple)) else a for a in given]),
-            [v for v in changed if v.fake is t.fake],
-        )
-        for i, t in enumerate(values_in(op.args[0]))
-    ]
+def _parts(op: Op, inputs: list[Value], results: list[Value]) -> Iterator[tuple[list[Value], list[Value]]]:
+    """What an op reads, and makes or writes of it; of a foreach op that writes, for each tensor alone."""
+    changed = [*results, *op.writes]
+    if not (op.writes and is_op(op.target) and schema_of(op.target).op_name.startswith("_foreach_")):
+        yield inputs, changed
+        return
+    for i, t in enumerate(values_in(op.args[0])):
+        arguments = [a[i] if isinstance(a, (list, tuple)) else a for a in (*op.args, *op.kwargs.values())]
+        yield values_in(arguments), [v for v in changed if v.fake is t.fake]
 
 
 def is_cut(v: Value) -> bool:
@@ -174,15 +167,10 @@ def is_view(v: Value) -> bool:
 
 def _base(v: Value, inputs: list[Value]) -> Value | None:
     """What a value is for autograd a view of, or the same tensor as, among the inputs of its op."""
-    storage = v.storage
-    for first in inputs:
-        if first.storage == storage:
-            break
-    else:
+    sharing = [i for i in inputs if i.storage == v.storage]
+    if not sharing or v.op.target in NO_VIEWS:
         return None
-    if v.op.target in NO_VIEWS:
-        return None
-    return next((i for i in inputs if i.storage == storage and i.fake is v.fake), first)
+    return next((i for i in sharing if i.fake is v.fake), sharing[0])
 
 
 def root_of(v: Value) -> Value:
@@ -197,13 +185,15 @@ def plain_leaves(tape: RecordedTape, ops: list[Op] | None = None) -> dict[Value,
 
     In a trace without autograd, no tensor counts as one that requires grad. With `ops`, those that these begin with.
     """
-    given = [
-        v for op in (tape.ops if ops is None else ops) if op.kind in ("placeholder", "get_attr") for v in op.values()
+    switches = tape.grad and not any(op.writes or op.phase for op in tape.ops)  # the graph does, for inputs
+    plain = [
+        v
+        for op in (tape.ops if ops is None else ops)
+        if op.kind == "get_attr" or (op.kind == "placeholder" and not switches)
+        for v in op.values()
+        if op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter)
+        if can_require_grad(v) and not (v.requires_grad and tape.grad)
     ]
-    sources = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
-    plain = [v for v in sources if can_require_grad(v) and not (v.requires_grad and tape.grad)]
-    if tape.grad and not any(op.writes or op.phase for op in tape.ops):  # the graph switches autograd for inputs
-        plain = [v for v in plain if v.op.kind != "placeholder"]
     return {v: 1 << i for i, v in enumerate(plain)}
 
 

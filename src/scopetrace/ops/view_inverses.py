@@ -10,8 +10,6 @@ the same positions, and a view of a view is related to either.
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,10 +45,10 @@ class Geometry(NamedTuple):
 
     def positions(self) -> torch.Tensor:
         """The position of each element, in row-major order: int64[numel]."""
-        found = torch.full((1,), self.offset, dtype=torch.int64, device="cpu")
+        places = torch.full((1,), self.offset, dtype=torch.int64, device="cpu")
         for n, s in zip(self.size, self.stride, strict=True):
-            found = (found[:, None] + torch.arange(n, dtype=torch.int64, device="cpu") * s).reshape(-1)
-        return found
+            places = (places[:, None] + torch.arange(n, dtype=torch.int64, device="cpu") * s).reshape(-1)
+        return places
 
     @property
     def dims(self) -> list[tuple[int, int]]:
@@ -72,15 +70,6 @@ class Geometry(NamedTuple):
                 return True
             reach += s * (n - 1)
         return False
-
-    def is_dense(self) -> bool:
-        """Whether the elements fill an interval of positions, each once."""
-        reach = 1
-        for s, n in sorted((s, n) for n, s in self.dims):
-            if s != reach:
-                return False
-            reach *= n
-        return True
 
     def span(self) -> tuple[int, int]:
         """The first and the last position; (0, -1) without elements."""
@@ -108,189 +97,118 @@ def spans_meet(a: Value, b: Value) -> bool:
     return a0 * m < (b1 + 1) * n and b0 * n < (a1 + 1) * m
 
 
-class ViewFunction(abc.ABC):
+class ViewFunction(NamedTuple):
     """A view as a pair of functions."""
 
-    @abc.abstractmethod
-    def forward(self, emit: Emit, base: Any) -> Any:
-        """The value of the view."""
-
-    @abc.abstractmethod
-    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
-        """The value of the base after `new` was written to the view."""
+    forward: Callable[[Emit, Any], Any]
+    """`forward(emit, base)`: the value of the view."""
+    inverse: Callable[[Emit, Any, Any], Any]
+    """`inverse(emit, base, new)`: the value of the base after `new` was written to the view."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reshape(ViewFunction):
+def reshape(base_size: Sequence[Any], view_size: Sequence[Any]) -> ViewFunction:
     """All elements of the base in the same order."""
-
-    base_size: Sequence[Any]
-    view_size: Sequence[Any]
-
-    def forward(self, emit: Emit, base: Any) -> Any:
-        """`reshape`, or the base itself where the sizes are equal."""
-        return base if self._is_identity() else emit(_aten.reshape.default, base, list(self.view_size))
-
-    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
-        """`reshape`, or `new` itself where the sizes are equal."""
-        return new if self._is_identity() else emit(_aten.reshape.default, new, list(self.base_size))
-
-    def _is_identity(self) -> bool:
-        return bool(to_expr(tuple(self.base_size)) == to_expr(tuple(self.view_size)))
+    if to_expr(tuple(base_size)) == to_expr(tuple(view_size)):
+        return ViewFunction(lambda _, base: base, lambda _, base, new: new)
+    return ViewFunction(
+        lambda emit, base: emit(_aten.reshape.default, base, list(view_size)),
+        lambda emit, _, new: emit(_aten.reshape.default, new, list(base_size)),
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class Permute(ViewFunction):
+def permute(dims: tuple[int, ...]) -> ViewFunction:
     """Dimension i of the view is dimension `dims[i]` of the base."""
-
-    dims: tuple[int, ...]
-
-    def forward(self, emit: Emit, base: Any) -> Any:
-        """`permute`."""
-        return emit(_aten.permute.default, base, list(self.dims))
-
-    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
-        """`permute` back."""
-        return emit(_aten.permute.default, new, [self.dims.index(i) for i in range(len(self.dims))])
+    back = [dims.index(i) for i in range(len(dims))]
+    return ViewFunction(
+        lambda emit, base: emit(_aten.permute.default, base, list(dims)),
+        lambda emit, _, new: emit(_aten.permute.default, new, list(back)),
+    )
 
 
 _NOT_COMPLEX = (_aten.select_scatter.default, _aten.slice_scatter.default)
 
 
-@dataclasses.dataclass(frozen=True)
-class Scatter(ViewFunction):
-    """A view op that has a scatter op with the same arguments, such as `select` and `select_scatter`."""
+def scatter(view: Any, scatter: Any, *args: Any) -> ViewFunction:
+    """A view op and the scatter op with the same arguments, such as `select` and `select_scatter`."""
 
-    view: Any
-    scatter: Any
-    args: tuple[Any, ...]
-
-    def forward(self, emit: Emit, base: Any) -> Any:
-        """The view op."""
-        return emit(self.view, base, *self.args)
-
-    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
-        """The scatter op. Of complex numbers most have no derivative, so there it works on pairs of real numbers."""
-        if self.scatter in _NOT_COMPLEX and base.fake.is_complex():
+    def inverse(emit: Emit, base: Any, new: Any) -> Any:
+        if scatter in _NOT_COMPLEX and base.fake.is_complex():  # no derivative there: pairs of real numbers
             pairs = [emit(_aten.view_as_real.default, emit(_aten.resolve_conj.default, x)) for x in (base, new)]
-            return emit(_aten.view_as_complex.default, emit(self.scatter, *pairs, *self.args))
-        return emit(self.scatter, base, new, *self.args)
+            return emit(_aten.view_as_complex.default, emit(scatter, *pairs, *args))
+        return emit(scatter, base, new, *args)
+
+    return ViewFunction(lambda emit, base: emit(view, base, *args), inverse)
 
 
-def select(dim: int, index: Any) -> Scatter:
+def select(dim: int, index: Any) -> ViewFunction:
     """The elements at one index of a dimension."""
-    return Scatter(_aten.select.int, _aten.select_scatter.default, (dim, index))
+    return scatter(_aten.select.int, _aten.select_scatter.default, dim, index)
 
 
-def slice_(dim: int, start: Any, end: Any, step: Any = 1) -> Scatter:
+def slice_(dim: int, start: Any, end: Any, step: Any = 1) -> ViewFunction:
     """The elements at some indices of a dimension."""
-    return Scatter(_aten.slice.Tensor, _aten.slice_scatter.default, (dim, start, end, step))
+    return scatter(_aten.slice.Tensor, _aten.slice_scatter.default, dim, start, end, step)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Elements(ViewFunction):
-    """Any elements of the base in any order, by their row-major index in it."""
+def _elements(base_size: Sequence[Any], view_size: Sequence[Any], indices: Callable[[Emit, Any], Any]) -> ViewFunction:
+    """Any elements of the base, by their row-major indices in it, int64[numel of the view]: a constant, or a Value."""
 
-    base_size: Sequence[Any]
-    view_size: Sequence[Any]
+    def forward(emit: Emit, base: Any) -> Any:
+        taken = emit(_aten.index.Tensor, _row(emit, base), [indices(emit, base)])
+        return emit(_aten.reshape.default, taken, list(view_size))
 
-    @abc.abstractmethod
-    def indices(self, emit: Emit, base: Any) -> Any:
-        """int64[numel of the view]: a constant, or the Value of an op."""
+    def inverse(emit: Emit, base: Any, new: Any) -> Any:
+        filled = emit(_aten.index_put.default, _row(emit, base), [indices(emit, base)], _row(emit, new))
+        return emit(_aten.reshape.default, filled, list(base_size))
 
-    def forward(self, emit: Emit, base: Any) -> Any:
-        """`index` of the flattened base."""
-        found = emit(_aten.index.Tensor, _row(emit, base), [self.indices(emit, base)])
-        return emit(_aten.reshape.default, found, list(self.view_size))
-
-    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
-        """`index_put` into the flattened base."""
-        filled = emit(_aten.index_put.default, _row(emit, base), [self.indices(emit, base)], _row(emit, new))
-        return emit(_aten.reshape.default, filled, list(self.base_size))
+    return ViewFunction(forward, inverse)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Positions(Elements):
+def indexed(base_size: Sequence[Any], view_size: Sequence[Any], indices: torch.Tensor) -> ViewFunction:
     """Elements by constant indices."""
-
-    constant: torch.Tensor
-
-    def indices(self, emit: Emit, base: Any) -> Any:
-        """The constant."""
-        return self.constant
+    return _elements(base_size, view_size, lambda emit, base: indices)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Strided(Elements):
+def strided(base_size: Sequence[Any], view_size: Sequence[Any], stride: Sequence[Any], shift: Any) -> ViewFunction:
     """`as_strided` of a row-major base, from its element `shift` on. All numbers may be symbolic."""
 
-    stride: Sequence[Any]
-    shift: Any
-
-    def indices(self, emit: Emit, base: Any) -> Any:
-        """`as_strided` of the row-major indices of the base."""
+    def indices(emit: Emit, base: Any) -> Any:
         every = emit(_aten.arange.default, base.fake.numel(), device=base.fake.device)
-        return _row(emit, emit(_aten.as_strided.default, every, list(self.view_size), list(self.stride), self.shift))
+        return _row(emit, emit(_aten.as_strided.default, every, list(view_size), list(stride), shift))
+
+    return _elements(base_size, view_size, indices)
 
 
 def _row(emit: Emit, x: Any) -> Any:
     return emit(_aten.reshape.default, x, [-1])
 
 
-@dataclasses.dataclass(frozen=True)
-class Unfold(ViewFunction):
+def _unfold(*args: int) -> ViewFunction:
     """`unfold` whose windows do not overlap."""
 
-    args: tuple[int, int, int]
-
-    def forward(self, emit: Emit, base: Any) -> Any:
-        """`unfold`."""
-        return emit(_aten.unfold.default, base, *self.args)
-
-    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+    def inverse(emit: Emit, base: Any, new: Any) -> Any:
         """`unfold_backward` puts the windows in their places; the elements between them stay."""
         size = list(base.fake.size())
-        places = emit(_aten.unfold_backward.default, emit(_aten.ones_like.default, new), size, *self.args)
-        filled = emit(_aten.unfold_backward.default, new, size, *self.args)
+        places = emit(_aten.unfold_backward.default, emit(_aten.ones_like.default, new), size, *args)
+        filled = emit(_aten.unfold_backward.default, new, size, *args)
         return emit(_aten.where.self, emit(_aten.ne.Scalar, places, 0), filled, base)
 
+    return ViewFunction(lambda emit, base: emit(_aten.unfold.default, base, *args), inverse)
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Expand(ViewFunction):
+
+def _expand(base_size: Sequence[Any], view_size: Sequence[Any]) -> ViewFunction:
     """`expand`, written with equal values only: `fill_` and `zero_` are the ops that may write to it."""
 
-    base_size: Sequence[Any]
-    view_size: Sequence[Any]
-
-    def forward(self, emit: Emit, base: Any) -> Any:
-        """`expand`."""
-        return emit(_aten.expand.default, base, list(self.view_size))
-
-    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+    def inverse(emit: Emit, base: Any, new: Any) -> Any:
         """The first of the equal elements."""
-        for _ in range(len(self.view_size) - len(self.base_size)):
+        for _ in range(len(view_size) - len(base_size)):
             new = emit(_aten.select.int, new, 0, 0)
-        for d, (n, m) in enumerate(zip(self.base_size, self.view_size[-len(self.base_size) :], strict=False)):
+        for d, (n, m) in enumerate(zip(base_size, view_size[-len(base_size) :], strict=False)):
             if to_expr(n) != to_expr(m):
                 new = emit(_aten.slice.Tensor, new, d, 0, 1)
         return new
 
-
-@dataclasses.dataclass(frozen=True)
-class Reinterpreted(ViewFunction):
-    """A view that reads the bits of the base as other numbers, such as `view_as_real` or `imag`."""
-
-    func: Any
-    args: tuple[Any, ...]
-    back: Callable[[Emit, Any, Any], Any]
-
-    def forward(self, emit: Emit, base: Any) -> Any:
-        """The view op on memory without gaps, which those that change the number of elements need."""
-        return emit(self.func, _dense(emit, base), *self.args)
-
-    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
-        """The op in `_BACK` for this one."""
-        return self.back(emit, base, new)
+    return ViewFunction(lambda emit, base: emit(_aten.expand.default, base, list(view_size)), inverse)
 
 
 _BACK: dict[Any, Callable[[Emit, Any, Any], Any]] = {
@@ -318,13 +236,14 @@ _IDENTITY_OF_REAL = (_aten.real.default, _aten.conj.default, _aten._conj.default
 def by_own_inverse(func: Any, args: tuple[Any, ...], base: torch.Tensor) -> ViewFunction | None:
     """The function of an op that reads the bits of `base` as other numbers, or of `diagonal`; None for other ops."""
     if func is _aten.diagonal.default:
-        return Scatter(_aten.diagonal.default, _aten.diagonal_scatter.default, args)
+        return scatter(_aten.diagonal.default, _aten.diagonal_scatter.default, *args)
     back = _BACK.get(func)
     if back is None or (func in _IDENTITY_OF_REAL and not base.is_complex()):
         return None
     if func is _aten.view.dtype and args[0] == base.dtype:
         return None
-    return Reinterpreted(func, args, back)
+    # on memory without gaps, which those that change the number of elements need
+    return ViewFunction(lambda emit, base: emit(func, _dense(emit, base), *args), back)
 
 
 # By geometry: exact sizes -------------------------------------------------------------------------------------------
@@ -333,15 +252,15 @@ def by_own_inverse(func: Any, args: tuple[Any, ...], base: torch.Tensor) -> View
 def by_geometry(base: Geometry, view: Geometry) -> ViewFunction | None:
     """The function of a view of the same dtype; None when it reaches elements outside of the base."""
     if base.numel == view.numel and _same_order(base, view):
-        return Reshape(base.size, view.size)
+        return reshape(base.size, view.size)
     if view.numel == 0:
-        return Positions(base.size, view.size, torch.zeros(0, dtype=torch.int64, device="cpu"))
+        return indexed(base.size, view.size, torch.zeros(0, dtype=torch.int64, device="cpu"))
     if not base.overlaps_itself():
-        found = _as_permute(base, view) or _as_slice(base, view) or _as_select(base, view)
-        if found is not None:
-            return found
+        simple = _as_permute(base, view) or _as_slice(base, view) or _as_select(base, view)
+        if simple is not None:
+            return simple
     indices = index_in(base.positions(), view.positions())
-    return None if indices is None else Positions(base.size, view.size, indices)
+    return None if indices is None else indexed(base.size, view.size, indices)
 
 
 def _same_order(base: Geometry, view: Geometry) -> bool:
@@ -360,7 +279,7 @@ def _merged(g: Geometry) -> list[tuple[int, int]]:
     return runs
 
 
-def _as_permute(base: Geometry, view: Geometry) -> Permute | None:
+def _as_permute(base: Geometry, view: Geometry) -> ViewFunction | None:
     if len(base.size) != len(view.size) or base.offset != view.offset:
         return None
     free = list(range(len(base.size)))
@@ -371,10 +290,10 @@ def _as_permute(base: Geometry, view: Geometry) -> Permute | None:
             return None
         free.remove(match)
         dims.append(match)
-    return Permute(tuple(dims))
+    return permute(tuple(dims))
 
 
-def _as_slice(base: Geometry, view: Geometry) -> Scatter | None:
+def _as_slice(base: Geometry, view: Geometry) -> ViewFunction | None:
     if len(base.size) != len(view.size):
         return None
     dims = zip(base.size, view.size, base.stride, view.stride, strict=True)
@@ -390,7 +309,7 @@ def _as_slice(base: Geometry, view: Geometry) -> Scatter | None:
     return slice_(d, start, min(start + (n - 1) * step + 1, base.size[d]), step)
 
 
-def _as_select(base: Geometry, view: Geometry) -> Scatter | None:
+def _as_select(base: Geometry, view: Geometry) -> ViewFunction | None:
     if len(base.size) != len(view.size) + 1:
         return None
     for d, (n, s) in enumerate(zip(base.size, base.stride, strict=True)):
@@ -410,13 +329,18 @@ def index_in(base: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
         return None if wanted.numel() else wanted
     order = torch.argsort(base, stable=True)
     places = torch.searchsorted(base[order], wanted).clamp(max=base.numel() - 1)
-    found = order[places]
-    return found if bool((base[found] == wanted).all()) else None
+    first = order[places]
+    return first if bool((base[first] == wanted).all()) else None
 
 
 # By op: symbolic sizes ----------------------------------------------------------------------------------------------
 
 _SAME_ORDER = {
+    _aten.reshape.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.flatten.using_ints,
+    _aten.unsqueeze.default,
     _aten.view_as.default,
     _aten.reshape_as.default,
     _aten.squeeze.default,
@@ -429,54 +353,30 @@ _SAME_ORDER = {
     _aten.to.dtype,
     _aten.dropout.default,
 }
-_MOVES = (_aten.movedim.int, _aten.movedim.intlist)
 
 
 def by_op(
     func: Any, args: tuple[Any, ...], slot: int | None, base: torch.Tensor, view: torch.Tensor
 ) -> ViewFunction | None:
     """The function of result `slot` of `func(base, *args)`, of the same dtype; None for an op that is not known."""
-    said = views.view_arguments(func, base.size(), args)
-    if func in _SAME_ORDER or isinstance(said, (views.Reshape, views.Flatten, views.Unsqueeze)):
-        return Reshape(base.size(), view.size())
+    if func in _SAME_ORDER:
+        return reshape(base.size(), view.size())
     if func is _aten.unfold.default and args[2] >= args[1]:
-        return Unfold((args[0] % max(1, base.dim()), args[1], args[2]))
-    if func in _MOVES:
-        return Permute(_moved_dims(func, args, base.dim()))
-    match said:
+        return _unfold(args[0] % max(1, base.dim()), args[1], args[2])
+    if func in (_aten.movedim.int, _aten.movedim.intlist):
+        sizes = range(2, base.dim() + 2)  # by which the dimensions can be told apart
+        return permute(tuple([n - 2 for n in func(torch.empty(tuple(sizes), device="meta"), *args).shape]))
+    match views.view_arguments(func, base.size(), args):
         case views.Permute(dims):
-            return Permute(dims)
+            return permute(dims)
         case views.Select(dim, index):
             return select(dim, index)
         case views.Slice(dim, start, end, step):
             return slice_(dim, start, end, step)
         case views.Expand():
-            return Expand(base.size(), view.size())
-    return None if slot is None else _part(func, args, slot, said, base, view)
-
-
-def _moved_dims(func: Any, args: tuple[Any, ...], rank: int) -> tuple[int, ...]:
-    """What the op does to dimensions that can be told apart by their size."""
-    probe = torch.empty(tuple(range(2, rank + 2)), device="meta")
-    return tuple([n - 2 for n in func(probe, *args).shape])
-
-
-def _part(
-    func: Any,
-    args: tuple[Any, ...],
-    slot: int,
-    said: views.ViewArguments | None,
-    base: torch.Tensor,
-    view: torch.Tensor,
-) -> ViewFunction | None:
-    """One of the results of `split` and its kind."""
-    match said:
-        case views.Unbind(dim):
+            return _expand(base.size(), view.size())
+        case views.Unbind(dim) if slot is not None:
             return select(dim, slot)
-        case views.Split(dim, lengths) if lengths is not None:
-            start = sum(lengths[:slot])
-            return slice_(dim, start, start + lengths[slot])
-        case views.Split(dim, None):
-            each = args[0] if func is _aten.split.Tensor else (base.size(dim) + args[0] - 1) // args[0]
-            return slice_(dim, slot * each, slot * each + view.size(dim))
+        case views.Split(dim) as split if slot is not None:
+            return slice_(dim, split.start(slot), split.start(slot) + view.size(dim))
     return None

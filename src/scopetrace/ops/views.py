@@ -75,8 +75,7 @@ class Slice:
 
     def is_whole(self) -> bool:
         """Whether it takes every element, whatever the size."""
-        given = (self.start, self.end, self.step)
-        return all(type(n) is int for n in given) and given == (0, TO_THE_END, 1)
+        return _is(self.start, 0) and _is(self.end, TO_THE_END) and _is(self.step, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,25 +87,21 @@ class Expand:
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-    """All elements in the same order, in another size; one -1 stands for what is left."""
+    """All elements in the same order, in another size."""
 
     size: tuple[Int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Flatten:
-    """Dimensions `start` to `end`, both counted in, as one."""
-
-    start: int
-    end: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Split:
-    """Parts along dimension `dim`; `lengths` is None where their number follows from a symbolic size."""
+    """Parts along dimension `dim`: of these lengths, or of one length each but for the last one."""
 
     dim: int
-    lengths: tuple[Int, ...] | None
+    length: Int | tuple[Int, ...]
+
+    def start(self, part: int) -> Int:
+        """Where a part begins."""
+        return sum(self.length[:part]) if isinstance(self.length, tuple) else part * self.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,64 +111,46 @@ class Unbind:
     dim: int
 
 
-ViewArguments = Permute | Unsqueeze | Select | Slice | Expand | Reshape | Flatten | Split | Unbind
+ViewArguments = Permute | Unsqueeze | Select | Slice | Expand | Reshape | Split | Unbind
 
 
 def view_arguments(func: Any, size: Sizes, args: Sequence[Any]) -> ViewArguments | None:
     """What `func(base, *args)` makes of a base of this size."""
     parse = _PARSERS.get(func)
-    return None if parse is None else parse(size, *args)
+    try:
+        return None if parse is None else parse(size, *args)
+    except IndexError:
+        return None
 
 
-def _dim(dim: int, rank: int) -> int | None:
-    """The dimension counted from the front; None where there is no such dimension."""
-    return dim % rank if -rank <= dim < rank else None
+def _dim(dim: int, rank: int) -> int:
+    """The dimension counted from the front. Raises IndexError where there is none."""
+    return range(rank)[dim]
 
 
 def _permute(size: Sizes, dims: Sequence[int]) -> Permute | None:
-    found = tuple([d + len(size) if d < 0 else d for d in dims])
-    return Permute(found) if sorted(found) == list(range(len(size))) else None
+    order = tuple([_dim(d, len(size)) for d in dims])
+    return Permute(order) if sorted(order) == list(range(len(size))) else None
 
 
-def _transpose(size: Sizes, first: int, second: int) -> Permute | None:
+def _transpose(size: Sizes, first: int, second: int) -> Permute:
     a, b = _dim(first, len(size)), _dim(second, len(size))
-    if a is None or b is None:
-        return None
     dims = list(range(len(size)))
     dims[a], dims[b] = b, a
     return Permute(tuple(dims))
-
-
-def _t(size: Sizes) -> Permute | None:
-    return Permute(tuple(reversed(range(len(size))))) if len(size) <= 2 else None
 
 
 def _reverse(size: Sizes) -> Permute:
     return Permute(tuple(reversed(range(len(size)))))
 
 
-def _matrix_t(size: Sizes) -> Permute | None:
-    return _transpose(size, -2, -1) if len(size) >= 2 else None
-
-
-def _unsqueeze(size: Sizes, dim: int) -> Unsqueeze | None:
-    d = _dim(dim, len(size) + 1)
-    return None if d is None else Unsqueeze(d)
-
-
-def _select(size: Sizes, dim: int, index: Int) -> Select | None:
-    d = _dim(dim, len(size))
-    return None if d is None else Select(d, index)
-
-
-def _slice(size: Sizes, dim: int = 0, start: Int | None = None, end: Int | None = None, step: Int = 1) -> Slice | None:
-    d = _dim(dim, len(size))
-    return None if d is None else Slice(d, 0 if start is None else start, TO_THE_END if end is None else end, step)
+def _slice(size: Sizes, dim: int = 0, start: Int | None = None, end: Int | None = None, step: Int = 1) -> Slice:
+    return Slice(_dim(dim, len(size)), 0 if start is None else start, TO_THE_END if end is None else end, step)
 
 
 def _narrow(size: Sizes, dim: int, start: Int, length: Int) -> Slice | None:
     d = _dim(dim, len(size))
-    if d is None or isinstance(start, torch.Tensor):
+    if isinstance(start, torch.Tensor):
         return None
     if all(type(n) is int for n in (size[d], start, length)):
         start = start + size[d] if start < 0 else start
@@ -186,44 +163,33 @@ def _expand(size: Sizes, wanted: Sizes, *, implicit: bool = False) -> Expand | N
     return Expand(tuple(wanted)) if len(wanted) >= len(size) else None
 
 
-def _reshape(size: Sizes, wanted: Sizes) -> Reshape:
-    return Reshape(tuple(wanted))
-
-
-def _flatten(size: Sizes, start: int = 0, end: int = -1) -> Flatten | None:
-    first, last = _dim(start, len(size)), _dim(end, len(size))
-    return None if first is None or last is None or first > last else Flatten(first, last)
-
-
-def _split(size: Sizes, lengths: Int | Sizes, dim: int = 0) -> Split | None:
-    d = _dim(dim, len(size))
-    if d is None:
+def _reshape(size: Sizes, wanted: Sizes) -> Reshape | None:
+    rest = [d for d, n in enumerate(wanted) if _is(n, -1)]
+    new: list[Any] = list(wanted)
+    numel, known = math.prod(size), math.prod(n for n in wanted if not _is(n, -1))
+    if len(rest) == 1:
+        new[rest[0]] = whole_quotient(numel, known)
+        if new[rest[0]] is None or example(new[rest[0]]) * example(known) != example(numel):
+            return None
+    elif rest or not surely_equal(known, numel):
         return None
-    if isinstance(lengths, (list, tuple)):
-        return Split(d, tuple(lengths))
-    return _in_equal_parts(size[d], lengths, d)  # type: ignore[arg-type]
+    return Reshape(tuple(new))
+
+
+def _flatten(size: Sizes, start: int = 0, end: int = -1) -> Reshape | None:
+    first, last = _dim(start, len(size)), _dim(end, len(size))
+    if first >= last:
+        return None  # torch gives the tensor itself, or raises
+    return Reshape((*size[:first], math.prod(size[first : last + 1]), *size[last + 1 :]))
+
+
+def _split(size: Sizes, length: Int | Sizes, dim: int = 0) -> Split:
+    return Split(_dim(dim, len(size)), tuple(length) if isinstance(length, Sequence) else length)
 
 
 def _chunk(size: Sizes, chunks: int, dim: int = 0) -> Split | None:
     d = _dim(dim, len(size))
-    if d is None or chunks < 1:
-        return None
-    n = size[d]
-    return _in_equal_parts(n, -(-n // chunks), d) if type(n) is int else Split(d, None)
-
-
-def _in_equal_parts(n: Int, length: Int, dim: int) -> Split | None:
-    """Parts of one length along a dimension of size `n`; the last one has what is left."""
-    if type(n) is not int or type(length) is not int:
-        return Split(dim, None)
-    if n < 1 or length < 1:
-        return None
-    return Split(dim, tuple([min(length, n - start) for start in range(0, n, length)]))
-
-
-def _unbind(size: Sizes, dim: int = 0) -> Unbind | None:
-    d = _dim(dim, len(size))
-    return None if d is None else Unbind(d)
+    return Split(d, (size[d] + chunks - 1) // chunks) if chunks >= 1 else None
 
 
 _aten = torch.ops.aten
@@ -232,11 +198,11 @@ _PARSERS: dict[Any, Callable[..., ViewArguments | None]] = {
     _aten.transpose.int: _transpose,
     _aten.swapaxes.default: _transpose,
     _aten.swapdims.default: _transpose,
-    _aten.t.default: _t,
+    _aten.t.default: lambda size: _reverse(size) if len(size) <= 2 else None,
     _aten.numpy_T.default: _reverse,
-    _aten.mT.default: _matrix_t,
-    _aten.unsqueeze.default: _unsqueeze,
-    _aten.select.int: _select,
+    _aten.mT.default: lambda size: _transpose(size, -2, -1),
+    _aten.unsqueeze.default: lambda size, dim: Unsqueeze(_dim(dim, len(size) + 1)),
+    _aten.select.int: lambda size, dim, index: Select(_dim(dim, len(size)), index),
     _aten.slice.Tensor: _slice,
     _aten.narrow.default: _narrow,
     _aten.expand.default: _expand,
@@ -248,7 +214,7 @@ _PARSERS: dict[Any, Callable[..., ViewArguments | None]] = {
     _aten.split.sizes: _split,
     _aten.split_with_sizes.default: _split,
     _aten.chunk.default: _chunk,
-    _aten.unbind.int: _unbind,
+    _aten.unbind.int: lambda size, dim=0: Unbind(_dim(dim, len(size))),
 }
 VIEW_OPS = _PARSERS.keys()
 """The ops that `view_arguments` knows."""
@@ -263,37 +229,36 @@ def dense_strides(t: torch.Tensor) -> tuple[Int, ...] | None:
     None for other tensors. The dimensions may lie in any order, as in channels-last memory.
     """
     strides: list[Any] = list(t.stride())
-    left = [d for d, n in enumerate(t.size()) if not _is_one(n)]
-    given = _strides(t)
+    left = [d for d, n in enumerate(t.size()) if not _is(n, 1)]
+    exprs = _strides(t)
     reach: Any = 1
     while left:
-        found = next((d for d in left if surely_equal(given[d], reach)), None)
-        if found is None:
+        innermost = next((d for d in left if surely_equal(exprs[d], reach)), None)
+        if innermost is None:
             return None
-        strides[found] = reach
-        reach = reach * t.size(found)
-        left.remove(found)
+        strides[innermost] = reach
+        reach = reach * t.size(innermost)
+        left.remove(innermost)
     return tuple(strides)
 
 
 def is_contiguous(t: torch.Tensor) -> bool:
     """Whether the elements lie in row-major order, without gaps."""
-    found, reach = dense_strides(t), 1
-    for n, stride in zip(reversed(t.size()), reversed(found or ()), strict=False):
-        if not surely_equal(stride, reach) and not _is_one(n):
-            return False
-        reach = reach * n
-    return found is not None
+    dense = dense_strides(t)
+    rows = zip(t.size(), dense or (), row_major_strides(t.size()), strict=False)
+    return dense is not None and all(_is(n, 1) or surely_equal(a, b) for n, a, b in rows)
 
 
 def has_fixed_order(t: torch.Tensor) -> bool:
     """Whether the dimensions lie in memory in one order for all sizes, and none reaches into the next."""
     if is_static(t.stride()) or dense_strides(t) is not None:
         return True
-    given = _strides(t)
-    order = [d for d, n in enumerate(t.size()) if not _is_one(n) and not _is_zero(given[d])]
+    strides = _strides(t)
+    order = [d for d, n in enumerate(t.size()) if not _is(n, 1) and not _is(strides[d], 0)]
     order.sort(key=lambda d: (example(t.stride(d)), -d))
-    return all(_passes_over(given[outer], given[inner], t.size(inner)) for inner, outer in itertools.pairwise(order))
+    return all(
+        _passes_over(strides[outer], strides[inner], t.size(inner)) for inner, outer in itertools.pairwise(order)
+    )
 
 
 def _passes_over(outer: Any, inner: Any, n: Int) -> bool:
@@ -328,13 +293,13 @@ def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | Literal[F
 
     False where `t` cannot be seen so, at any size; None where that is not known.
     """
-    wanted = _example_strides(t, size)
+    of_example = _example_strides(t, size)
     if is_static((*t.size(), *t.stride(), *size)):
-        return wanted
-    found = row_major_strides(size) if is_contiguous(t) else _Regrouping(t, size).strides()
-    if found is None or found is False:
-        return False if found is False and wanted is False else None
-    return found if wanted == tuple([example(n) for n in found]) else None
+        return of_example
+    strides = row_major_strides(size) if is_contiguous(t) else _Regrouping(t, size).strides()
+    if strides is None or strides is False:
+        return False if strides is False and of_example is False else None
+    return strides if of_example == tuple([example(n) for n in strides]) else None
 
 
 def _example_strides(t: torch.Tensor, size: Sizes) -> tuple[int, ...] | Literal[False]:
@@ -356,8 +321,8 @@ class _Regrouping:
 
     def __init__(self, t: torch.Tensor, new_size: Sizes) -> None:
         self.size, self.stride, self.new_size = list(t.size()), list(t.stride()), new_size
-        self.given = _strides(t)
-        self.found: list[Any] = [1] * len(new_size)
+        self.exprs = _strides(t)
+        self.result: list[Any] = [1] * len(new_size)
         self.old, self.new = len(self.size) - 1, len(new_size) - 1
         self.matched_by_rest = False
         """Whether the products of one group are equal only because those of all other groups and of the whole are."""
@@ -366,36 +331,36 @@ class _Regrouping:
         """The strides for the new size, as `reshape_strides` gives them."""
         while self.new >= 0:
             self._skip_ones()
-            if _is_one(self.new_size[self.new]):
-                self.found[self.new] = self._stride_of_one(self.new)
+            if _is(self.new_size[self.new], 1):
+                self.result[self.new] = self._stride_of_one(self.new)
                 self.new -= 1
                 continue
             fits = self._match_group() if self.old >= 0 else None
             if fits is None or not fits:
                 return None if fits is None else False
         self._skip_ones()
-        return tuple(self.found) if self.old < 0 else None
+        return tuple(self.result) if self.old < 0 else None
 
     def _skip_ones(self) -> None:
-        while self.old >= 0 and _is_one(self.size[self.old]):
+        while self.old >= 0 and _is(self.size[self.old], 1):
             self.old -= 1
 
     def _stride_of_one(self, d: int) -> Any:
-        return self.found[d + 1] * self.new_size[d + 1] if d + 1 < len(self.new_size) else self.stride[-1]
+        return self.result[d + 1] * self.new_size[d + 1] if d + 1 < len(self.new_size) else self.stride[-1]
 
     def _match_group(self) -> bool | None:
         """Take the next dimensions of both that have the same product. False: they have a gap; None: not known."""
         base, reach, wanted = self.stride[self.old], self.size[self.old], self.new_size[self.new]
-        self.found[self.new] = base
+        self.result[self.new] = base
         self.old, self.new = self.old - 1, self.new - 1
         while not surely_equal(reach, wanted):
             if self.old >= 0 and quotient(to_expr(wanted), to_expr(reach)) is not None:
-                gap = self.given[self.old], to_expr(base) * to_expr(reach)
+                gap = self.exprs[self.old], to_expr(base) * to_expr(reach)
                 if not surely_equal(*gap):
                     return False if _differ(*gap) else None
                 reach, self.old = reach * self.size[self.old], self.old - 1
             elif self.new >= 0 and example(reach) >= example(wanted * self.new_size[self.new]):
-                self.found[self.new] = base * wanted
+                self.result[self.new] = base * wanted
                 wanted, self.new = wanted * self.new_size[self.new], self.new - 1
             else:
                 sure = not self.matched_by_rest and example(reach) == example(wanted)
@@ -428,15 +393,15 @@ def place_view(t: torch.Tensor, view: ViewArguments) -> Placement | list[Placeme
             return _place_selected(size, stride, view)
         case Unbind(d):
             n = size[d]
-            found = [_place_selected(size, stride, Select(d, i)) for i in range(n if type(n) is int else 0)]
-            known = [placement for placement in found if placement is not None]
-            return known if known and len(known) == len(found) else None
+            places = [_place_selected(size, stride, Select(d, i)) for i in range(n if type(n) is int else 0)]
+            return [place for place in places if place is not None] if places and None not in places else None
         case Slice():
             return _place_slice(size, stride, view)
         case Expand():
             return _place_expanded(size, stride, view)
-        case Reshape() | Flatten():
-            return _place_reshaped(t, view)
+        case Reshape(wanted):
+            strides = reshape_strides(t, wanted)
+            return None if strides is None or strides is False else Placement(wanted, strides, 0)
     return None
 
 
@@ -467,35 +432,11 @@ def _place_expanded(old_size: tuple[Int, ...], old_stride: tuple[Int, ...], view
     for d in range(len(size) - 1, -1, -1):
         outside = size[d + 1] * stride[d + 1] if d + 1 < len(size) else 0
         old, step = (old_size[d - new], old_stride[d - new]) if d >= new else (1, outside)
-        if (_is_rest(size[d]) and d >= new) or surely_equal(size[d], old):
+        if (_is(size[d], -1) and d >= new) or surely_equal(size[d], old):
             size[d], stride[d] = old, step
-        elif not _is_one(old) or (type(size[d]) is int and size[d] < 1):
+        elif not _is(old, 1) or (type(size[d]) is int and size[d] < 1):
             return None
     return Placement(tuple(size), tuple(stride), 0)
-
-
-def _place_reshaped(t: torch.Tensor, view: Reshape | Flatten) -> Placement | None:
-    if isinstance(view, Flatten) and view.start == view.end:
-        return None  # torch gives the tensor itself
-    size = reshaped_size(t.size(), view)
-    stride = None if size is None else reshape_strides(t, size)
-    return Placement(size, stride, 0) if size is not None and stride is not None and stride is not False else None
-
-
-def reshaped_size(old: Sizes, view: Reshape | Flatten) -> tuple[Int, ...] | None:
-    """The size after `view`, without -1. None where the number of elements may be another one."""
-    if isinstance(view, Flatten):
-        return (*old[: view.start], math.prod(old[view.start : view.end + 1]), *old[view.end + 1 :])
-    rest = [d for d, n in enumerate(view.size) if _is_rest(n)]
-    size: list[Any] = list(view.size)
-    numel, known = math.prod(old), math.prod(n for n in view.size if not _is_rest(n))
-    if len(rest) == 1:
-        size[rest[0]] = whole_quotient(numel, known)
-        if size[rest[0]] is None or example(size[rest[0]]) * example(known) != example(numel):
-            return None
-    elif rest or not surely_equal(known, numel):
-        return None
-    return tuple(size)
 
 
 # ---------------------------------------------------------------- numbers
@@ -512,13 +453,6 @@ def _differ(a: Any, b: Any) -> bool:
     return any(type(q) is int and q != 1 for q in (quotient(a, b), quotient(b, a)))
 
 
-def _is_one(n: Any) -> bool:
-    return type(n) is int and n == 1
-
-
-def _is_zero(n: Any) -> bool:
-    return type(n) is int and n == 0
-
-
-def _is_rest(n: Any) -> bool:
-    return type(n) is int and n == -1
+def _is(n: Any, value: int) -> bool:
+    """Whether a size is this plain number; to compare a symbolic one would add a guard."""
+    return type(n) is int and n == value

@@ -45,17 +45,17 @@ class _Backward:
         self._tape = tape
         self._nodes = nodes
         self._position = position
-        self._made = [max((position[v] for v in node.op.values() if v in position), default=-1) for node in nodes]
-        self._last = {at: n for n, at in enumerate(self._made)}
+        self._op_of = [max((position[v] for v in node.op.values() if v in position), default=-1) for node in nodes]
+        self._last = {op: n for n, op in enumerate(self._op_of)}
         self._reached = sorted(self._last)
-        self._first = {at: n for n, at in reversed([*enumerate(self._made)])}
+        self._first = {op: n for n, op in reversed([*enumerate(self._op_of)])}
 
     def steps(self, numbers: Mapping[Call, int]) -> tuple[GradientStep, ...]:
         """What happens, in order."""
-        found = [(at, kind, call) for call in self._tape.calls for at, kind in self._of_call(call)]
-        found += [(at, "again", call) for region in self._tape.checkpointed for at, call in self._again(*region)]
-        found.sort(key=operator.itemgetter(0))
-        return tuple(GradientStep(kind, numbers[call], self._ops_before(at.node)) for at, kind, call in found)
+        steps = [(at, kind, call) for call in self._tape.calls for at, kind in self._of_call(call)]
+        steps += [(at, "again", call) for region in self._tape.checkpointed for at, call in self._again(*region)]
+        steps.sort(key=operator.itemgetter(0))
+        return tuple(GradientStep(kind, numbers[call], self._ops_before(at.node)) for at, kind, call in steps)
 
     def _ops_before(self, node: int) -> int:
         if node:
@@ -63,13 +63,14 @@ class _Backward:
         return next((i for i, op in enumerate(self._tape.ops) if op.phase is not None), len(self._tape.ops))
 
     def _of_call(self, call: Call) -> Iterator[tuple[_At, str]]:
-        given = {v for v in leaves((call.args, call.kwargs), Value) if v.requires_grad}
+        arguments = {v for v in leaves((call.args, call.kwargs), Value) if v.requires_grad}
         first, stop = (bisect.bisect_left(self._reached, i) for i in (call.start, call.stop))
-        own = [(self._last[i], self._tape.ops[i]) for i in self._reached[first:stop]]
-        passed = 1 + max(n for n, _ in own) if any(not given.isdisjoint(op.inputs()) for _, op in own) else None
+        reached = self._reached[first:stop]
+        reads_arguments = any(not arguments.isdisjoint(self._tape.ops[i].inputs()) for i in reached)
+        passed = 1 + max(self._last[i] for i in reached) if reads_arguments else None
         for v in dict.fromkeys(leaves(call.outputs, Value)):
             node = self._first.get(self._position[v])
-            if node is not None and v in given:  # an argument that is given back
+            if node is not None and v in arguments:  # an argument that is given back
                 passed = node if passed is None else passed
                 yield _At(passed, 0, (-call.position, 0)), "result"
             elif node is not None and v.requires_grad:
@@ -79,7 +80,7 @@ class _Backward:
 
     def _again(self, start: int, stop: int) -> Iterator[tuple[_At, Call]]:
         first = next(
-            (n for n, node in enumerate(self._nodes) if node.has_saved and start <= self._made[n] < stop), None
+            (n for n, node in enumerate(self._nodes) if node.has_saved and start <= self._op_of[n] < stop), None
         )
         for call in self._tape.calls:
             if first is not None and start <= call.start < stop and call.stop <= stop:

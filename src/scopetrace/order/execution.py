@@ -57,7 +57,7 @@ class CallUsage:
     """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
     raised: bool = False
     """Whether it ended with an exception, which an outer module caught."""
-    argument_params: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    param_arguments: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The parameters among its arguments, which its caller has read."""
     replaced: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The module's parameters that other tensors replaced, as in `torch.func.functional_call`."""
@@ -152,10 +152,10 @@ class ExecutionOrder(Printed):
     @functools.cached_property
     def param_first_use(self) -> dict[str, ParamUse]:
         """By used parameter, its first use; in the order of first uses."""
-        found: dict[str, ParamUse] = {}
+        first: dict[str, ParamUse] = {}
         for param, use in self._uses():
-            found.setdefault(param, use)
-        return found
+            first.setdefault(param, use)
+        return first
 
     @functools.cached_property
     def param_last_use(self) -> dict[str, ParamUse]:
@@ -176,13 +176,9 @@ class ExecutionOrder(Printed):
         The entry of an op has the name of the call's own module; the entry of a call has the name of the called module
         and all parameters used in that call. Entries without parameters are left out.
         """
-        found = []
-        for step in self.calls[call].steps:
-            if not isinstance(step, int):
-                found.append(ParamUsageInfo(self.calls[call].fqn, step))
-            elif used := self.used_in(step):
-                found.append(ParamUsageInfo(self.calls[step].fqn, used))
-        return found
+        steps = self.calls[call].steps
+        users = [(step, self.used_in(step)) if isinstance(step, int) else (call, step) for step in steps]
+        return [ParamUsageInfo(self.calls[user].fqn, params) for user, params in users if params]
 
     @functools.cached_property
     def module_to_param_usage_infos(self) -> dict[str, list[ParamUsageInfo]]:
@@ -227,11 +223,11 @@ class ExecutionOrder(Printed):
     @functools.cached_property
     def outside_uses(self) -> dict[str, list[ParamUse]]:
         """Uses of parameters by modules that do not hold them: `F.linear(x, self.child.weight)`."""
-        found: dict[str, list[ParamUse]] = {}
+        uses: dict[str, list[ParamUse]] = {}
         for param, use in self._uses():
             if self.registered.module(use.module) not in map(self.registered.module, self.registered.owners(param)):
-                found.setdefault(param, []).append(use)
-        return found
+                uses.setdefault(param, []).append(use)
+        return uses
 
     def without(self, params: Collection[str]) -> ExecutionOrder:
         """The order without these parameters."""
@@ -261,8 +257,8 @@ class ExecutionOrder(Printed):
             return fqn if first is None else next(inside(registered.modules[first].names, prefix), None)
 
         calls = [_renamed(c, name, number, fqn=module(c.fqn)) for c in self.calls[number:stop]]
-        own = ([s for s in steps if number <= s.call < stop] for steps in self.backwards)
-        backwards = tuple(tuple(s._replace(call=s.call - number) for s in steps) for steps in own if steps)
+        inside_call = ([s for s in steps if number <= s.call < stop] for steps in self.backwards)
+        backwards = tuple(tuple(s._replace(call=s.call - number) for s in steps) for steps in inside_call if steps)
         return ExecutionOrder(tuple(calls), registered.within(prefix), _names(self.written_params, name), backwards)
 
     # ---------------------------------------------------------------- comparison
@@ -370,7 +366,7 @@ def _renamed(call: CallUsage, name: Callable[[str], str | None], first: int = 0,
         call,
         parent=None if call.parent is None or call.parent < first else call.parent - first,
         steps=tuple(step for step in steps if step != ()),
-        argument_params=_names(call.argument_params, name),
+        param_arguments=_names(call.param_arguments, name),
         replaced=_names(call.replaced, name),
         **changed,
     )
@@ -384,10 +380,11 @@ def _by(order: ExecutionOrder, use: ParamUse) -> str:
 
 def _folded(names: list[str]) -> list[str]:
     """Names that differ in numbers only, as one: `layers.*.norm (12 times)`."""
-    found: dict[str, list[str]] = {}
+    by_pattern: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(".".join("*" if part.isdigit() else part for part in name.split(".")), []).append(name)
-    return [f"{key} ({len(same)} times)" if len(same) > 1 else same[0] for key, same in found.items()]
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        by_pattern.setdefault(pattern, []).append(name)
+    return [f"{key} ({len(same)} times)" if len(same) > 1 else same[0] for key, same in by_pattern.items()]
 
 
 def _odd(order: ExecutionOrder) -> list[str]:
@@ -400,4 +397,4 @@ def _odd(order: ExecutionOrder) -> list[str]:
         "never used": _folded(order.unused_params),
         "never called": _folded(order.uncalled_modules),
     }
-    return [f"{what}: {'; '.join(found)}" for what, found in lines.items() if found]
+    return [f"{what}: {'; '.join(texts)}" for what, texts in lines.items() if texts]

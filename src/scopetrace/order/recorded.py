@@ -25,13 +25,13 @@ def execution_order(tape: ProgramTape) -> ExecutionOrder:
 
 def _writers(tape: ProgramTape) -> set[Call]:
     """The calls that change an argument in place that requires grad."""
-    found: set[Call] = set()
+    writers: set[Call] = set()
     for op in [op for part in tape.walk() for op in part.ops if op.writes]:
         storages = {v.storage for v in op.writes}
         for call in op.call.ancestors() if op.call is not None else ():
             if any(v.requires_grad and v.storage in storages for v in values_in((call.args, call.kwargs))):
-                found.add(call)
-    return found
+                writers.add(call)
+    return writers
 
 
 class _Params:
@@ -84,7 +84,7 @@ class _Reader:
             parent,
             direct=call.direct,
             raised=call.raised is not None,
-            argument_params=tuple(dict.fromkeys(arguments)),
+            param_arguments=tuple(dict.fromkeys(arguments)),
             replaced=tuple(name for name in replaced if name is not None),
             in_op=self._bodies > 0,
             writes_input=call in self._writers,
@@ -100,8 +100,8 @@ class _Reader:
         elif op.bodies():
             self._higher_order(op, params)
         elif op.kind != "placeholder" and op.phase is None:
-            own = self.registered.inside(op.name) if op.kind == "call_module" else []
-            self.use(op.call, op.inputs(), params, own)
+            of_leaf = self.registered.inside(op.name) if op.kind == "call_module" else []
+            self.use(op.call, op.inputs(), params, of_leaf)
 
     def use(self, call: Call | None, values: Iterable[Value], params: _Params, also: Sequence[str] = ()) -> None:
         """Note that an op reads these values.
@@ -112,8 +112,8 @@ class _Reader:
             return
         steps = self.building.steps[self.numbers[call]]
         before = steps[-1] if steps and isinstance(steps[-1], tuple) else ()
-        found = [name for v in values for name in params.of(v) if v in params.names or name not in before]
-        used = tuple(dict.fromkeys([*found, *also]))
+        names = [name for v in values for name in params.of(v) if v in params.names or name not in before]
+        used = tuple(dict.fromkeys([*names, *also]))
         if used:
             steps.append(used)
             self._used += used

@@ -5,19 +5,3 @@ Data flow:
     bodies with equal keys -> one function
     the ops of a call -> one `invoke_subgraph` op that has the function's body among its arguments
 """
-
-from scopetrace.outline.cut import outline
-from scopetrace.outline.ranges import Ranges
-from scopetrace.outline.readers import Readers
-from scopetrace.outline.signature import FunctionOutput, FunctionSignature, OutlinedBody, new_values, values_with_path
-
-__all__ = [
-    "FunctionOutput",
-    "FunctionSignature",
-    "OutlinedBody",
-    "Ranges",
-    "Readers",
-    "new_values",
-    "outline",
-    "values_with_path",
-]

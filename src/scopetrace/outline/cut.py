@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols, has_symbols, own_values
+from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols, own_values
 from scopetrace.ir.tape import (
     BodyTape,
     Call,
@@ -31,7 +32,7 @@ from scopetrace.ir.tape import (
 from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
 from scopetrace.outline.ranges import Range, Ranges
-from scopetrace.outline.readers import Bound, Captured, Place, Readers
+from scopetrace.outline.readers import Bound, Captured, Place
 from scopetrace.outline.signature import (
     ArgumentLeaf,
     FunctionInput,
@@ -39,7 +40,6 @@ from scopetrace.outline.signature import (
     OutlinedBody,
     argument_leaves,
     new_values,
-    own_tensors,
     unique_name,
     values_with_path,
     without_unused,
@@ -49,20 +49,11 @@ _aten = torch.ops.aten
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
-def outline(
-    tape: FunctionalTape,
-    readers: Readers,
-    ranges: Ranges,
-    chosen: list[Call],
-    forward: Any = None,
-) -> Outlining:
-    """The chosen calls as calls of functions.
-
-    `readers` and `ranges` are those of the tape, `forward` is what the root call ran.
-    """
+def outline(ranges: Ranges, chosen: list[Call]) -> Outlining:
+    """The chosen calls of a tape, of which `ranges` are, as calls of functions."""
     wanted: dict[Call, dict[Place, Bound]] = {}
     while True:
-        outlining = Outlining(tape, readers, ranges, chosen, forward, wanted)
+        outlining = Outlining(ranges, chosen, wanted)
         missing = outlining.captured.missing()
         if not missing:
             return outlining
@@ -77,7 +68,7 @@ class _Block:
     """That call; None for the main program."""
     ops: list[Op] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
-    now: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    renames: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """By value of the old tape: the output of a function that stands for it from here on."""
     same: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """By value that is used outside of the call: the first value that is the same tensor."""
@@ -85,8 +76,6 @@ class _Block:
 
 @dataclasses.dataclass
 class _Result:
-    """One output of a function."""
-
     name: str
     kind: str
     old: Value
@@ -100,54 +89,50 @@ class _Result:
     """Whether `inside` is a clone that is made at the end of the function."""
 
 
-@dataclasses.dataclass
-class _Cut:
-    """A call that was cut out, for those that repeat it. Its values are given by their numbers in the range."""
+class _Invocation(NamedTuple):
+    """A call of a function in the place of a module call."""
+
+    function: OutlinedBody
+    operands: list[Any]
+    results: list[tuple[Value, bool]]
+    """Values of the old tape, each with whether it is itself what the function gives."""
+    same: list[tuple[Value, Value]]
+    """As `_Block.same`."""
+    grad: bool
+
+
+class _Cut(NamedTuple):
+    """A call that was cut out, for those that repeat it."""
 
     call: Call
     range: Range
-    function: OutlinedBody
-    operands: list[int]
-    """Their places in what `_key_in` gives."""
-    results: list[tuple[int, bool]]
-    """Each with whether it is itself what the function gives."""
-    same: list[tuple[int, int]]
-    """As `_Block.same`."""
-    grad: bool
+    invocation: _Invocation
+    positions: list[int]
+    """Of the operands, in what `_key_in` gives."""
 
 
 class Outlining:
     """A tape of which chosen calls are functions, and the program that calls these. `wanted`: see `Captured`."""
 
-    def __init__(
-        self,
-        tape: FunctionalTape,
-        readers: Readers,
-        ranges: Ranges,
-        chosen: list[Call],
-        forward: Any,
-        wanted: dict[Call, dict[Place, Bound]],
-    ) -> None:
-        self.old = tape
-        self.forward = forward
+    def __init__(self, ranges: Ranges, chosen: list[Call], wanted: dict[Call, dict[Place, Bound]]) -> None:
+        self.old = tape = ranges.tape
         self._functions: dict[Any, OutlinedBody] = {}
         self._taken: set[tuple[str, str]] = set()  # domains and names
         self._names: dict[BodyTape, str] = {}  # of the functions' bodies
-        self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
-        self._readers, self._ranges = readers, ranges
+        self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is passed
+        self._readers, self._ranges = ranges.readers, ranges
         self._cuts: dict[Any, _Cut] = {}
         self._plain: dict[Call, tuple[OutlinedBody, dict[Call, dict[Place, Bound]]]] = {}
         """The calls that were cut out and capture nothing: their functions, and where is noted what equal ones capture.
         """
-        self.captured = Captured(tape, readers, wanted)
-        made = (v.storage for op in tape.ops for v in op.values())
+        self.captured = Captured(tape, self._readers, wanted)
+        storages = (v.storage for op in tape.ops for v in op.values())
         # A copy of what a call returns keeps its history, wherever autograd is on in the program.
         self._grad = is_grad_on(tape.ops)
-        self._storages = itertools.count(min(made, default=0) - 1, -1)
+        self._storages = itertools.count(min(storages, default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
         self._chosen = set(chosen)
         self._main = _Block(None)
-        self._has_symbols = has_symbols(tape)
         self._fill(self._main, None, 0, len(tape.ops))
 
     @property
@@ -162,16 +147,16 @@ class Outlining:
             self.old,
             ops=main.ops,
             calls=main.calls,
-            outputs=renamed(self.old.outputs, main.now),
-            returned=renamed(self.old.returned, main.now),
+            outputs=renamed(self.old.outputs, main.renames),
+            returned=renamed(self.old.returned, main.renames),
             attribute_writes=[
-                dataclasses.replace(w, value=main.now.get(w.value, w.value)) for w in self.old.attribute_writes
+                dataclasses.replace(w, value=main.renames.get(w.value, w.value)) for w in self.old.attribute_writes
             ],
         )
-        found = own_values(outlined)
+        program = own_values(outlined)
         if checks_enabled():
-            verify(found, "outlining")
-        return found
+            verify(program, "outlining")
+        return program
 
     # ---------------------------------------------------------------- blocks
 
@@ -185,10 +170,10 @@ class Outlining:
                 continue
             call = self._copy(old)
             call.start = len(block.ops)
-            call.args, call.kwargs = renamed((old.args, old.kwargs), block.now)
+            call.args, call.kwargs = renamed((old.args, old.kwargs), block.renames)
             block.calls.append(call)
             self._fill(block, old, old.start, old.stop)
-            call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.now)
+            call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.renames)
             call.stop = len(block.ops)
         self._copy_ops(block, start, stop)
 
@@ -197,7 +182,7 @@ class Outlining:
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
                 self._main.ops.append(op.replace(call=self._visible(op.call, self._main)))
                 continue
-            args, kwargs = renamed((op.args, op.kwargs), block.now)
+            args, kwargs = renamed((op.args, op.kwargs), block.renames)
             block.ops.append(op.replace(args=args, kwargs=kwargs, call=self._visible(op.call, block)))
 
     def _visible(self, call: Call | None, block: _Block) -> Call | None:
@@ -211,104 +196,90 @@ class Outlining:
         return next((c for c in call.ancestors() if c in self._chosen), None) if call is not None else None
 
     def _copy(self, call: Call) -> Call:
-        found = self._copies.get(call)
-        if found is None:
+        if call not in self._copies:
             parent = None if call.parent is None else self._copy(call.parent)
-            found = self._copies[call] = call.replace(parent=parent)
-        return found
+            self._copies[call] = call.replace(parent=parent)
+        return self._copies[call]
 
     # ---------------------------------------------------------------- one call
 
     def _cut(self, block: _Block, old: Call) -> None:
         """Cut out a call: its ops become a function, of which a call is appended to `block`."""
-        found = self._ranges.of(old)
-        if found is None or self.captured.wants(old, *found.inner):
+        ops = self._ranges.of(old)
+        if ops is None or self.captured.wants(old, *ops.inner):
             self._cut_anew(block, old)
             return
-        key, taken = self._key_in(block, old, found)
+        key, taken = self._key_in(block, old, ops)
         if key in self._cuts:
-            self._repeat(block, old, found, taken, self._cuts[key])
+            self._repeat(block, old, ops, taken, self._cuts[key])
             return
-        function, operands, results, same, grad = self._cut_anew(block, old)
-        if all(c in self._plain for c in (old, *found.inner) if c in self._chosen):
-            number = {v: i for i, v in enumerate(found.values)}
-            self._cuts[key] = _Cut(
-                old,
-                found,
-                function,
-                [*map(taken.index, operands)],
-                [(number[v], is_itself) for v, is_itself in results],
-                [(number[v], number[first]) for v, first in same],
-                grad,
-            )
+        invocation = self._cut_anew(block, old)
+        if all(c in self._plain for c in (old, *ops.inner) if c in self._chosen):
+            self._cuts[key] = _Cut(old, ops, invocation, [*map(taken.index, invocation.operands)])
 
-    def _key_in(self, block: _Block, old: Call, found: Range) -> tuple[Any, list[Value]]:
+    def _key_in(self, block: _Block, old: Call, ops: Range) -> tuple[Any, list[Value]]:
         """A key, equal for calls that are cut out alike, and what a call takes: values of the block that it is in."""
-        own = self._ranges.own_tensors(old)
+        tensors = self._ranges.own_tensors(old)
         numbers: dict[Value, int] = {}
         parts: list[Any] = []
-        for v in found.outside:
-            now = block.now.get(v, v)
-            real = self.old.attributes.get(now.op.name) if now.op.kind == "get_attr" else None
-            parts += (numbers.setdefault(now, len(numbers)), own.get(id(real)))
-        chosen = [c in self._chosen for c in found.inner]
-        return (found.number, *parts, *chosen), list(numbers)
+        for v in ops.outside:
+            present = block.renames.get(v, v)
+            real = self.old.attributes.get(present.op.name) if present.op.kind == "get_attr" else None
+            parts += (numbers.setdefault(present, len(numbers)), tensors.get(id(real)))
+        chosen = [c in self._chosen for c in ops.inner]
+        return (ops.number, *parts, *chosen), list(numbers)
 
-    def _repeat(self, block: _Block, old: Call, found: Range, taken: list[Value], first: _Cut) -> None:
+    def _repeat(self, block: _Block, old: Call, ops: Range, taken: list[Value], first: _Cut) -> None:
         """As `_cut`, of a call that is as `first` was."""
-        call, values = self._copy(old), found.values
-        call.args, call.kwargs = renamed((old.args, old.kwargs), block.now)
-        self._main.ops += [op.replace(call=self._visible(op.call, self._main)) for op in found.reads]
-        for one, other in zip((first.call, *first.range.inner), (old, *found.inner), strict=True):
+        call = self._copy(old)
+        call.args, call.kwargs = renamed((old.args, old.kwargs), block.renames)
+        self._main.ops += [op.replace(call=self._visible(op.call, self._main)) for op in ops.reads]
+        for one, other in zip((first.call, *first.range.inner), (old, *ops.inner), strict=True):
             if one in self._plain:
                 function, captured = self._plain[other] = self._plain[one]
                 captured[other] = {}
                 if other is not old:
                     function.calls.append(self._copy(other))
-        operands = [taken[i] for i in first.operands]
-        results = [(values[i], is_itself) for i, is_itself in first.results]
-        same = [(values[i], values[j]) for i, j in first.same]
-        self._append(block, old, first.function, operands, results, same, first.grad)
+        value = dict(zip(first.range.values, ops.values, strict=True)).__getitem__
+        results = [(value(v), is_itself) for v, is_itself in first.invocation.results]
+        same = [(value(v), value(other)) for v, other in first.invocation.same]
+        operands = [taken[i] for i in first.positions]
+        self._append(block, old, first.invocation._replace(operands=operands, results=results, same=same))
 
-    def _cut_anew(
-        self, block: _Block, old: Call
-    ) -> tuple[OutlinedBody, list[Any], list[tuple[Value, bool]], list[tuple[Value, Value]], bool]:
-        """As `_cut`. Gives the function, what `_append` got, but for values of `block`."""
+    def _cut_anew(self, block: _Block, old: Call) -> _Invocation:
+        """As `_cut`. Gives the call of the function in `block`."""
         call = self._copy(old)
-        call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
-        named = bind(forward_of(old, self.forward), call.args, call.kwargs)
-        inner = _Block(old, now=dict(block.now))
+        call.args, call.kwargs = renamed((old.args, old.kwargs), block.renames)
+        named = bind(forward_of(old, self._ranges.forward), call.args, call.kwargs)
+        inner = _Block(old, renames=dict(block.renames))
         self._fill(inner, old, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
-        for made in inner.calls:
-            made.args, made.kwargs, made.outputs = without_unused((made.args, made.kwargs, made.outputs), seen)
+        for each in inner.calls:
+            each.args, each.kwargs, each.outputs = without_unused((each.args, each.kwargs, each.outputs), seen)
         passed = self._in_order(old, argument_leaves(named, seen))
         results = self._results(inner, old)
         inputs, operands = self._operands(inner, old, passed)
-        key = call_key(old.module_type, passed, operands, inner.ops, [r.inside for r in results], self._names)
+
+        def key_of(ops: list[Op], results: list[_Result]) -> Any:
+            return call_key(old.module_type, passed, operands, ops, [r.inside for r in results], self._names)
+
+        key = key_of(inner.ops, results)
         function = self._functions.get(key)
         if function is None:
             function = self._functions[key] = self._function(inner, old, inputs, operands, results, key)
             self._names[function.tape] = function.identifier
-        given = [(r.old, r.inside is r.old) for r in results]
         same = [(v, first) for v, first in inner.same.items() if v is not first]
         grad = is_grad_on(inner.ops or self.old.ops)
-        self._append(block, old, function, operands, given, same, grad)
-        captured = self._note_captured(old, results, key)
-        if not captured[old]:
+        invocation = _Invocation(function, operands, [(r.old, r.inside is r.old) for r in results], same, grad)
+        self._append(block, old, invocation)
+        last = [r for r in results if r.is_captured]  # captured values and their clones come last
+        if last:
+            ops = inner.ops[: len(inner.ops) - sum(r.is_copy for r in last)]
+            key = key_of(ops, results[: len(results) - len(last)])
+        captured = self.captured.note(key, old, {r.old: r.bound for r in last})
+        if not last:
             self._plain[old] = function, captured
-        return function, operands, given, same, grad
-
-    def _note_captured(self, old: Call, results: list[_Result], key: Any) -> dict[Call, dict[Place, Bound]]:
-        """Note what the call captures, under its key without the captured values and their clones, which come last.
-
-        Gives what is noted under that.
-        """
-        captured = [r for r in results if r.is_captured]
-        cls, passed, taken, ops, outputs = key
-        ops = ops[: len(ops) - sum(r.is_copy for r in captured)]
-        part = (cls, passed, taken, ops, outputs[: len(outputs) - len(captured)])
-        return self.captured.note(part, old, {r.old: r.bound for r in captured})
+        return invocation
 
     def _in_order(self, old: Call, passed: list[ArgumentLeaf]) -> list[ArgumentLeaf]:
         """The arguments in the order of the first call that has the same ones: keywords may come in any order."""
@@ -318,20 +289,20 @@ class Outlining:
 
     def _results(self, inner: _Block, old: Call) -> list[_Result]:
         """The outputs of the function, each in a storage of its own, as `invoke_subgraph` requires."""
-        own = {v for v in leaves(old.outputs, Value) if self._readers.makes(old, v)}
+        inside = {v for v in leaves(old.outputs, Value) if self._readers.makes(old, v)}
         wanted = [
-            _Result(g.name, "result", g.leaf, g.leaf)
-            for g in argument_leaves({"": old.outputs}, own)
-            if isinstance(g.leaf, Value)
+            _Result(leaf.name, "result", leaf.leaf, leaf.leaf)
+            for leaf in argument_leaves({"": old.outputs}, inside)
+            if isinstance(leaf.leaf, Value)
         ]
         known = {r.old for r in wanted}
-        made = {v for op in inner.ops for v in op.values()}
-        for name, v in new_values(old, forward_of(old, self.forward)):
-            if v not in known and inner.now.get(v, v) in made:
+        produced = {v for op in inner.ops for v in op.values()}
+        for name, v in new_values(old, forward_of(old, self._ranges.forward)):
+            if v not in known and inner.renames.get(v, v) in produced:
                 known.add(v)
                 wanted.append(_Result(name, "mutated", v, v))
         captured: list[Value] = []
-        for v in [*(v for op in inner.ops for v in op.values()), *inner.now]:
+        for v in [*(v for op in inner.ops for v in op.values()), *inner.renames]:
             if v not in known and self._readers.leaves(v, old):
                 first = self._same_tensor(v, old)
                 inner.same[v] = first
@@ -340,10 +311,10 @@ class Outlining:
         for v, bound in self.captured.of(old, captured).items():
             name, kind = bound or (f"captured_{len(wanted)}", "captured")
             wanted.append(_Result(name, kind, v, v, is_captured=True, bound=bound))
-        taken = {v.storage for op in inner.ops for v in op.inputs() if v not in made}
+        taken = {v.storage for op in inner.ops for v in op.inputs() if v not in produced}
         for r in wanted:
-            r.inside = inner.now.get(r.old, r.old)
-            if r.inside not in made or r.inside.storage in taken:
+            r.inside = inner.renames.get(r.old, r.old)
+            if r.inside not in produced or r.inside.storage in taken:
                 r.inside, r.is_copy = self._clone(inner, r.inside, old), True
             taken.add(r.inside.storage)
         return wanted
@@ -351,10 +322,10 @@ class Outlining:
     def _same_tensor(self, v: Value, old: Call) -> Value:
         """The first value in the call, or operand of it, that is the same tensor object, as `x.to(x.dtype)` is x."""
         while self._readers.makes(old, v):
-            given = next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)
-            if given is None:
+            operand = next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)
+            if operand is None:
                 break
-            v = given
+            v = operand
         return v
 
     def _clone(self, inner: _Block, v: Value, old: Call) -> Value:
@@ -366,41 +337,38 @@ class Outlining:
     # ---------------------------------------------------------------- what it takes
 
     def _operands(self, inner: _Block, old: Call, passed: list[ArgumentLeaf]) -> tuple[list[FunctionInput], list[Any]]:
-        inputs: list[FunctionInput] = []
-        operands: list[Any] = []
-        for g in passed:
-            if g.is_absent:
-                inputs.append(FunctionInput(g.name, "absent"))
-            elif isinstance(g.leaf, (Value, *Symbolic)):
-                inputs.append(FunctionInput(g.name, "argument"))
-                operands.append(g.leaf)
-        for kind, name, value in self._free(inner, old, operands, {g.name for g in passed}):
-            inputs.append(FunctionInput(name, kind))
+        operands = [x.leaf for x in passed if isinstance(x.leaf, (Value, *Symbolic))]
+        taken = [x for x in passed if x.is_absent or isinstance(x.leaf, (Value, *Symbolic))]
+        inputs = [FunctionInput(x.name, "absent" if x.is_absent else "argument") for x in taken]
+        for declared, value in self._free(inner, old, operands, {x.name for x in passed}):
+            inputs.append(declared)
             operands.append(value)
         segment = TapeSegment("", old.scope, None, 0, inner.ops, inner.calls, [])
         known = {to_expr(x) for x in operands if isinstance(x, Symbolic)}
-        for number in free_symbols(segment, operands) if self._has_symbols else ():
+        for number in free_symbols(segment, operands) if self._ranges.has_symbols else ():
             if to_expr(number) not in known:
                 known.add(to_expr(number))
                 inputs.append(FunctionInput(str(number), "size"))
                 operands.append(number)
         return inputs, operands
 
-    def _free(self, inner: _Block, old: Call, operands: list[Any], taken: set[str]) -> list[tuple[str, str, Value]]:
-        """(kind, name, value) of what is read and not passed: the module's own tensors in its order, then others."""
-        made = {v for op in inner.ops for v in op.values()} | {v for v in operands if isinstance(v, Value)}
-        read = dict.fromkeys(v for op in inner.ops for v in op.inputs() if v not in made)
+    def _free(
+        self, inner: _Block, old: Call, operands: list[Any], taken: set[str]
+    ) -> Iterator[tuple[FunctionInput, Value]]:
+        """What is read and not passed: the module's own tensors in its order, then others."""
+        known = {v for op in inner.ops for v in op.values()} | {v for v in operands if isinstance(v, Value)}
+        read = dict.fromkeys(v for op in inner.ops for v in op.inputs() if v not in known)
         for call in inner.calls:  # their arguments and results, also those that no op reads
             used = leaves((call.args, call.kwargs, call.outputs, call.mutated), Value)
-            read |= dict.fromkeys(v for v in used if v not in made)
-        own = own_tensors(self.old, old)
-        taken = taken | {name for _, _, name in own.values()}
+            read |= dict.fromkeys(v for v in used if v not in known)
+        tensors = self._ranges.own_tensors(old)
+        taken = taken | {name for _, _, name in tensors.values()}
         ranked = []
-        for i, v in enumerate(read):
+        for i, v in enumerate(read, len(tensors)):
             real = self.old.attributes.get(v.op.name) if v.op.kind == "get_attr" else None
-            rank, kind, name = own.get(id(real)) or (len(own) + i, "lifted", unique_name(self._name_of(v, old), taken))
-            ranked.append((rank, kind, name, v))
-        return [(kind, name, v) for _, kind, name, v in sorted(ranked, key=lambda r: r[0])]
+            ranked.append((*(tensors.get(id(real)) or (i, "lifted", unique_name(self._name_of(v, old), taken))), v))
+        for _, kind, name, v in sorted(ranked, key=lambda r: r[0]):
+            yield FunctionInput(name, kind), v
 
     def _name_of(self, v: Value, old: Call) -> str:
         """The name of a value outside of a call: of an attribute or input, or of an argument of a call around it."""
@@ -408,8 +376,8 @@ class Outlining:
             around = old.parent.prefix if old.parent is not None else ""
             return str(v.op.target).removeprefix(around).removeprefix("_")
         for outer in [*old.ancestors()][1:]:
-            now = self._copy(outer)
-            for path, leaf in values_with_path(bind(forward_of(outer, self.forward), now.args, now.kwargs)):
+            copy = self._copy(outer)
+            for path, leaf in values_with_path(bind(forward_of(outer, self._ranges.forward), copy.args, copy.kwargs)):
                 if leaf is v:
                     return path
         return "captured"
@@ -439,31 +407,18 @@ class Outlining:
         returned = tuple(FunctionOutput(r.name, r.kind) for r in results)
         return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", tuple(inputs), returned, tape, [])
 
-    def _append(
-        self,
-        block: _Block,
-        old: Call,
-        function: OutlinedBody,
-        operands: list[Any],
-        results: list[tuple[Value, bool]],
-        same: list[tuple[Value, Value]],
-        grad: bool,
-    ) -> None:
-        """Append a call of a function.
-
-        `results` are its values of the old tape, each with whether it is itself what the function gives, and `same`
-        those that are used outside, each with the first value that is the same tensor.
-        """
+    def _append(self, block: _Block, old: Call, invocation: _Invocation) -> None:
+        function, operands, results, same, grad = invocation
         call, outputs = self._copy(old), list[Value]()
         for i, (v, is_itself) in enumerate(results):
             if not is_itself:
-                block.now[v] = Value(v.fake, i, v.storage, None)
-            outputs.append(v if is_itself else block.now[v])
+                block.renames[v] = Value(v.fake, i, v.storage, None)
+            outputs.append(v if is_itself else block.renames[v])
         for v, first in same:
-            block.now[v] = block.now.get(first, first)
+            block.renames[v] = block.renames.get(first, first)
         args, place = (function.tape, function.identifier, *operands), (call.scope, call, call.frames, grad)
         call.start, call.stop = len(block.ops), len(block.ops) + 1
         block.ops.append(Op("call_function", _invoke_subgraph, args, {}, tuple(outputs), *place))
         block.calls.append(call)
         function.calls.append(call)
-        call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.now)
+        call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.renames)

@@ -1,13 +1,14 @@
-"""Equality of module calls: a key that is equal for two calls if they can share a function.
+"""Equality of module calls: keys that are equal for calls that can share a function.
 
-The key has the class, the Python arguments, dtypes and sizes of tensors, which of them are the same tensor, and the ops
-with all their constants. Values and symbols are numbered in the order in which they are met, so that names do not
+`call_key` has the class, the Python arguments, dtypes and sizes of tensors, which of them are the same tensor, and the
+ops with all their constants. Values and symbols are numbered in the order in which they are met, so that names do not
 matter.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,62 +18,8 @@ from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.tape import BodyTape, Op, Value
 from scopetrace.outline.signature import ArgumentLeaf
 
-_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-class Numbering:
-    """Parts of a key, with numbers for the values and symbols of one program.
-
-    `names` has the identifiers of the bodies that are functions already, of which equal ones are the same tape.
-    """
-
-    def __init__(self, names: dict[BodyTape, str]) -> None:
-        self._names = names
-        self._values: dict[Value, int] = {}
-        self._symbols: dict[Any, str] = {}
-
-    def operand(self, x: Any) -> Any:
-        """An operand of the program: a value, with its metadata, or a symbolic number."""
-        if not isinstance(x, Value):
-            return self.of(x)
-        known = x in self._values
-        return (self._number(x), known, *self._kind(x.fake))
-
-    def op(self, op: Op) -> Any:
-        """An op. Its results get the next numbers."""
-        key = (op.kind, op.target, op.grad, self.of(op.args), self.of(op.kwargs))
-        return (*key, self.of(op.outputs))
-
-    def of(self, x: Any) -> Any:
-        """An argument of a call or an op."""
-        if isinstance(x, Value):
-            return ("value", self._number(x))
-        if isinstance(x, Symbolic):
-            return ("size", self._text(x))
-        if isinstance(x, _PLAIN):
-            return (type(x).__name__, x)
-        if isinstance(x, (float, complex)):
-            return (type(x).__name__, repr(x))  # 0.0 differs from -0.0, and nan equals nan
-        if isinstance(x, BodyTape):
-            return ("body", self._names.get(x) or tape_key(x, self._names))
-        if isinstance(x, dict):
-            return (type(x).__name__, *((self.of(k), self.of(v)) for k, v in x.items()))
-        inner = open_container(x)
-        if inner is not None:
-            return (container_type(x).__name__, *((path, self.of(item)) for path, item in inner))
-        return ("object", type(x).__name__, Identity(x))
-
-    def _number(self, value: Value) -> int:
-        return self._values.setdefault(value, len(self._values))
-
-    def _kind(self, t: torch.Tensor) -> tuple[Any, ...]:
-        return t.dtype, t.device, t.layout, tuple(self.of(n) for n in t.size())
-
-    def _text(self, number: Any) -> str:
-        expr = to_expr(number)
-        for symbol in sorted(expr.free_symbols, key=str):
-            self._symbols.setdefault(symbol, f"n{len(self._symbols)}")
-        return str(expr.xreplace({s: type(s)(name, **s.assumptions0) for s, name in self._symbols.items()}))
+_ATOMS = frozenset({bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_SEQUENCES = frozenset({tuple, list, torch.Size})
 
 
 class Identity:
@@ -91,28 +38,105 @@ class Identity:
         return type(self._x).__name__
 
 
+class KeyBuilder:
+    """Appends to a key. A class in it stands before a constant of that class; a number of a value before nothing."""
+
+    def __init__(self, names: Mapping[BodyTape, str]) -> None:
+        """`names` has the identifiers of the bodies that are functions already, of which equal ones are one tape."""
+        self.items: list[Any] = []
+        self.numbers: dict[Value, int] = {}
+        """The values that were met, in order."""
+        self._names = names
+        self._symbols: dict[Any, str] = {}
+
+    def add(self, x: Any) -> None:
+        """Append an argument or result of an op or a call."""
+        kind = type(x)
+        if kind is Value:
+            number = self.numbers.get(x)
+            self.items.append(self.meet(x) if number is None else number)
+        elif kind in _ATOMS:
+            self.items += (kind, x)
+        elif kind in _SEQUENCES:
+            self.items += (kind, len(x))
+            for item in x:
+                self.add(item)
+        elif kind is float or kind is complex:
+            self.items += (kind, repr(x))  # 0.0 differs from -0.0, and nan equals nan
+        elif isinstance(x, Symbolic):
+            self.items += ("size", self._text(x))
+        elif kind is BodyTape:
+            self.items += ("body", self._names.get(x) or tape_key(x, self._names))
+        else:
+            self._add_container(x)
+
+    def add_operand(self, x: Any) -> None:
+        """Append a value with its metadata, or a symbolic number."""
+        if isinstance(x, Value):
+            t = x.fake
+            self.items += (x in self.numbers, t.dtype, t.device, t.layout)
+            self.add(t.size())
+        self.add(x)
+
+    def add_ops(self, ops: Iterable[Op]) -> None:
+        """Append ops, whose results get the next numbers."""
+        for op in ops:
+            self.items += (op.kind, op.target, op.grad)
+            self.add((op.args, op.kwargs, op.outputs))
+
+    def meet(self, v: Value) -> int:
+        """Give a value the next number."""
+        return self.numbers.setdefault(v, len(self.numbers))
+
+    def _add_container(self, x: Any) -> None:
+        children = open_container(x)
+        if children is None:
+            self.items.append(Identity(x))
+            return
+        self.items += (container_type(x).__name__, len(children))
+        for path, item in children:
+            self.items.append(path)
+            self.add(item)
+
+    def _text(self, number: Any) -> str:
+        expr = to_expr(number)
+        for symbol in sorted(expr.free_symbols, key=str):
+            self._symbols.setdefault(symbol, f"n{len(self._symbols)}")
+        return str(expr.xreplace({s: type(s)(name, **s.assumptions0) for s, name in self._symbols.items()}))
+
+
 def call_key(
     cls: type | None,
     passed: list[ArgumentLeaf],
     operands: list[Any],
     ops: list[Op],
     outputs: list[Value],
-    names: dict[BodyTape, str],
-) -> Any:
+    names: Mapping[BodyTape, str],
+) -> tuple[Any, ...]:
     """The key of a call: its class, forward's arguments, all operands of its function in order, its ops and results."""
-    numbers = Numbering(names)
-    taken = tuple(numbers.operand(x) for x in operands)
-    given = tuple((g.place, numbers.of(g.leaf)) for g in passed)  # whatever containers hold them
-    return cls, given, taken, tuple(numbers.op(op) for op in ops), numbers.of(outputs)
+    key = KeyBuilder(names)
+    key.items += (cls, len(passed), len(operands))
+    for x in operands:
+        key.add_operand(x)
+    for argument in passed:  # whatever containers hold them
+        key.items.append(argument.place)
+        key.add(argument.leaf)
+    key.add_ops(ops)
+    key.add(outputs)
+    return tuple(key.items)
 
 
-def tape_key(tape: BodyTape, names: dict[BodyTape, str]) -> Any:
+def tape_key(tape: BodyTape, names: Mapping[BodyTape, str]) -> tuple[Any, ...]:
     """The key of the body of a higher-order op."""
-    numbers = Numbering(names)
-    taken = tuple(numbers.operand(op.outputs) for op in tape.ops if op.kind == "placeholder")
-    return taken, tuple(numbers.op(op) for op in tape.ops if op.kind != "placeholder"), numbers.of(tape.outputs)
+    key = KeyBuilder(names)
+    for op in tape.ops:
+        if op.kind == "placeholder":
+            key.add_operand(op.outputs)
+    key.add_ops(op for op in tape.ops if op.kind != "placeholder")
+    key.add(tape.outputs)
+    return tuple(key.items)
 
 
-def content_hash(key: Any) -> str:
+def content_hash(key: tuple[Any, ...]) -> str:
     """A hash of a key that is the same in every process."""
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

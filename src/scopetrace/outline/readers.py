@@ -26,25 +26,19 @@ class Readers:
         self._made: dict[Any, int] = {}
         self._last: dict[Any, int] = {}
         self._calls: dict[Any, list[Call]] = collections.defaultdict(list)
-        ops = list(enumerate(tape.ops))
-        self._symbols = [symbol for _, op in ops for symbol in op.unbacked or ()]
-        self._op_at = dict(ops)
-        self._steps = [i for i, op in ops if op.kind not in ("placeholder", "get_attr")]
-        for i, op in ops:
-            for value in op.inputs():
-                self._last[value] = i
-            for value in op.values():
-                self._made[value] = i
-        for i, op in ops if self._symbols else ():
-            self._last.update(dict.fromkeys(self._symbols_in((op.args, op.kwargs)), i))
-            self._made.update(dict.fromkeys(op.unbacked or (), i))
+        self._ops = tape.ops
+        self._symbols = [symbol for op in tape.ops for symbol in op.unbacked or ()]
+        self._steps = [i for i, op in enumerate(tape.ops) if op.kind not in ("placeholder", "get_attr")]
+        for i, op in enumerate(tape.ops):
+            read = op.inputs() if not self._symbols else [*op.inputs(), *self._symbols_in((op.args, op.kwargs))]
+            self._last.update(dict.fromkeys(read, i))
+            self._made.update(dict.fromkeys([*op.values(), *(op.unbacked or ())], i))
         for call in tape.calls:
             used = (call.args, call.kwargs, call.outputs, call.mutated)
             for value in [*leaves(used, Value), *self._symbols_in(used)]:
                 self._calls[value].append(call)
-        given = tape.graph_outputs()
-        self._results = {*leaves(given, Value), *self._symbols_in(given)}
-        self._results.update(w.value for w in tape.attribute_writes)
+        results = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
+        self._results = {*leaves(results, Value), *self._symbols_in(results)}
 
     def _symbols_in(self, x: Any) -> set[Any]:
         numbers = leaves(x, Symbolic) if self._symbols else ()
@@ -57,20 +51,20 @@ class Readers:
     def place(self, call: Call, value: Value) -> Place:
         """Where in a call a value is made."""
         i = self._made[value]
-        return bisect.bisect_left(self._steps, i) - self._first_step(call), self._op_at[i].values().index(value)
+        return bisect.bisect_left(self._steps, i) - self._first_step(call), self._ops[i].values().index(value)
 
     def at(self, call: Call, place: Place) -> Value:
         """The value that a call makes there."""
-        return self._op_at[self._steps[self._first_step(call) + place[0]]].values()[place[1]]
+        return self._ops[self._steps[self._first_step(call) + place[0]]].values()[place[1]]
 
     def _first_step(self, call: Call) -> int:
         return bisect.bisect_left(self._steps, call.start)
 
     def lost_numbers(self, call: Call) -> list[Any]:
         """The symbols that a call makes and that are used outside of it, though they are no sizes of its results."""
-        found = [symbol for symbol in self._symbols if self.leaves(symbol, call)]
-        sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if found else ()
-        return [symbol for symbol in found if symbol not in sizes]
+        used = [symbol for symbol in self._symbols if self.leaves(symbol, call)]
+        sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if used else ()
+        return [symbol for symbol in used if symbol not in sizes]
 
     def leaves(self, value: Any, call: Call) -> bool:
         """Whether a value or symbol is made in a call and used outside of it."""
@@ -95,19 +89,18 @@ class Captured:
         self._bound = {w.value: w.path for w in tape.attribute_writes}
         self._groups: dict[Any, dict[Call, dict[Place, Bound]]] = collections.defaultdict(dict)
 
-    def of(self, call: Call, own: list[Value]) -> dict[Value, Bound]:
-        """What a call gives, with names for some; `own` are the values that are used outside of this call."""
-        found = {self._readers.place(call, v): self._name(call, v) for v in own}
-        merged = {**found, **self._wanted.get(call, {})}
+    def of(self, call: Call, used: list[Value]) -> dict[Value, Bound]:
+        """What a call gives, with names for some; `used` are the values that are used outside of this call."""
+        merged = {self._readers.place(call, v): self._name(call, v) for v in used} | self._wanted.get(call, {})
         return {self._readers.at(call, place): merged[place] for place in sorted(merged)}
 
-    def note(self, key: Any, call: Call, given: dict[Value, Bound]) -> dict[Call, dict[Place, Bound]]:
+    def note(self, key: Any, call: Call, captured: dict[Value, Bound]) -> dict[Call, dict[Place, Bound]]:
         """Note what a call gives. `key` is equal for calls that are equal but for what they give here.
 
         Gives what is noted of all these.
         """
         group = self._groups[key]
-        group[call] = {self._readers.place(call, v): bound for v, bound in given.items()}
+        group[call] = {self._readers.place(call, v): bound for v, bound in captured.items()}
         return group
 
     def wants(self, *calls: Call) -> bool:
@@ -116,14 +109,14 @@ class Captured:
 
     def missing(self) -> dict[Call, dict[Place, Bound]]:
         """By call, what it has to give because an equal one does; empty where all equal ones give the same."""
-        found: dict[Call, dict[Place, Bound]] = {}
+        missing: dict[Call, dict[Place, Bound]] = {}
         for calls in self._groups.values():
             union: dict[Place, Bound] = {}
             for places in calls.values():
                 union |= {place: union.get(place) or bound for place, bound in places.items()}
             if any(places != union for places in calls.values()):
-                found |= dict.fromkeys(calls, union)
-        return found
+                missing |= dict.fromkeys(calls, union)
+        return missing
 
     def _name(self, call: Call, value: Value) -> Bound:
         name = self._bound.get(value, "")

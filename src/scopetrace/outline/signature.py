@@ -58,9 +58,9 @@ class FunctionSignature:
     """The tensors that forward returns, then new values of what it changes, then other values read outside."""
 
     def __str__(self) -> str:
-        taken = ", ".join(f"{x.name}=None" if x.kind == "absent" else x.name for x in self.inputs)
-        given = ", ".join(x.name.lstrip(".") or "result" for x in self.outputs)
-        return f"{self.domain}::{self.name}({taken}) -> ({given})"
+        inputs = ", ".join(f"{x.name}=None" if x.kind == "absent" else x.name for x in self.inputs)
+        outputs = ", ".join(x.name.lstrip(".") or "result" for x in self.outputs)
+        return f"{self.domain}::{self.name}({inputs}) -> ({outputs})"
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,8 +102,8 @@ def argument_leaves(named: dict[str, Template], used: set[Value]) -> list[Argume
 
 def _leaves(path: str, x: Any, used: set[Value]) -> Iterator[ArgumentLeaf]:
     if is_object(x):
-        found = [(p, v) for p, v in leaves_with_path(x, path) if isinstance(v, Value) and v in used]
-        yield from (ArgumentLeaf(f"{path}[{i}]", p, v) for i, (p, v) in enumerate(found))
+        values = [(p, v) for p, v in leaves_with_path(x, path) if isinstance(v, Value) and v in used]
+        yield from (ArgumentLeaf(f"{path}[{i}]", p, v) for i, (p, v) in enumerate(values))
         return
     children = open_container(x)
     if children is None:
@@ -121,6 +121,18 @@ def new_values(call: Call, forward: Any) -> list[tuple[str, Value]]:
         return []
     args, kwargs, held = call.mutated
     return [*values_with_path(bind(forward, args, kwargs)), *held.items()]
+
+
+def written_values(call: Call, forward: Any, tape: Tape) -> dict[str, Value]:
+    """For a recorded tape, as `new_values`: from the last op in the call that writes each storage."""
+    last = {v.storage: op for op in tape.ops[call.start : call.stop] for v in op.writes}
+    values = dict(values_with_path(bind(forward, call.args, call.kwargs)))
+    prefix = call.prefix
+    for name, value in tape.attribute_reads():
+        if call.module is not None and name.startswith(prefix):
+            values.setdefault(name.removeprefix(prefix), value)
+    writers = {name: last[v.storage] for name, v in values.items() if v.storage in last}
+    return {name: op.values()[0] for name, op in writers.items() if op.values()}
 
 
 def values_with_path(arguments: dict[str, Template]) -> list[tuple[str, Value]]:
@@ -144,24 +156,19 @@ def without_unused(x: Template, used: set[Value]) -> Template:
 def own_tensors(tape: Tape, call: Call) -> dict[int, tuple[int, str, str]]:
     """By id of a tensor of the call's module: its position among these, `parameter` or `buffer`, and its name."""
     if call.module is not None:
-        tensors = itertools.chain(call.module.named_parameters(), call.module.named_buffers())
-        named = [(_kind(t), n, t) for n, t in tensors]
+        named = [*call.module.named_parameters(), *call.module.named_buffers()]
     else:  # in a loaded trace, which has no modules
         held = [(n, t) for n, t in tape.attributes.items() if n.startswith(call.prefix) and n in tape.owners]
-        named = [(_kind(t), n.removeprefix(call.prefix), t) for n, t in held]
-    found: dict[int, tuple[int, str, str]] = {}
-    for i, (kind, name, t) in enumerate(named):
-        found.setdefault(id(t), (i, kind, name))
-    return found
-
-
-def _kind(t: torch.Tensor) -> str:
-    return "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
+        named = [(n.removeprefix(call.prefix), t) for n, t in held]
+    tensors: dict[int, tuple[int, str, str]] = {}
+    for i, (name, t) in enumerate(named):
+        tensors.setdefault(id(t), (i, "parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name))
+    return tensors
 
 
 def unique_name(name: str, taken: set[str]) -> str:
     """`name`, or with a number after it, such that it is not in `taken`, to which it is added."""
     more = (f"{name}_{i}" for i in itertools.count(1))
-    found = next(n for n in itertools.chain([name], more) if n not in taken)
-    taken.add(found)
-    return found
+    unique = next(n for n in itertools.chain([name], more) if n not in taken)
+    taken.add(unique)
+    return unique

@@ -48,11 +48,11 @@ def activations(
     wanted = set(leaves(list(templates.values()), torch.fx.Node))
     run = _Keeping(program.graph_module, wanted, program.reported.has_writes())
     program.run(run.run, *args, **kwargs)
-    found = {}
+    by_name = {}
     for call, template in templates.items():
         arguments, outputs = instantiate(run.values.__getitem__, template, torch.fx.Node)
-        found[f"{call.fqn}#{call.index}" if call.index else str(call.fqn)] = CallValues(call, arguments, outputs)
-    return found
+        by_name[f"{call.fqn}#{call.index}" if call.index else str(call.fqn)] = CallValues(call, arguments, outputs)
+    return by_name
 
 
 class _Keeping(torch.fx.Interpreter):

@@ -83,9 +83,9 @@ class _Decisions(torch.fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As in the base class, but a failing assertion of a specialization is noted in place of raised."""
         if target is torch.ops.aten._assert_scalar.default and not args[0]:
-            found = decided_by(self._known, args[1])
-            if found is not None:
-                self.differ.append(found)
+            decision = decided_by(self._known, args[1])
+            if decision is not None:
+                self.differ.append(decision)
                 return None
         return super().call_function(target, args, kwargs)
 
@@ -99,7 +99,7 @@ class _State:
         self._modules = [SavedModule("", module, self._objects) for module in modules]
         written = tape.written_storages()
         read = [name for name, value in tape.attribute_reads() if value.storage in written]
-        tensors = {**self._buffers(), **{f"attribute {name}": tape.attributes[name] for name in read}}
+        tensors = self._buffers() | {f"attribute {name}": tape.attributes[name] for name in read}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
         self._attributes = {f"attribute {name}": t for name, t in tape.attributes.items()}
@@ -107,7 +107,6 @@ class _State:
         self._gradients = {name: (t.grad, _copy(t.grad)) for name, t in self._leaves.items()}
 
     def _buffers(self) -> dict[str, torch.Tensor | None]:
-        """The buffers that the modules have now."""
         return {
             f"buffer {name} of module {i}": buffer
             for i, saved in enumerate(self._modules)
@@ -118,7 +117,7 @@ class _State:
         """The tensors of the model that the program reads, and buffers, themselves."""
         return {**self._attributes, **self._tensors}
 
-    def now(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
         gradients = {f"gradient of {name}": t.grad for name, t in self._leaves.items()}
@@ -157,17 +156,17 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outco
     with _on_copies(state, args, kwargs, 0) as arguments:
         known = {**dict(tensors_of("arguments", arguments)), **state.tensors()}
         result = fn(*arguments[0], **arguments[1])
-        return Outcome(result, arguments, state.now(), memory_of(result, known))
+        return Outcome(result, arguments, state.values(), memory_of(result, known))
 
 
 @contextlib.contextmanager
 def _on_copies(state: _State, args: Any, kwargs: Any, seed: int) -> Iterator[Any]:
     """Gives copies of the arguments. What runs inside starts from `seed`; the model's state is restored afterwards."""
-    given = copy_inputs((args, kwargs))
+    arguments = copy_inputs((args, kwargs))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            yield given
+            yield arguments
         finally:
             state.restore()
 
@@ -184,11 +183,11 @@ def run_once(
 
     `tensors` are those among the arguments, as they are after the run.
     """
-    found: list[tuple[str, Any]] = []
-    with _on_copies(_State(tape, model), args, kwargs, seed) as given:
-        match(tape.args, given, Value, found, "")  # before the run, which may replace tensors in containers
-        result = model(*given[0], **given[1])
-        return read(result, [x for _, x in found if isinstance(x, torch.Tensor)])
+    matches: list[tuple[str, Any]] = []
+    with _on_copies(_State(tape, model), args, kwargs, seed) as arguments:
+        match(tape.args, arguments, Value, matches, "")  # before the run, which may replace tensors in containers
+        result = model(*arguments[0], **arguments[1])
+        return read(result, [x for _, x in matches if isinstance(x, torch.Tensor)])
 
 
 def copy_inputs(x: Any) -> Any:

@@ -30,20 +30,18 @@ from scopetrace.ir.write_back import (
     ViewOf,
     ViewStep,
     WriteBack,
+    once_each,
     resolved,
 )
+from scopetrace.ops.view_inverses import Geometry
 
 
 class GraphValues:
-    """What a graph returns, and where in memory.
+    """What the graph of a tape returns, and where in memory."""
 
-    Args:
-        tape: the tape of the graph.
-        promised: its outputs: tape values, numbers or None.
-    """
-
-    def __init__(self, tape: ProgramTape, promised: Sequence[Any]) -> None:
+    def __init__(self, tape: ProgramTape) -> None:
         outside = _Outside(tape)
+        promised: list[Any] = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
         first: dict[Any, int] = {}
         self._layouts = [_Layout.of(promise) for promise in promised]
         self._sources: list[Source] = []
@@ -67,18 +65,13 @@ class GraphValues:
     ) -> list[Any]:
         """The values of a compiled graph, copied or viewed where memory or strides differ from those of the graph.
 
-        Args:
-            inputs: the inputs of this call.
-            values: what the compiled graph returned.
-            state: gives a parameter, buffer or constant by its name.
-            number: gives the value of a symbolic size in this call.
-
+        `state` gives a parameter, buffer or constant by its name, `number` the value of a symbolic size in this call.
         Raises CompiledGraphError for another number of values, and for values of other shapes or dtypes.
         """
         if len(values) != len(self._layouts):
-            was, wanted = len(values), len(self._layouts)
-            raise CompiledGraphError(f"the compiled graph returned {was} values, the graph has {wanted}")
-        found = list(values)
+            count = len(self._layouts)
+            raise CompiledGraphError(f"the compiled graph returned {len(values)} values, the graph has {count}")
+        outputs = list(values)
         pairs: dict[int, tuple[_Layout, torch.Tensor]] = {}
         for i, layout in enumerate(self._layouts):
             if layout is not None and isinstance(values[i], torch.Tensor):
@@ -86,11 +79,11 @@ class GraphValues:
                 _check(i, *pairs[i])
         taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
         for places in self._own.values():
-            given = [i for i in places if i in pairs]
-            restored = _in_one_memory([pairs[i] for i in given], taken) if given else []
-            for i, tensor in zip(given, restored, strict=True):
-                found[i] = tensor
-        return found if self._are_own else WriteBack([], self._sources).run(inputs, state, found, number)
+            places_returned = [i for i in places if i in pairs]
+            restored = _in_one_memory([pairs[i] for i in places_returned], taken) if places_returned else []
+            for i, tensor in zip(places_returned, restored, strict=True):
+                outputs[i] = tensor
+        return outputs if self._are_own else WriteBack([], self._sources).run(inputs, state, outputs, number)
 
 
 class _Layout(NamedTuple):
@@ -108,11 +101,11 @@ class _Layout(NamedTuple):
         if not isinstance(promise, Value) or promise.fake.layout is not torch.strided:
             return None
         fake = promise.fake
-        found = cls(fake.dtype, tuple(fake.size()), tuple(fake.stride()), promise.offset)
-        numbers = (*found.size, *found.stride, found.offset)
+        layout = cls(fake.dtype, tuple(fake.size()), tuple(fake.stride()), promise.offset)
+        numbers = (*layout.size, *layout.stride, layout.offset)
         if fake.is_conj() or fake.is_neg() or any(has_unbacked(to_expr(n)) for n in numbers):
             return None
-        return found
+        return layout
 
     def in_call(self, number: Number) -> _Layout:
         """With numbers in the place of symbolic ones."""
@@ -135,11 +128,7 @@ class _Layout(NamedTuple):
 
 
 class _Outside:
-    """How values come from inputs, parameters and buffers.
-
-    Attributes:
-        storages: those of inputs, parameters, buffers and constants.
-    """
+    """How values come from inputs, parameters, buffers and constants, whose storages are in `storages`."""
 
     def __init__(self, tape: ProgramTape) -> None:
         self._grad = tape.grad
@@ -161,17 +150,17 @@ class _Outside:
         base = op.args[0] if op.args else None
         if isinstance(op.target, str) or not isinstance(base, Value) or base.storage != value.storage:
             return None
-        given = self.source(base)
-        if given is None or isinstance(given, FromGraph | SameAs):
+        outside = self.source(base)
+        if outside is None or isinstance(outside, FromGraph | SameAs):
             return None
         if op.writes:  # it wrote, and gives back what it wrote to
-            return given if base.fake is value.fake else None
+            return outside if base.fake is value.fake else None
         if _depends(op):
             return None
         slot = None if isinstance(op.outputs, Value) else value.slot
         grad = None if op.grad == self._grad else op.grad
         step = ViewStep(op.target, op.args[1:], op.kwargs, slot, grad)
-        return ViewOf(given.base, (*given.steps, step)) if isinstance(given, ViewOf) else ViewOf(given, (step,))
+        return ViewOf(outside.base, (*outside.steps, step)) if isinstance(outside, ViewOf) else ViewOf(outside, (step,))
 
 
 def _depends(op: Op) -> bool:
@@ -239,16 +228,12 @@ def _copied(pairs: list[tuple[_Layout, torch.Tensor]]) -> list[torch.Tensor]:
     memory = pairs[0][1].new_empty(stop - start)
     views = [memory.as_strided(p.size, p.stride, p.offset - start) for p, _ in pairs]
     for view, (promise, value) in zip(views, pairs, strict=True):
-        once = tuple(slice(0, 1) if s == 0 else slice(None) for s in promise.stride)
+        once = once_each(promise.stride)
         view[once].copy_(value[once])
     return views
 
 
 def _overlaps(layout: _Layout) -> bool:
     """Whether elements share memory, expanded dimensions (stride 0) aside."""
-    reach = 0
-    for stride, n in sorted((s, n) for n, s in zip(layout.size, layout.stride, strict=True) if s and n > 1):
-        if stride <= reach:
-            return True
-        reach += (n - 1) * stride
-    return False
+    dims = [(n, s) for n, s in zip(layout.size, layout.stride, strict=True) if s]
+    return Geometry(tuple([n for n, _ in dims]), tuple([s for _, s in dims]), 0).overlaps_itself()

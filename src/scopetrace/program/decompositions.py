@@ -27,15 +27,7 @@ from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import (
-    BodyTape,
-    FunctionalTape,
-    Op,
-    Value,
-    checks_enabled,
-    renamed,
-    values_in,
-)
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, checks_enabled, renamed, values_in
 from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.recurrent import drops_between_layers
@@ -75,12 +67,12 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
     """
     with building(), without_mkldnn():
         old = dataclasses.replace(tape, decomposed=True)
-        found: FunctionalTape = _TapeDecomposer(old, None, decomposition_rules(table)).run()
+        program: FunctionalTape = _TapeDecomposer(old, None, decomposition_rules(table)).run()
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     if checks_enabled():
-        verify(found, "decomposition")
-    return found
+        verify(program, "decomposition")
+    return program
 
 
 class _TapeDecomposer(TapeRewriter):
@@ -125,19 +117,18 @@ class _TapeDecomposer(TapeRewriter):
             self._stay(op, placed)
 
     def _stay(self, op: Op, placed: Op) -> None:
-        """An op that stays."""
-        if all(_is_laid_out(self.now[v], v) for v in op.inputs()):
+        if all(_is_laid_out(self.replacements[v], v) for v in op.inputs()):
             self.copy(op, placed)
             return
         self.rewrite_bodies(op)
-        args, kwargs = renamed((op.args, op.kwargs), self.now)
-        made = self.emitter.run(placed, op.target, args, kwargs)
-        self.now.update(zip(op.values(), values_in(made), strict=True))
+        args, kwargs = renamed((op.args, op.kwargs), self.replacements)
+        results = self.emitter.run(placed, op.target, args, kwargs)
+        self.replacements.update(zip(op.values(), values_in(results), strict=True))
 
-    def _lay_out(self, found: list[Value], at: list[Op]) -> None:
+    def _lay_out(self, values: list[Value], at: list[Op]) -> None:
         """Give values the strides that they had, where a decomposition gave them others; at the place of an op."""
-        for old, placed in itertools.product(found, at):
-            if not _is_laid_out(self.now[old], old):
+        for old, placed in itertools.product(values, at):
+            if not _is_laid_out(self.replacements[old], old):
                 copied = placed.replace(target="strides", args=(old,), kwargs={}, outputs=old, writes=())
                 self._decompose(copied, placed, functools.partial(_with_strides, like=old.fake))
 
@@ -157,32 +148,31 @@ class _TapeDecomposer(TapeRewriter):
                 place = {"scope": placed.scope, "call": placed.call, "frames": placed.frames, "phase": placed.phase}
                 origin = step.replace(**place)
                 args, kwargs = renamed((step.args, step.kwargs), inside)
-                made = self.emitter.run(origin, step.target, args, kwargs)
-                inside.update(zip(step.values(), values_in(made), strict=True))
-        for old, own in zip(op.values(), body.outputs, strict=True):
-            self.now[old] = self._as_before(op, placed, old, inside[own])
+                results = self.emitter.run(origin, step.target, args, kwargs)
+                inside.update(zip(step.values(), values_in(results), strict=True))
+        for old, result in zip(op.values(), body.outputs, strict=True):
+            self.replacements[old] = self._as_before(op, placed, old, inside[result])
         return True
 
     def _body(self, op: Op, rule: Any) -> BodyTape | None:
         """The decomposition; that of an earlier op where the operands of both have equal metadata."""
-        args, kwargs = renamed((op.args, op.kwargs), self.now)
-        given, operands = values_in((args, kwargs)), self._operands(op)
+        args, kwargs = renamed((op.args, op.kwargs), self.replacements)
+        arguments, operands = values_in((args, kwargs)), self._operands(op)
         key = self.emitter.inference.key_of_call(op.target, args, kwargs) if is_op(op.target) else None
-        whole = None if key is None else (key, op.grad, *map(operands.index, given))
+        whole = None if key is None else (key, op.grad, *map(operands.index, arguments))
         if whole not in self.known:
-            found = _Body(self, op, operands).run(rule, args, kwargs)
+            body = _Body(self, op, operands).run(rule, args, kwargs)
             if whole is None:
-                return found
-            self.known[whole] = found
+                return body
+            self.known[whole] = body
         return self.known[whole]
 
     def _operands(self, op: Op) -> list[Value]:
-        """The operands of an op in the new tape, each once."""
-        return list(dict.fromkeys(self.now[v] for v in op.inputs()))
+        return list(dict.fromkeys(self.replacements[v] for v in op.inputs()))
 
     def _as_before(self, op: Op, placed: Op, old: Value, new: Value) -> Value:
         """A result, in memory of its own where that of the op was."""
-        operands = {v.storage: self.now[v].storage for v in op.inputs()}
+        operands = {v.storage: self.replacements[v].storage for v in op.inputs()}
         if new.storage in operands.values():
             if old.storage in operands:
                 return new
@@ -194,7 +184,6 @@ class _TapeDecomposer(TapeRewriter):
 
 
 def _is_laid_out(new: Value, old: Value) -> bool:
-    """Whether two values of equal size have equal strides."""
     a, b = new.fake, old.fake
     return a is b or a.layout is not torch.strided or bool(to_expr(a.stride()) == to_expr(b.stride()))
 
@@ -215,31 +204,31 @@ class _Body:
 
     def __init__(self, around: _TapeDecomposer, op: Op, operands: list[Value]) -> None:
         self.op, self.rule_of = op, around.rule_of
-        self.mode, self.env = around.old.fake_mode, around.old.shape_env
-        self.tape = BodyTape(op.scope, fake_mode=self.mode, inference=around.emitter.inference, name="decomposition")
+        self.tape = BodyTape(op.scope, name="decomposition", inference=around.emitter.inference)
+        self.tape.fake_mode, self.tape.shape_env = around.old.fake_mode, around.old.shape_env
         self.emitter = Emitter(self.tape, around.storages, has_grad=op.grad)
-        self.fakes = FakeRun(self.mode, lambda t: self.emitter.constant(self._origin(), t))
-        self.own = {v: self._add_input(i, v) for i, v in enumerate(operands)}
-        self.fakes.learn(self.own.values())
+        self.fakes = FakeRun(self.tape.fake_mode, lambda t: self.emitter.constant(self._origin(), t))
+        self.inputs = {v: self._add_input(i, v) for i, v in enumerate(operands)}
+        self.fakes.register(self.inputs.values())
 
     def _add_input(self, i: int, operand: Value) -> Value:
-        own = operand.copy(operand.storage)
-        if not self.op.grad and own.fake.requires_grad:  # nothing needs a form that can be differentiated
-            own.fake, own.key = self._alias(own.fake), None
-        self.tape.ops.append(self._origin().replace(kind="placeholder", target=f"arg{i}", outputs=own))
-        self.tape.inputs.append(own)
-        return own
+        value = operand.copy(operand.storage)
+        if not self.op.grad and value.fake.requires_grad:  # nothing needs a form that can be differentiated
+            value.fake, value.key = self._alias(value.fake), None
+        self.tape.ops.append(self._origin().replace(kind="placeholder", target=f"arg{i}", outputs=value))
+        self.tape.inputs.append(value)
+        return value
 
     def run(self, rule: Any, args: Any, kwargs: Any) -> BodyTape | None:
         """The tape; None where the rule gives NotImplemented. Raises DecompositionError."""
-        args, kwargs = renamed((args, kwargs), self.own)
+        args, kwargs = renamed((args, kwargs), self.inputs)
         try:
-            out = self.fakes.run(rule, args, kwargs, self.op.grad, self._on_op, self._on_higher_order)
+            out = self.fakes.run(rule, args, kwargs, self.op.grad, self._on_op, self._refuse)
         except ScopetraceError:
             raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            self._refuse(f"the decomposition raises {type(error).__name__}: {first}", error)
+            self._refuse(f"raises {type(error).__name__}: {first}", error)
         if out is NotImplemented:
             return None
         self.tape.outputs = tuple(values_in(out))
@@ -266,47 +255,39 @@ class _Body:
         """`squeeze_` and its kind: from here on, the tensor is a view of what it was."""
         before, variant = args[0], functional_variant(func)
         if variant is None or before in self.tape.inputs:
-            self._refuse(f"the decomposition calls {func}, which changes the shape of a tensor in place")
+            self._refuse(f"calls {func}, which changes the shape of a tensor in place")
         changed = self.fakes.tensors_of(before)
         for value in [v for op in self.tape.ops for v in op.values() if any(v.fake is t for t in changed)]:
             value.fake = self._alias(value.fake)
         after: Value = self._on_op(variant.op, args, kwargs)
         for t in changed:
-            self._fake(func, (t, *args[1:]), kwargs)
-            self.fakes.learn([after], t)
+            run_fake(self.fakes.mode, func, (t, *args[1:]), kwargs)
+            self.fakes.register([after], t)
         after.fake = changed[0]
         return after
 
     def _alias(self, fake: torch.Tensor) -> torch.Tensor:
-        return self._fake(_aten.detach.default, (fake,), {})
-
-    def _fake(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        assert self.mode is not None
-        found: torch.Tensor = run_fake(self.mode, func, args, kwargs)
-        return found
-
-    def _on_higher_order(self, hop: Any, args: Any, kwargs: Any) -> NoReturn:
-        self._refuse(f"the decomposition calls {hop}")
+        alias: torch.Tensor = run_fake(self.fakes.mode, _aten.detach.default, (fake,), {})
+        return alias
 
     def _origin(self, grad: bool = True) -> Op:
         return Op("call_function", self.op.target, (), {}, None, self.op.scope, None, self.op.frames, grad)
 
     def _check(self) -> None:
         """Refuse results of other shapes or dtypes than those of the op, and writes to its arguments."""
-        given, wanted = _described(self.tape.outputs), _described(self.op.values())
-        if given != wanted:
-            self._refuse(f"the decomposition gives {given or 'no tensor'}, and the op {wanted}")
+        results, wanted = _described(self.tape.outputs), _described(self.op.values())
+        if results != wanted:
+            self._refuse(f"gives {results or 'no tensor'}, and the op {wanted}")
         taken = {v.storage for v in self.tape.inputs}
         if any(v.storage in taken for op in self.tape.ops for v in op.writes):
-            self._refuse("the decomposition writes to an argument of the op")
-        if makes_numbers(self.env):
-            self._refuse("the decomposition makes a size that depends on data")
+            self._refuse("writes to an argument of the op")
+        if makes_numbers(self.tape.shape_env):
+            self._refuse("makes a size that depends on data")
 
     def _refuse(self, problem: str, error: BaseException | None = None) -> NoReturn:
         op = self.op
-        raise DecompositionError(
-            problem, op=str(op.target), module=op.scope.path, source=source_of(op.frames), hint=_HINT
-        ) from error
+        place = {"op": str(op.target), "module": op.scope.path, "source": source_of(op.frames)}
+        raise DecompositionError(f"the decomposition {problem}", **place, hint=_HINT) from error
 
 
 def _described(values: Iterable[Value]) -> str:

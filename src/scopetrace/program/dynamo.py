@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.graph_module import parts_that_switch_grad
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import Returned, map_structure
-from scopetrace.errors import ExportError, InputMismatchError, StateMismatchError
+from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
 from scopetrace.ir.reads import OfInput
 from scopetrace.ir.tape import ProgramTape
-from scopetrace.program.boundary import CallBoundary, without_autocast
+from scopetrace.program.boundary import CallBoundary, Entered, without_autocast
 
 FACTS = ("layout", "stride", "is_contiguous", "requires_grad")
 """What Dynamo can ask an input tensor."""
@@ -44,9 +45,9 @@ class PlainCall:
         written = tape.written_storages()
         self.written = [(i, value.requires_grad) for i, value in enumerate(tape.inputs) if value.storage in written]
         self.facts = [
-            (r.name, place.index, place.fact, place.args, r.value)
-            for place, r in boundary.check.facts
-            if isinstance(place, OfInput)
+            (read.name, read.place.index, read.place.fact, read.place.args, read.value)
+            for read in boundary.check.facts
+            if isinstance(read.place, OfInput)
         ]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,25 +63,22 @@ class PlainCall:
                 raise StateMismatchError(f"{attribute} of a module is another tensor now; compile again")
         with without_autocast():
             values = self.graph_module(*tensors, *numbers)
-        return self.boundary.leave([*tensors, *numbers], values)
+        return self.boundary.leave(Entered([*tensors, *numbers]), values)
 
     def _check(self, tensors: list[torch.Tensor], numbers: list[int]) -> None:
         if self.sizes_hold is not None and not self.sizes_hold(tensors, numbers):
             raise InputMismatchError("the trace does not hold for these sizes; a call without torch.compile says why")
         for name, index, fact, fact_args, value in self.facts:
-            now = _fact(tensors[index], fact, fact_args)
-            if now != value:
-                raise InputMismatchError(f"{name}: {value} when traced and {now} now; trace again with such inputs")
-        for t, same in zip(tensors, self.first, strict=True):
-            if t is not tensors[same]:
-                raise InputMismatchError(
-                    "inputs were one tensor when traced and are two now; trace again with such inputs"
-                )
+            current = _fact(tensors[index], fact, fact_args)
+            if current != value:
+                raise InputMismatchError(f"{name}: {value} when traced and {current} now; trace again with such inputs")
+        if any(t is not tensors[same] for t, same in zip(tensors, self.first, strict=True)):
+            raise InputMismatchError("inputs were one tensor when traced and are two now; trace again with such inputs")
         for i, requires_grad in self.written:
-            t, others = tensors[i], [other for j, other in enumerate(tensors) if self.first[j] != self.first[i]]
+            t = tensors[i]
             if t.requires_grad and torch.is_grad_enabled() and not (requires_grad and self.grad):
                 raise InputMismatchError("an input that the model writes requires grad now, and did not when traced")
-            if any(other is t for other in others):
+            if any(other is t for other, first in zip(tensors, self.first, strict=True) if first != self.first[i]):
                 raise InputMismatchError("an input that the model writes is given twice; trace again with such inputs")
             if any(stride == 0 and n > 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
                 raise InputMismatchError("an input that the model writes is expanded; pass x.clone()")
@@ -104,6 +102,7 @@ def _refuse(tape: ProgramTape) -> None:
         "it changes gradients": bool(tape.cleared) or any(w.of is not None for w in tape.attribute_writes),
         "it depends on side effects of the forward": any(e.baked_in for e in tape.side_effects),
         "the forward puts tensors into containers among its arguments": isinstance(tape.outputs, Returned),
+        "it returns objects among its arguments": bool(tape.given),
         "it depends on numbers in objects among the arguments": any(n.attributes for n in tape.argument_numbers),
         "inputs are views of one memory": len(set(storages)) < len(storages),
         "it reads an input's memory by absolute offset": not tape.uses_absolute_offset.isdisjoint(storages),
@@ -117,3 +116,18 @@ def _refuse(tape: ProgramTape) -> None:
                 module=tape.root.path,
                 hint="compile the graph alone, tr.run(torch.compile(tr.graph_module), *args)",
             )
+
+
+@constant_to_dynamo
+def prepare(program: Any) -> str | None:
+    """Make what Dynamo cannot trace, and compare the state with that of the trace, while torch.compile compiles.
+
+    Returns why the call cannot be traced: an error in here would be one of torch.compile.
+    """
+    try:
+        program.boundary.state.refresh()
+        program.boundary.check.run_state()
+        program.__dict__["plain_call"] = PlainCall(program.boundary, program.graph_module)
+    except ScopetraceError as error:
+        return f"{type(error).__name__}: {error}"
+    return None

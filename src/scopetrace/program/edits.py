@@ -12,15 +12,15 @@ The graph keeps its inputs, the number of its outputs, and what the write-back n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import set_grad_enabled
+from scopetrace._compat.graph_module import look_up, set_grad_enabled
 from scopetrace._compat.higher_order import fake_results
 from scopetrace._compat.ops import building, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
@@ -29,29 +29,18 @@ from scopetrace.errors import EditError, ScopetraceError
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.ir.rewriter import copied_calls, new_storages
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import (
-    BodyTape,
-    Call,
-    FunctionalTape,
-    Op,
-    ProgramTape,
-    Tape,
-    Value,
-    checks_enabled,
-    values_in,
-)
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, checks_enabled, values_in
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.fake_run import FakeRun, append_op, are_alike, fakes_of, makes_numbers, written_by
-from scopetrace.program.graph import FxLowering, scope_path, set_node_value, set_place
-from scopetrace.program.matching import Matching, Place, around
+from scopetrace.program.graph import FxLowering, scope_path, set_place
+from scopetrace.program.matching import Matching, Place
 from scopetrace.program.outputs import outputs_of_edit
-from scopetrace.program.ranges import settle_ranges
+from scopetrace.program.ranges import CallRanges
 from scopetrace.program.state import HeldTensors
 
 Node = torch.fx.Node
 _aten = torch.ops.aten
-_ON_NUMBERS = (operator, math, torch)  # the modules whose functions lowering writes for symbolic numbers
 
 
 class Reading:
@@ -72,7 +61,7 @@ class Reading:
         self.stops: dict[Call, int] = {}
         """By old call, the position after that of the last call in it."""
         for call in self.calls:
-            self.stops |= dict.fromkeys(around(call), call.position + 1)
+            self.stops |= dict.fromkeys(call.ancestors(), call.position + 1)
         self.by_position = {call.position: copy for call, copy in self.calls.items()}
         self.scopes = {scope.path: scope for scope in old.tape.scopes()}
         self.held = held
@@ -103,7 +92,7 @@ class _GraphReader:
         self.tape = _empty(old.tape)
         self.emitter = Emitter(self.tape, reading.storages)
         place = Place(reading.call_around(old.tape), old.tape.root)
-        self.matching = Matching([*old.made], graph, reading.by_position, reading.scopes, place)
+        self.matching = Matching([*old.states], graph, reading.by_position, reading.scopes, place)
         self.results: dict[Node, Any] = {}
         """By node, what it gives: a value, a number, or a structure of these."""
         self.op_of: dict[Node, Op] = {}
@@ -132,43 +121,40 @@ class _GraphReader:
     def _state(self, name: str) -> Value:
         """The value of a tensor that the write-back names, which the graph need not read."""
         tape = self.old.tape
-        return self._tensor(name, self.reading.held.now.get(name, tape.attributes[name]))
+        return self._tensor(name, self.reading.held.current.get(name, tape.attributes[name]))
 
     def body(self) -> BodyTape:
         """Read the graph of a body."""
         self._read_nodes()
         node, old = self._output_node(), self.old.tape
-        found = self._value_of(node.args[0])
-        self.tape.outputs = found if self.tape.is_condition else tuple(found)
-        if not self.tape.is_condition and len(found) != len(old.outputs):
-            self._refuse(node, f"the body returns {len(found)} values, and returned {len(old.outputs)}")
+        outputs = self._value_of(node.args[0])
+        self.tape.outputs = outputs if self.tape.is_condition else tuple(outputs)
+        if not self.tape.is_condition and len(outputs) != len(old.outputs):
+            self._refuse(node, f"the body returns {len(outputs)} values, and returned {len(old.outputs)}")
         self._finish()
         self.reading.bodies[old] = self.tape
         return self.tape
 
     def lowering(self) -> FxLowering:
         """The graph that was read, as the lowering of the new tape."""
-        found = FxLowering.of_graph(self.tape, self.graph, self.op_of, self.lowered)
-        for node, result in self.results.items():
-            found.learn(result, node)
-        return found
+        return FxLowering.of_graph(self.tape, self.graph, self.results, self.op_of, self.lowered)
 
     def _finish(self) -> None:
         for old in self.old.tape.calls:
             self._fill(old, self.reading.calls[old])
             self.tape.calls.append(self.reading.calls[old])
-        moved = settle_ranges(self.tape)
+        moved = CallRanges(self.tape).settle()
         self.op_of = {node: moved.get(op, op) for node, op in self.op_of.items()}
 
     def describe(self) -> None:
         """Write value, scope and call of each node into its meta."""
         for node, result in self.results.items():
             op, place = self.op_of.get(node), self.matching.place(node)
-            if node not in self.matching.was or scope_path(node) is not None:
+            if node not in self.matching.traced or scope_path(node) is not None:
                 scope, call = (place.scope, place.call) if op is None else (op.scope, op.call)
                 set_place(node, scope.path, 0 if call is None else call.position)
             if result is None or leaves(result, (Value, *Symbolic)):
-                set_node_value(node, fakes_of(result))
+                node.meta["val"] = fakes_of(result)
         for reader in self.readers.values():
             reader.describe()
 
@@ -184,7 +170,7 @@ class _GraphReader:
             except Exception as error:
                 first = (str(error).splitlines() or [""])[0]
                 self._refuse(node, f"it cannot be run on fake tensors: {type(error).__name__}: {first}", error)
-            self._fakes.learn(values_in(self.results[node]))
+            self._fakes.register(values_in(self.results[node]))
 
     def _check_placeholders(self) -> dict[Node, Any]:
         """The placeholders, copied to the new tape. They must be those of the old graph."""
@@ -197,12 +183,9 @@ class _GraphReader:
                 module=self.tape.root.path,
                 hint="keep the placeholders, also those that nothing reads; trace the model again for other inputs",
             )
-        found: dict[Node, Any] = {}
-        for node, op in zip(nodes, ops, strict=True):
-            found[node] = self._copied(op, (), {}, op, {v.storage: v.storage for v in op.values()})
-            if isinstance(op.outputs, Value):
-                self.tape.inputs.append(found[node])
-        return found
+        results = [self._copied(op, (), {}, op, {v.storage: v.storage for v in op.values()}) for op in ops]
+        self.tape.inputs += values_in(results)
+        return dict(zip(nodes, results, strict=True))
 
     def _output_node(self) -> Node:
         return next(n for n in reversed(self.graph.nodes) if n.op == "output")
@@ -228,9 +211,11 @@ class _GraphReader:
             return None
         if node.op == "call_function" and not is_op(node.target) and not kwargs:
             if node.target in (operator.getitem, getattr) and not isinstance(args[0], Value):
-                return _part(args[0], args[1])
+                by_name = isinstance(args[1], str) and not isinstance(args[0], dict)
+                return getattr(args[0], args[1]) if by_name else args[0][args[1]]
             if _is_on_numbers(node.target, args):
-                return _call(node.target, args)
+                function: Any = node.target
+                return function(*args)
         if is_op(node.target) and schema_of(node.target).name.startswith("aten::sym_"):
             return node.target(*fakes_of(args))
         if node.target is _aten._assert_scalar.default and to_expr(args[0]) in self._facts:
@@ -238,8 +223,7 @@ class _GraphReader:
         return self._op(node, args, kwargs)
 
     def _op(self, node: Node, args: Any, kwargs: Any) -> Any:
-        """Append the op, or ops, of a node."""
-        state = self.matching.was.get(node)
+        state = self.matching.traced.get(node)
         old = None if state is None else self.old.op_of.get(state.node)
         origin = self._origin(node, old)
         if old is not None and old.kind == node.op and old.target == node.target and self._keeps_module(old):
@@ -270,7 +254,7 @@ class _GraphReader:
     def _origin(self, node: Node, old: Op | None) -> Op:
         """An op with the place, frames and grad mode of those that the node becomes."""
         place = self.matching.place(node)
-        state = self.matching.was.get(node)
+        state = self.matching.traced.get(node)
         grad = self._grad
         if old is not None and state is not None and self._grads[state.node] == grad:
             grad = old.grad
@@ -280,23 +264,20 @@ class _GraphReader:
 
     def _copied(self, old: Op, args: Any, kwargs: Any, origin: Op, storages: dict[int, int]) -> Any:
         """Append an op of the old tape on operands of the same metadata."""
-        made = old.replace(scope=origin.scope, call=origin.call, grad=origin.grad, phase=origin.phase)
+        copied = old.replace(scope=origin.scope, call=origin.call, grad=origin.grad, phase=origin.phase)
         if old.kind in ("placeholder", "get_attr"):
-            call = None if old.call is None else self.reading.calls.get(old.call)
-            made = old.replace(call=call)
-        outputs = self.emitter.copy(made, args, kwargs, storages)
-        pairs = {id(a.fake): b for a, b in zip(old.inputs(), values_in((args, kwargs)), strict=True)}
-        for value in self.tape.ops[-1].values():
-            if id(value.fake) in pairs:  # the same tensor object as an operand
-                value.fake = pairs[id(value.fake)].fake
+            copied = old.replace(call=None if old.call is None else self.reading.calls.get(old.call))
+        outputs = self.emitter.copy(copied, args, kwargs, storages)
+        operands = dict(zip(old.inputs(), values_in((args, kwargs)), strict=True))
+        fakes = {id(a.fake): b.fake for a, b in operands.items()}
+        for value in self.tape.ops[-1].values():  # one may be the same tensor object as an operand
+            value.fake = fakes.get(id(value.fake), value.fake)
         if old.writes or old.tracked:
-            now = dict(zip(old.inputs(), values_in((args, kwargs)), strict=True))
-            writes, tracked = (tuple([now[v] for v in found]) for found in (old.writes, old.tracked))
+            writes, tracked = (tuple([operands[v] for v in values]) for values in (old.writes, old.tracked))
             self.tape.ops[-1] = self.tape.ops[-1].replace(writes=writes, tracked=tracked).take_values()
         return outputs
 
     def _inferred(self, node: Node, origin: Op, func: Any, args: Any, kwargs: Any) -> Any:
-        """Append an op whose results are not known yet."""
         if is_op(func) and written_by(func, args, kwargs):
             if self.reading.is_pure:
                 self._refuse(
@@ -307,7 +288,7 @@ class _GraphReader:
         outputs = append_op(self.emitter, origin, func, args, kwargs)
         if makes_numbers(self.tape.shape_env):
             self._refuse(node, "it makes a number that depends on data")
-        self._fakes.learn(self.tape.ops[-1].values())
+        self._fakes.register(self.tape.ops[-1].values())
         return outputs
 
     def _higher_order(self, node: Node, origin: Op, args: Any) -> Any:
@@ -319,7 +300,7 @@ class _GraphReader:
             self._refuse(node, "its body is a GraphModule that the trace did not make")
         fakes = form.gathered(fakes_of(args))
         for position, _, _ in form.bodies:
-            fakes[position] = self._results_of(form.gathered(args)[position])
+            fakes[position] = functools.partial(self._results_of, form.gathered(args)[position])
         out = tuple(fake_results(self.tape.fake_mode, node.target, form.spread(fakes)))
         grad = origin.grad and any(v.fake.requires_grad for v in values_in(args))
         outputs = []
@@ -330,26 +311,12 @@ class _GraphReader:
                 outputs.append(self.emitter.new_value(t, slot))
             else:
                 outputs.append(t)
-        op = Op(
-            "call_function",
-            node.target,
-            args,
-            {},
-            tuple(outputs),
-            origin.scope,
-            origin.call,
-            origin.frames,
-            origin.grad,
-            phase=origin.phase,
-        )
-        self.tape.ops.append(op)
-        return op.outputs
+        self.tape.ops.append(origin.replace(args=args, outputs=tuple(outputs)))
+        return tuple(outputs)
 
-    def _results_of(self, body: BodyTape) -> Callable[..., Any]:
-        like = self.emitter.like
-        return lambda *_: tuple(
-            [like(v.fake) if isinstance(v, Value) else v for v in leaves(body.outputs, (Value, *Symbolic))]
-        )
+    def _results_of(self, body: BodyTape, *_: Any) -> tuple[Any, ...]:
+        results = leaves(body.outputs, (Value, *Symbolic))
+        return tuple([self.emitter.like(v.fake) if isinstance(v, Value) else v for v in results])
 
     def _run(self, node: Node, origin: Op, args: Any, kwargs: Any) -> Any:
         """Run a function, method or module on fake tensors, and append the ATen ops that it calls."""
@@ -357,17 +324,16 @@ class _GraphReader:
         def append(func: Any, args: Any, kwargs: Any) -> Any:
             return self._inferred(node, origin.replace(grad=torch.is_grad_enabled()), func, args, kwargs)
 
-        def on_higher_order(hop: Any, given: Any, named: Any) -> Any:
-            self._refuse(node, f"it calls {hop}")
+        def refuse(problem: str) -> NoReturn:
+            self._refuse(node, f"it {problem}")
 
         fn: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
         if node.op == "call_module":
             fn = self.root.get_submodule(str(node.target))
-        owned = [vars(m) for m in fn.modules()] if isinstance(fn, torch.nn.Module) else []
-        held = [table for own in owned for table in (own, *own.values()) if type(table) is dict]
-        tables = [(table, table.copy()) for table in held]
+        held = [vars(m) for m in fn.modules()] if isinstance(fn, torch.nn.Module) else []
+        tables = [(t, t.copy()) for attributes in held for t in (attributes, *attributes.values()) if type(t) is dict]
         try:
-            return self._fakes.run(fn, args, kwargs, origin.grad, append, on_higher_order)
+            return self._fakes.run(fn, args, kwargs, origin.grad, append, refuse)
         finally:
             for table, before in tables:
                 written = next((key for key in {**before, **table} if table.get(key) is not before.get(key)), None)
@@ -381,14 +347,12 @@ class _GraphReader:
     def _attribute(self, node: Node) -> Any:
         name = str(node.target)
         try:
-            found: Any = self.root
-            for part in name.split("."):
-                found = getattr(found, part)
+            attribute = look_up(self.root, name)
         except AttributeError as error:
             self._refuse(node, f"the graph module has no attribute {name}", error)
-        if isinstance(found, torch.fx.GraphModule):
-            return self._body(node, name, found)
-        return self._tensor(name, found) if isinstance(found, torch.Tensor) else found
+        if isinstance(attribute, torch.fx.GraphModule):
+            return self._body(name, attribute)
+        return self._tensor(name, attribute) if isinstance(attribute, torch.Tensor) else attribute
 
     def _own_tensor(self, t: torch.Tensor) -> Value:
         """A tensor that a module or function of the graph reads: under its name in the graph module, or a constant."""
@@ -407,16 +371,16 @@ class _GraphReader:
             self.tape.owners[name] = held.owner
         old = self._attribute_ops.get(name)
         if old is not None and held.is_known:
-            found: Value = self._copied(old, (), {}, old, {old.result.storage: old.result.storage})
-            found.real = held.tensor
+            value: Value = self._copied(old, (), {}, old, {old.result.storage: old.result.storage})
+            value.real = held.tensor
         else:
             origin = self._origin(self._output_node(), None)
-            found = self.emitter.attribute(origin, name, held.tensor)
-        self._read_before[name] = found
-        self._fakes.learn([found], t)
-        return found
+            value = self.emitter.attribute(origin, name, held.tensor)
+        self._read_before[name] = value
+        self._fakes.register([value], t)
+        return value
 
-    def _body(self, node: Node, name: str, body: torch.fx.GraphModule) -> Any:
+    def _body(self, name: str, body: torch.fx.GraphModule) -> Any:
         lowering = self.old.bodies.get(name) or self.old.bodies.get(name.rpartition(".")[2])  # `split_module` moves it
         if lowering is None:
             return body
@@ -429,7 +393,6 @@ class _GraphReader:
     # ---------------------------------------------------------------- arguments, calls
 
     def _value_of(self, x: Any) -> Any:
-        """Arguments of a node with what its operands give in their place, in Python's own containers."""
         if isinstance(x, Node):
             return self.results[x]
         if isinstance(x, (list, tuple)):
@@ -441,7 +404,6 @@ class _GraphReader:
         return x
 
     def _fill(self, old: Call, new: Call) -> None:
-        """Give the copy of a call the values of the new tape."""
         stop = self.reading.stops[old]
         new.args, new.kwargs = map_structure(
             lambda v: self._argument(v, old.position, stop), (old.args, old.kwargs), Value
@@ -453,33 +415,32 @@ class _GraphReader:
 
     def _argument(self, value: Value, start: int, stop: int) -> Any:
         """What a call takes now: what its ops read in place of the old argument."""
-        was = self.old.node_of(value)
-        if was is None:
+        traced = self.old.node_of(value)
+        if traced is None:
             return Removed(str(value.op.target))
-        now = self.matching.now.get(was)
-        if now is not None and self.matching.is_read_in(now, start, stop):
-            return self._one(now)
-        read = self.matching.read_now(was, start, stop)
+        current = self.matching.current.get(traced)
+        if current is not None and self.matching.is_read_in(current, start, stop):
+            return self._one(current)
+        read = self.matching.current_operands(traced, start, stop)
         one = read[0] if len(read) == 1 else None
         if one in self.results and not start <= self.matching.place(one).call.position < stop:
             return self._one(one)
-        return Removed(was.name) if now is None else self._one(now)
+        return Removed(traced.name) if current is None else self._one(current)
 
     def _result(self, value: Value) -> Any:
         """What a call gives now: the node of the old result, or the one that replaces it."""
-        was = self.old.node_of(value)
-        if was is None:
+        traced = self.old.node_of(value)
+        if traced is None:
             return Removed(str(value.op.target))
-        now = self.matching.now.get(was) or self.matching.replacement(was)
-        return Removed(was.name) if now is None or now not in self.results else self._one(now)
+        current = self.matching.current.get(traced) or self.matching.replacement(traced)
+        return Removed(traced.name) if current is None or current not in self.results else self._one(current)
 
     def _one(self, node: Node) -> Any:
-        found = self.results[node]
-        return found if isinstance(found, (Value, *Symbolic)) else Removed(node.name)
+        result = self.results[node]
+        return result if isinstance(result, (Value, *Symbolic)) else Removed(node.name)
 
 
 def _empty(old: Tape) -> Any:
-    """The tape before its first op."""
     changed: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": {}, "owners": {}}
     if isinstance(old, ProgramTape):
         changed |= {"modules": {}, "attribute_writes": [], "edited": True}
@@ -488,12 +449,12 @@ def _empty(old: Tape) -> Any:
 
 def _grads(old: FxLowering) -> dict[Node, bool]:
     """By node of the old graph, whether autograd is on there by the switches in the graph."""
-    grad, found = old.tape.outer_grad, {}
-    for state in old.made:
+    grad, modes = old.tape.outer_grad, {}
+    for state in old.states:
         if state.target is set_grad_enabled:
             grad = bool(state.args[0])
-        found[state.node] = grad
-    return found
+        modes[state.node] = grad
+    return modes
 
 
 def _facts(tape: Tape) -> set[Any]:
@@ -502,19 +463,11 @@ def _facts(tape: Tape) -> set[Any]:
     return set() if env is None else {fact.expr for facts in env.deferred_runtime_asserts.values() for fact in facts}
 
 
-def _call(fn: Any, args: Any) -> Any:
-    return fn(*args)
-
-
-def _part(x: Any, key: Any) -> Any:
-    return getattr(x, key) if isinstance(key, str) and not isinstance(x, dict) else x[key]
-
-
 def _is_on_numbers(target: Any, args: Any) -> bool:
     """Whether a call is arithmetic on numbers, as lowering writes for symbolic sizes."""
-    from_module = any(getattr(module, getattr(target, "__name__", ""), None) is target for module in _ON_NUMBERS)
-    return (
-        (from_module or target in (round, float, int, bool))
-        and bool(args)
-        and all(isinstance(a, (bool, int, float, *Symbolic)) for a in args)
-    )
+    name = getattr(target, "__name__", "")
+    module = next((m for m in (operator, math, torch) if getattr(m, name, None) is target), None)
+    is_arithmetic = module in (operator, math) or name.lstrip("_").startswith("sym_")
+    if not (is_arithmetic if module is not None else target in (round, float, int, bool)):
+        return False
+    return bool(args) and all(isinstance(a, (bool, int, float, *Symbolic)) for a in args)

@@ -19,7 +19,7 @@ from scopetrace._compat.tensors import FakeTensor, FakeTensorMode, storage_id
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.ir.tape import BodyTape, Op, Value, values_in
-from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_writes
+from scopetrace.ops.functional_variants import by_name, undeclared_writes
 
 
 def fakes_of(x: Any) -> Any:
@@ -30,11 +30,9 @@ def fakes_of(x: Any) -> Any:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Value]:
     """The values that an op writes."""
     schema = schema_of(func)
-    names = {a.name for a in schema.arguments if a.is_written}
-    if any(name in UNDECLARED_WRITTEN for name in schema.names):
-        names |= set(undeclared_writes(func, args, kwargs))
-    given = {**dict(zip(schema.names, args, strict=False)), **kwargs}
-    return values_in([given[name] for name in schema.names if name in names and name in given])
+    names = {*schema.written, *undeclared_writes(func, args, kwargs)}
+    arguments = by_name(func, args, kwargs) if names else {}
+    return values_in([arguments.get(name) for name in schema.names if name in names])
 
 
 def append_op(emitter: Emitter, origin: Op, func: Any, args: Any, kwargs: Any) -> Any:
@@ -49,10 +47,10 @@ def append_op(emitter: Emitter, origin: Op, func: Any, args: Any, kwargs: Any) -
 
 def makes_numbers(env: WatchedShapeEnv | None) -> bool:
     """Whether an op that ran on fake tensors made a number that depends on data, which is forgotten."""
-    found = [] if env is None else env.pending_fresh_unbacked_symbols
-    made = bool(found)
-    found.clear()
-    return made
+    pending = [] if env is None else env.pending_fresh_unbacked_symbols
+    count = len(pending)
+    pending.clear()
+    return count > 0
 
 
 def are_alike(old: Any, new: Any, storages: dict[int, int]) -> bool:
@@ -71,17 +69,11 @@ def are_alike(old: Any, new: Any, storages: dict[int, int]) -> bool:
     if isinstance(old, Symbolic):
         return isinstance(new, type(old)) and bool(to_expr(old) == to_expr(new))
     if isinstance(old, (list, tuple)):
-        return (
-            isinstance(new, (list, tuple))
-            and len(old) == len(new)
-            and all(are_alike(a, b, storages) for a, b in zip(old, new, strict=True))
-        )
+        is_sequence = isinstance(new, (list, tuple)) and len(old) == len(new)
+        return is_sequence and all(are_alike(a, b, storages) for a, b in zip(old, new, strict=True))
     if isinstance(old, dict):
-        return (
-            isinstance(new, dict)
-            and old.keys() == new.keys()
-            and all(are_alike(a, new[k], storages) for k, a in old.items())
-        )
+        has_keys = isinstance(new, dict) and old.keys() == new.keys()
+        return has_keys and all(are_alike(a, new[k], storages) for k, a in old.items())
     return type(old) is type(new) and (old is new or bool(old == new))
 
 
@@ -106,24 +98,24 @@ class FakeRun:
     def __init__(self, mode: FakeTensorMode | None, own_tensor: Callable[[torch.Tensor], Value]) -> None:
         """`own_tensor` gives the value of a real tensor that a function holds."""
         assert mode is not None
-        self._mode, self._own_tensor = mode, own_tensor
+        self.mode, self._own_tensor = mode, own_tensor
         self._by_id: dict[int, tuple[torch.Tensor, Value]] = {}  # the tensors too, so that no id is used again
         self._ops: PreDispatchMode | None = None
 
-    def learn(self, values: Iterable[Value], real: torch.Tensor | None = None) -> None:
+    def register(self, values: Iterable[Value], real: torch.Tensor | None = None) -> None:
         """Know these values by their fake tensors, or by a real one."""
         self._by_id.update((id(t), (t, v)) for v in values for t in (v.fake, real) if t is not None)
 
-    def run(self, fn: Any, args: Any, kwargs: Any, grad: bool, append: Append, on_higher_order: Any) -> Any:
-        """What `fn` gives for values. `append` and `on_higher_order` get the ops that it calls."""
+    def run(self, fn: Any, args: Any, kwargs: Any, grad: bool, append: Append, refuse: Callable[[str], Any]) -> Any:
+        """What `fn` gives for values. `append` gets the ops that it calls, `refuse` what it does with others."""
 
-        def on_op(func: Any, given: Any, named: Any) -> Any:
-            outputs = append(func, *self.lifted((given, named)))
-            self.learn(values_in(outputs))
+        def on_op(func: Any, args: Any, kwargs: Any) -> Any:
+            outputs = append(func, *self.lifted((args, kwargs)))
+            self.register(values_in(outputs))
             return fakes_of(outputs)
 
-        self._ops = PreDispatchMode(on_op, on_higher_order)
-        with dispatching_to(self._ops, self._mode), torch.set_grad_enabled(grad):
+        self._ops = PreDispatchMode(on_op, lambda hop, args, kwargs: refuse(f"calls {hop}"))
+        with dispatching_to(self._ops, self.mode), torch.set_grad_enabled(grad):
             return self.lifted(fn(*fakes_of(args), **fakes_of(kwargs)))
 
     def call(self, fn: Any, args: Any, kwargs: Any) -> Any:
@@ -141,9 +133,9 @@ class FakeRun:
             return self._by_id.get(id(t), (t, None))[1]
         where = storage_id(t)
         same = (v for fake, v in reversed(self._by_id.values()) if storage_id(fake) == where)
-        found = next(v for v in same if layout_of(v.fake) == layout_of(t))
-        self.learn([found], t)
-        return found
+        value = next(v for v in same if layout_of(v.fake) == layout_of(t))
+        self.register([value], t)
+        return value
 
     def tensors_of(self, value: Value) -> list[torch.Tensor]:
         """The tensors that stand for a value in the run."""

@@ -13,6 +13,7 @@ that torch keeps when it traces a graph again.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import keyword
 import math
@@ -63,11 +64,8 @@ class NodeStates:
     """The nodes of a graph as they were when this was made, in order."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
-        nodes = list(graph.nodes)  # not a tuple for each: nobody looks at them in most traces
-        self._columns = (
-            *(nodes, [n.op for n in nodes], [n.target for n in nodes]),
-            *([n.args for n in nodes], [n.kwargs for n in nodes]),
-        )
+        nodes = list(graph.nodes)  # columns, and no tuple for each: nobody looks at them in most traces
+        self._columns = (nodes, *(list(map(operator.attrgetter(field), nodes)) for field in NodeState._fields[1:]))
 
     def __iter__(self) -> Iterator[NodeState]:
         return itertools.starmap(NodeState, zip(*self._columns, strict=True))
@@ -79,21 +77,20 @@ class NodeStates:
 
 def refuse_names(names: Iterable[str], module: str) -> None:
     """Raise for a name of a tensor or module that a GraphModule has of its own, or cannot write in its code."""
-    unwritable = next((name for name in names if not is_writable(name)), None)
-    if unwritable is not None:
-        raise UnsupportedOpError(
-            f"a graph cannot name {unwritable!r}: it is a Python keyword, or has quotes, backslashes or line breaks",
-            module=module,
-            hint="give the attribute, or the key in the nn.ModuleDict, another name",
-        )
-    name = next(filter(is_taken, names), None)
-    if name is not None:
-        first = name.partition(".")[0]
-        raise UnsupportedOpError(
-            f"the model has an attribute {first!r}, and so has each torch.fx.GraphModule: a graph cannot hold both",
-            module=module,
-            hint="give the attribute another name, or trace a module that holds the model, as nn.Sequential(model)",
-        )
+    for name in names:
+        if not is_writable(name):
+            raise UnsupportedOpError(
+                f"a graph cannot name {name!r}: it is a Python keyword, or has quotes, backslashes or line breaks",
+                module=module,
+                hint="give the attribute, or the key in the nn.ModuleDict, another name",
+            )
+        if is_taken(name):
+            first = name.partition(".")[0]
+            raise UnsupportedOpError(
+                f"the model has an attribute {first!r}, and so has each torch.fx.GraphModule: a graph cannot hold both",
+                module=module,
+                hint="give the attribute another name, or trace a module that holds the model, as nn.Sequential(model)",
+            )
 
 
 class FxLowering:
@@ -108,7 +105,7 @@ class FxLowering:
         output: its output node.
         bodies: the bodies of higher-order ops, by the name of the submodule.
         op_of: the op of the tape behind each node that has one.
-        made: the nodes as they were when the graph was made, before any pass.
+        states: the nodes as they were when the graph was lowered, before any pass.
     """
 
     def __init__(self, tape: Tape, asserted: Iterable[Any] = (), messages: Container[str] = ()) -> None:
@@ -120,24 +117,27 @@ class FxLowering:
         self._start(tape, torch.fx.Graph())
         self._asserted = asserted
         self._build()
-        self.made = NodeStates(self.graph)
+        self.states = NodeStates(self.graph)
 
     @classmethod
     def of_graph(
-        cls, tape: Tape, graph: torch.fx.Graph, op_of: dict[torch.fx.Node, Op], bodies: dict[str, FxLowering]
+        cls,
+        tape: Tape,
+        graph: torch.fx.Graph,
+        results: dict[torch.fx.Node, Any],
+        op_of: dict[torch.fx.Node, Op],
+        bodies: dict[str, FxLowering],
     ) -> FxLowering:
-        """The lowering of a tape that was read from `graph`; `op_of` has the op behind each node."""
-        found = cls.__new__(cls)
-        found._start(tape, graph)
-        found.bodies, found.op_of = bodies, op_of
-        found.output = next(iter(reversed(graph.nodes)))
-        found.made = NodeStates(graph)
-        return found
-
-    def learn(self, part: Any, node: torch.fx.Node) -> None:
-        """Note that a value or symbolic number is the result of a node."""
-        if isinstance(part, _PARTS):
-            self._bind_one(node, part)
+        """The lowering of a tape that was read from `graph`: the result of each node, and the op behind it."""
+        lowering = cls.__new__(cls)
+        lowering._start(tape, graph)
+        lowering.bodies, lowering.op_of = bodies, op_of
+        lowering.output = next(iter(reversed(graph.nodes)))
+        lowering.states = NodeStates(graph)
+        for node, result in results.items():
+            if isinstance(result, _PARTS):
+                lowering._bind_one(node, result)
+        return lowering
 
     def _start(self, tape: Tape, graph: torch.fx.Graph) -> None:
         self.tape = tape
@@ -154,8 +154,6 @@ class FxLowering:
         self._history: History | None = None
         self._places: dict[tuple[int, int, int], tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {}
         """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
-        self._described = 0
-        """How many nodes have the place of their op."""
         self._names: dict[int, str] = {}
         """By the ids of ops' targets, the names of their nodes."""
         self._traces: dict[int, str | None] = {}
@@ -180,7 +178,7 @@ class FxLowering:
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
-        set_node_value(self.output, _fakes(returned))
+        self.output.meta["val"] = _fakes(returned)
         set_place(self.output, str(tape.root), 0)
 
     def _emit_described(self, op: Op) -> None:
@@ -188,20 +186,17 @@ class FxLowering:
         if op.meta is None and op.phase is None:
             self._emit(op)
             return
-        before, described = len(self._all), self._described
+        before = len(self._all)
         self._emit(op)
-        count = len(self._all) - before
-        if op.meta is not None and "custom" in op.meta:
-            self._annotate(count, op.meta["custom"])
-        if op.phase is not None and count > self._described - described:
-            for node in itertools.islice(reversed(self.graph.nodes), count):
-                if scope_path(node) is None:
-                    set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
+        for node in itertools.islice(reversed(self.graph.nodes), len(self._all) - before):
+            if op.meta is not None and "custom" in op.meta:
+                node.meta.setdefault("custom", dict(op.meta["custom"]))
+            if op.phase is not None and scope_path(node) is None:
+                set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
 
-    @property
-    def is_edited(self) -> bool:
-        """Whether a node of the graph, or of the graph of a body, is not as it was made."""
-        return not self.made.are_of(self.graph) or any(body.is_edited for body in self.bodies.values())
+    def is_edited(self, graph: torch.fx.Graph | None) -> bool:
+        """Whether `graph`, in the place of this one, is another one, or has a node that is not as it was lowered."""
+        return graph is not self.graph or not self.states.are_of(self.graph)
 
     def walk(self) -> Iterator[FxLowering]:
         """This graph and those of all bodies inside it, outer before inner."""
@@ -250,7 +245,7 @@ class FxLowering:
             return self._held(x)
         return self._nodes[x] if isinstance(x, Value) else self._symbols.node_of(x)
 
-    def _held(self, x: torch.ScriptObject) -> torch.fx.Node:
+    def _held(self, x: Any) -> torch.fx.Node:
         """A `get_attr` node of an object that an op takes and Python code cannot write, such as packed weights."""
         name = next((name for name, other in self._opaque.items() if other is x), f"_argument{len(self._opaque)}")
         self._opaque[name] = x
@@ -275,7 +270,8 @@ class FxLowering:
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
             name = self._names.get(id(op.target))
             if name is None:
-                name = self._names[id(op.target)] = _op_name(op.target)
+                packet = getattr(op.target, "overloadpacket", op.target)
+                name = self._names[id(op.target)] = str(getattr(packet, "__name__", "op"))
             node = self._call(op.target, args, kwargs, name)
             for body in node.all_input_nodes if self.bodies and op.bodies() else ():
                 if body.target in self.bodies:
@@ -290,7 +286,7 @@ class FxLowering:
         self._describe(node, op)
         self._bind(node, op)
         if op.unbacked:
-            set_unbacked_bindings(node, op.unbacked)
+            node.meta["unbacked_bindings"] = op.unbacked
             self._symbols.learn_unbacked(node, op.unbacked)
             self._assert_facts(op.unbacked)
 
@@ -302,43 +298,37 @@ class FxLowering:
 
     def _is_asserted(self, op: Op) -> bool:
         """Whether an op of a graph that was traced again asserts what the lowering asserts anyway."""
-        found = op.target is _ASSERT and isinstance(op.args[0], torch.SymBool)
-        return found and self._symbols.is_asserted(op.args[0])
+        is_assertion = op.target is _ASSERT and isinstance(op.args[0], torch.SymBool)
+        return is_assertion and self._symbols.is_asserted(op.args[0])
 
-    def _annotate(self, count: int, custom: dict[str, Any]) -> None:
-        """Annotate what computes the sizes of an op, and asserts those that it makes, among the last nodes."""
-        for node in itertools.islice(reversed(self.graph.nodes), count):
-            node.meta.setdefault("custom", dict(custom))
-
-    def _assert_facts(self, made: Iterable[Any]) -> None:
+    def _assert_facts(self, symbols: Iterable[Any]) -> None:
         """Assertions for what tracing assumed about symbols, placed where the symbols are defined."""
-        self._symbols.assert_facts(self.tape.shape_env, made, self._messages)
+        self._symbols.assert_facts(self.tape.shape_env, symbols, self._messages)
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
-        self._described += 1
         key = id(op.scope), id(op.call), id(op.phase)
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = self._place_of(op)
-        place, stack = found
+        if key not in self._places:
+            self._places[key] = self._place_of(op)
+        place, stack = self._places[key]
         node.meta["custom"] = {KEY: place.copy()}
         if op.kind != "placeholder":
             set_origin(node, stack, format_stack(op.frames, self._traces))
         if op.meta is not None:
-            set_given(node, op.meta)
+            node.meta.update({key: dict(x) for key, x in op.meta.items() if key != "custom"})
+            node.meta["custom"] = {**op.meta.get("custom", {}), **node.meta["custom"]}
 
     def _place_of(self, op: Op) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
         """What `custom` and `nn_module_stack` say of the nodes of an op, and of all with its scope, call and phase."""
         place = place_of(op.scope.path, 0 if op.call is None else op.call.position, op.phase)
         stack = self._module_stack(op.call)
         if op.call is not None and op.scope is not op.call.scope:
-            stack = stack | _modules_within(op)
+            stack = stack | _modules_within(op, op.call)
         return place, stack
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
         outputs = op.outputs
-        set_node_value(node, _fakes(outputs))
+        node.meta["val"] = _fakes(outputs)
         if isinstance(outputs, _PARTS):
             self._bind_one(node, outputs)
         elif outputs is not None:
@@ -362,10 +352,12 @@ class FxLowering:
             self._symbols.learn_sizes(fake, node)
 
     def _take(self, node: torch.fx.Node, op: Op, key: int | str, part: Any) -> torch.fx.Node:
-        how, key = _how(key)
+        how: Any = operator.getitem
+        if isinstance(key, str):  # `[0]` or `.logits`
+            how, key = (getattr, key[1:]) if key[0] == "." else (how, ast.literal_eval(key[1:-1]))
         taken = self._call(how, (node, key), {}, how.__name__)
         self._describe(taken, op)
-        set_node_value(taken, _fakes(part))
+        taken.meta["val"] = _fakes(part)
         return taken
 
     def _as_arguments(self, x: Any) -> Any:
@@ -378,21 +370,21 @@ class FxLowering:
             return {key: self._as_arguments(item) for key, item in x.items()}
         if isinstance(x, torch.fx.node.base_types) or x is None:
             return x
-        name = f"_argument{len(self._opaque)}"
-        self._opaque[name] = self.lower(x)
-        return self.graph.create_node("get_attr", name)
+        return self._held(self.lower(x))
 
     def _module_stack(self, call: Call | None) -> dict[str, tuple[str, str]]:
         """`nn_module_stack` in torch.export's format: `L__self__<fqn>[@index]` to (fqn, qualified class name)."""
-        found = self._stacks.get(call)
-        if found is None:
+        if call not in self._stacks:
             assert call is not None
-            found = dict(self._module_stack(call.parent))
+            stack = dict(self._module_stack(call.parent))
             if call.module is not None:
                 key = f"L__self__{call.fqn or ''}" + (f"@{call.index}" if call.index else "")
-                found[key] = (call.fqn or "", _type_name(call))
-            self._stacks[call] = found
-        return found
+                cls = type(call.module)
+                is_graph = issubclass(cls, torch.fx.GraphModule)  # whose class has no name in a Python module
+                name = call.scope.type_name if is_graph else f"{cls.__module__}.{cls.__qualname__}"
+                stack[key] = (call.fqn or "", name)
+            self._stacks[call] = stack
+        return self._stacks[call]
 
     # ---------------------------------------------------------------- autograd on and off
 
@@ -421,8 +413,8 @@ class FxLowering:
         tape = self.tape
         if isinstance(tape, ProgramTape) and tape.written_storages():
             return False
-        is_apart = isinstance(tape, BodyTape) and tape.is_condition
-        return not is_apart and all(op.phase is None for op in tape.ops)
+        is_condition = isinstance(tape, BodyTape) and tape.is_condition
+        return not is_condition and all(op.phase is None for op in tape.ops)
 
     def _switch_grad(self, enabled: bool) -> None:
         if enabled != self._grad:
@@ -431,24 +423,14 @@ class FxLowering:
             self._grad = enabled
 
 
-def _type_name(call: Call) -> str:
-    cls = type(call.module)
-    if issubclass(cls, torch.fx.GraphModule):  # each has a class of its own, which has no name in a module
-        return call.scope.type_name
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _modules_within(op: Op) -> dict[str, tuple[str, str]]:
+def _modules_within(op: Op, call: Call) -> dict[str, tuple[str, str]]:
     """The modules around an op inside its call, as `nn_module_stack` has them: those of a node of a traced graph."""
-    call = op.call
-    if call is None or op.scope is call.scope:
-        return {}
-    found, fqn = {}, call.fqn or ""
+    stack, fqn = {}, call.fqn or ""
     inner = list(itertools.takewhile(lambda s: s is not call.scope, op.scope.ancestors()))
     for scope in reversed([s for s in inner if s.is_module]):
         fqn = f"{fqn}.{scope.name}" if fqn else scope.name
-        found[f"L__self__{fqn}"] = fqn, scope.type_name
-    return found
+        stack[f"L__self__{fqn}"] = fqn, scope.type_name
+    return stack
 
 
 def live_ops(tape: Tape) -> set[int]:
@@ -463,32 +445,26 @@ def live_ops(tape: Tape) -> set[int]:
     if isinstance(tape, ProgramTape):
         needed.update(w.value for w in tape.attribute_writes)
     live: set[int] = set()
-    effects: dict[int, bool] = {}  # by the id of an op's target, whether it has an effect of its own
     for op in reversed(tape.ops):
-        if not needed.isdisjoint(op.values()) or has_effect(op, effects):
+        if not needed.isdisjoint(op.values()) or has_effect(op):
             live.add(id(op))
             needed.update(op.inputs())
     return live
 
 
-def has_effect(op: Op, known: dict[int, bool] | None = None) -> bool:
+def has_effect(op: Op) -> bool:
     """Whether an op stays although its results are not used: it writes, has an effect, or returns nothing.
 
-    A view stays too with a size of -1 for which symbolic sizes may leave a fraction: eager raises there. `known` keeps
-    what the targets of ops do, by their ids.
+    A view stays too with a size of -1 for which symbolic sizes may leave a fraction: eager raises there.
     """
     if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
         return True
-    if op.kind == "get_attr":
-        return False
-    if not op.values() or _checks_sizes(op):
-        return True
-    found = None if known is None else known.get(id(op.target))
-    if found is None:
-        found = is_random(op.target) or is_collective(op.target)
-        if known is not None:
-            known[id(op.target)] = found
-    return found
+    return op.kind != "get_attr" and (not op.values() or _checks_sizes(op) or _acts(op.target))
+
+
+@functools.cache
+def _acts(target: Any) -> bool:
+    return is_random(target) or is_collective(target)
 
 
 def _checks_sizes(op: Op) -> bool:
@@ -508,21 +484,10 @@ def _refuse_keywords(kwargs: Iterable[str], op: Op) -> None:
         )
 
 
-def _op_name(target: Any) -> str:
-    return str(getattr(getattr(target, "overloadpacket", target), "__name__", "op"))
-
-
 def _plain_name(path: str) -> str | None:
     """The name that torch.fx makes of a path, where that is plain; None leaves it to torch, which takes longer."""
     name = path.replace(".", "_")
     return name if name.islower() and name.isascii() and name.isidentifier() and name[0] != "_" else None
-
-
-def _how(key: int | str) -> tuple[Any, Any]:
-    """What takes a part of a container: `getitem, 0` for `0` and `[0]`, `getattr, "logits"` for `.logits`."""
-    if isinstance(key, str):
-        return (getattr, key[1:]) if key[0] == "." else (operator.getitem, ast.literal_eval(key[1:-1]))
-    return operator.getitem, key
 
 
 def _fakes(x: Any) -> Any:
@@ -565,8 +530,8 @@ def is_recomputed(node: torch.fx.Node) -> bool:
 
 def forward_place(node: torch.fx.Node) -> tuple[str, int] | None:
     """Of a node of backward, scope and call of the op of the forward that it belongs to; None for other nodes."""
-    found = (_place(node) or {}).get("forward")
-    return None if found is None else (str(found["scope"]), int(found["call"]))
+    forward = (_place(node) or {}).get("forward")
+    return None if forward is None else (str(forward["scope"]), int(forward["call"]))
 
 
 def scope_path(node: torch.fx.Node) -> str | None:
@@ -583,8 +548,8 @@ def call_position(node: torch.fx.Node) -> int | None:
 
 def _place(node: torch.fx.Node) -> dict[str, Any] | None:
     custom = node.meta.get("custom")
-    found: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
-    return found or node.meta.get(KEY)
+    place: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
+    return place or node.meta.get(KEY)
 
 
 def leave_custom_to_users(graph: torch.fx.Graph) -> None:
@@ -595,11 +560,6 @@ def leave_custom_to_users(graph: torch.fx.Graph) -> None:
             node.meta[KEY] = custom.pop(KEY)
         if custom:
             node.meta["custom"] = custom
-
-
-def set_node_value(node: torch.fx.Node, value: Any) -> None:
-    """Write what the node returns: a fake tensor, a symbolic number, or a nesting of these."""
-    node.meta["val"] = value
 
 
 def node_value(node: torch.fx.Node) -> Any:
@@ -614,17 +574,6 @@ def set_origin(node: torch.fx.Node, module_stack: dict[str, tuple[str, str]], st
         node.meta["stack_trace"] = stack_trace
 
 
-def set_given(node: torch.fx.Node, given: dict[str, Any]) -> None:
-    """Write what a user or an earlier graph says of the node: `custom` beside ours, other keys in place of ours."""
-    node.meta.update({key: dict(found) for key, found in given.items() if key != "custom"})
-    node.meta["custom"] = {**given.get("custom", {}), **node.meta.get("custom", {})}
-
-
-def set_unbacked_bindings(node: torch.fx.Node, bindings: Any) -> None:
-    """Write `unbacked_bindings`: by symbol that the node makes, where in its result it stands."""
-    node.meta["unbacked_bindings"] = bindings
-
-
 # Nodes and types as text, in the notation of torch.fx ---------------------------------------------------------------
 
 
@@ -632,17 +581,12 @@ def type_text(value: Any) -> str:
     """`f32[2, 3]` for a tensor, `Sym(2*batch)` for a symbolic number, `(f32[2], f32[3])` for several."""
     if isinstance(value, torch.Tensor):
         sizes = [str(size) if type(size) is int else number_text(size) for size in value.shape]
-        return f"{dtype_text(value.dtype)}[{', '.join(sizes)}]"
+        return f"{getattr(value.dtype, 'abbr', value.dtype)}[{', '.join(sizes)}]"  # `f32`, `i64`, `b8`
     if isinstance(value, Symbolic):
         return f"Sym({number_text(value)})"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(type_text, value))})"
     return "" if value is None else type(value).__name__
-
-
-def dtype_text(dtype: torch.dtype) -> str:
-    """torch's short name of a dtype: `f32`, `i64`, `b8`."""
-    return str(getattr(dtype, "abbr", dtype))
 
 
 def named(node: torch.fx.Node) -> str:

@@ -23,32 +23,27 @@ def inlined(graph_module: torch.fx.GraphModule) -> torch.fx.Graph:
 
 
 def _called(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """The GraphModule that a node calls."""
-    found = graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return found if isinstance(found, torch.fx.GraphModule) else None
+    module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return module if isinstance(module, torch.fx.GraphModule) else None
 
 
-def _append(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule, prefix: str, given: Sequence[Any] | None) -> Any:
-    """Append the nodes of a graph module, and return what it returns; `given` stands for its placeholders."""
-    now: dict[torch.fx.Node, Any] = {}
-
-    def present(x: Any) -> Any:
-        return torch.fx.map_arg(x, lambda n: now[n])
-
-    operands = None if given is None else iter(given)
-    for node in graph_module.graph.nodes:
-        called = _called(graph_module, node)
+def _append(graph: torch.fx.Graph, module: torch.fx.GraphModule, prefix: str, inputs: Sequence[Any] | None) -> Any:
+    """Append the nodes of a graph module, and return what it returns; `inputs` stand for its placeholders."""
+    copies: dict[torch.fx.Node, Any] = {}
+    operands = None if inputs is None else iter(inputs)
+    for node in module.graph.nodes:
+        called = _called(module, node)
         if node.op == "output":
-            return present(node.args[0])
+            return torch.fx.map_arg(node.args[0], copies.__getitem__)
         if node.op == "placeholder" and operands is not None:
-            now[node] = next(operands)
+            copies[node] = next(operands)
         elif called is not None:
-            args = (*node.args, *node.kwargs.values())
-            now[node] = _append(graph, called, f"{prefix}{node.target}.", present(args))
-        elif node.target is operator.getitem and not isinstance(now[node.args[0]], torch.fx.Node):
-            now[node] = now[node.args[0]][node.args[1]]
+            args = torch.fx.map_arg((*node.args, *node.kwargs.values()), copies.__getitem__)
+            copies[node] = _append(graph, called, f"{prefix}{node.target}.", args)
+        elif node.target is operator.getitem and not isinstance(copies[node.args[0]], torch.fx.Node):
+            copies[node] = copies[node.args[0]][node.args[1]]
         else:
-            now[node] = graph.node_copy(node, lambda n: now[n])
+            copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.op in ("get_attr", "call_module"):
-                now[node].target = prefix + str(node.target)
+                copies[node].target = prefix + str(node.target)
     raise ValueError(f"the graph of {prefix or 'the graph module'} has no output node")

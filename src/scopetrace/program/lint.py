@@ -13,7 +13,6 @@ import torch.fx
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import InvalidTapeError, LintError
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Tape
 from scopetrace.ir.verify import verify
 from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
@@ -21,20 +20,21 @@ from scopetrace.program.traced import ModuleCall, TracedProgram
 
 def lint(program: TracedProgram) -> None:
     """Raise LintError that lists every disagreement between the tape, the graph, the scopes and the calls."""
-    calls = program.calls
-    problems = [*_tape_problems(program.tape), *_graph_problems(program.graph_module), *_count_problems(calls)]
+    calls, problems = program.calls, list[str]()
+    try:
+        verify(program.tape, "tracing")
+    except InvalidTapeError as error:
+        problems.append(str(error))
+    try:
+        program.graph_module.graph.lint()
+    except RuntimeError as error:
+        problems.append(f"graph: {str(error).splitlines()[0]}")
+    problems += _count_problems(calls)
     for inner in program.lowering.walk():
         problems += _node_problems(inner, calls, program.scopes)
         problems += _call_problems(inner.graph, [call for call in calls if call.lowering is inner])
     if problems:
         raise LintError("\n".join(problems))
-
-
-def _graph_problems(graph_module: torch.fx.GraphModule) -> Iterator[str]:
-    try:
-        graph_module.graph.lint()
-    except RuntimeError as error:
-        yield f"graph: {str(error).splitlines()[0]}"
 
 
 def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
@@ -74,10 +74,3 @@ def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[s
         for node in leaves(call.argument_templates, torch.fx.Node):
             if first is not None and order.get(node, -1) > first:
                 yield f"{call}: its argument {node.name} is made after its first op"
-
-
-def _tape_problems(tape: Tape) -> Iterator[str]:
-    try:
-        verify(tape, "tracing")
-    except InvalidTapeError as error:
-        yield str(error)

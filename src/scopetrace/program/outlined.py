@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,7 +25,9 @@ from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
 from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.tape import Call, FunctionalTape, Tape
-from scopetrace.outline import FunctionSignature, OutlinedBody, Ranges, Readers, outline
+from scopetrace.outline.cut import outline
+from scopetrace.outline.ranges import Ranges
+from scopetrace.outline.signature import FunctionSignature, OutlinedBody
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.selection import names_near
@@ -108,10 +111,10 @@ class OutlinedTrace(TracedProgram):
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call of `source`, with the graph of this program, or another one in its place."""
-        is_own = graph is self.graph_module
-        if self.current.tape.edited:
-            return super().run(self._run_inlined if is_own else graph, *args, **kwargs)
-        return self.run_compiled(_Calls(self) if is_own else graph, *args, **kwargs)
+        program, is_unchanged = self.current, graph is self.graph_module
+        if program.tape.edited:  # torch does not differentiate calls of functions: they run inline
+            return super().run(program.without_regions().graph_module if is_unchanged else graph, *args, **kwargs)
+        return self.run_compiled(_Calls(self) if is_unchanged else graph, *args, **kwargs)
 
     def run_compiled(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `run`, with a function that does what the graph did when this program was made."""
@@ -122,9 +125,6 @@ class OutlinedTrace(TracedProgram):
             # refuses bodies of functions that switch autograd: in the source, where they are inline, no node may do so
             self.in_other_grad_mode(run)
         return self.source.run(run, *args, **kwargs)
-
-    def _run_inlined(self, *inputs: Any) -> Any:
-        return _Inlining(self.graph_module).run(*inputs)
 
 
 class _Calls:
@@ -150,16 +150,6 @@ class _Calls:
         return self._source.in_other_grad_mode(self._source.graph_module)
 
 
-class _Inlining(torch.fx.Interpreter):
-    """Runs a graph with the bodies of its functions in place of their calls, which torch cannot differentiate."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As in the base class, but for calls of functions."""
-        if target is torch.ops.higher_order.invoke_subgraph:
-            return _Inlining(args[0]).run(*args[2:])
-        return super().call_function(target, args, kwargs)
-
-
 def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
     """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError."""
     with building():
@@ -168,10 +158,10 @@ def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> Ou
 
 def outline_outermost_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
     """As `outline_calls`, but calls inside a function are part of its body. Raises OutlineError."""
-    found = outline_calls(source, targets)
-    chosen = set(found.chosen)
+    outlined = outline_calls(source, targets)
+    chosen = set(outlined.chosen)
     outermost = {call for call in chosen if chosen.isdisjoint(_around(call))}
-    return found if chosen == outermost else outline_calls(found.source, [lambda call: call.record in outermost])
+    return outlined if chosen == outermost else outline_calls(outlined.source, [lambda call: call.record in outermost])
 
 
 def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
@@ -180,18 +170,17 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
-    readers = Readers(tape)
-    named, kept = _named(source, wanted, readers)
-    ranges = Ranges(tape, readers, source.forward)
-    found = outline(tape, readers, ranges, kept, source.forward)
+    ranges = Ranges(tape, source.forward)
+    named, kept = _named(source, wanted, ranges)
+    outlining = outline(ranges, kept)
     while EVERY not in wanted:
-        twice = {body.module_type for body in found.functions if len(body.calls) > 1}
+        twice = {body.module_type for body in outlining.functions if len(body.calls) > 1}
         again = _equal(kept, named, twice, OUTERMOST in wanted)
         if again == kept:
             break
         kept = again
-        found = outline(tape, readers, ranges, kept, source.forward)
-    return OutlinedTrace(source, found.program(), found.functions, kept)
+        outlining = outline(ranges, kept)
+    return OutlinedTrace(source, outlining.program(), outlining.functions, kept)
 
 
 def _equal(kept: list[Call], named: set[Call], twice: set[type | None], outermost: bool) -> list[Call]:
@@ -211,23 +200,20 @@ def _equal(kept: list[Call], named: set[Call], twice: set[type | None], outermos
 
 
 def _around(call: Call) -> Iterator[Call]:
-    """The calls around a call, from the inside."""
-    while call.parent is not None:
-        call = call.parent
-        yield call
+    return itertools.islice(call.ancestors(), 1, None)
 
 
 _GENERAL = (REPEATED, OUTERMOST, EVERY)
 
 
-def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple[set[Call], list[Call]]:
+def _named(source: TracedProgram, targets: list[Any], ranges: Ranges) -> tuple[set[Call], list[Call]]:
     """The calls that the targets name; these and, where a target names no class or module, all that could be functions.
 
     Raises OutlineError for a target that names no call, or one that cannot be a function.
     """
-    own = set(source.tape.calls)  # a body of a higher-order op may not run, so calls in it stay inline
-    calls = [call for call in source.calls if call.record in own]
-    found: dict[ModuleCall, None] = {}
+    outermost = set(source.tape.calls)  # a body of a higher-order op may not run, so calls in it stay inline
+    calls = [call for call in source.calls if call.record in outermost]
+    matches: set[ModuleCall] = set()
     for target in targets:
         if target in _GENERAL:
             continue
@@ -239,37 +225,36 @@ def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple
             )
         if not matched:
             raise OutlineError(f"{target_text(target)} is no call of this trace; it has {_some(target, source.calls)}")
-        found |= dict.fromkeys(matched)
+        matches.update(matched)
     calls = [call for call in calls if not call.is_leaf and call.raised is None]
-    named = [call.record for call in calls if call in found]
-    for call in named:
-        if _lost(call):
-            raise OutlineError(
-                f"{call.scope}: an edit of the graph removed what this call took or gave; leave it out of the targets"
-            )
-        for number in readers.lost_numbers(call):
-            raise OutlineError(
-                f"{call.scope}: {number}, a number that is made in this call, is used outside, though no result has "
-                f"it as a size; leave {call.scope.type_name} out of the targets"
-            )
-    by_rule = _possible(calls, readers, EVERY in targets) if any(t in _GENERAL for t in targets) else []
+    named = [call.record for call in calls if call in matches]
+    for record in named:
+        obstacle = _obstacle(record, ranges)
+        if obstacle is not None:
+            raise OutlineError(f"{record.scope}: {obstacle}")
+    by_rule = _possible(calls, ranges, EVERY in targets) if any(t in _GENERAL for t in targets) else []
     return set(named), list(dict.fromkeys([*named, *by_rule]))
 
 
-def _possible(calls: list[ModuleCall], readers: Readers, once: bool) -> Iterator[Call]:
+def _possible(calls: list[ModuleCall], ranges: Ranges, once: bool) -> Iterator[Call]:
     """The calls inside the model that can be functions; those of a class that is called `once`, or of others only."""
     times = Counter(call.module_type for call in calls)
     for call in calls:
         is_inner = call.parent is not None and call.module_type is not None
-        if not is_inner or (times[call.module_type] == 1 and not once):
-            continue
-        if not readers.lost_numbers(call.record) and not _lost(call.record):
+        if is_inner and (once or times[call.module_type] > 1) and _obstacle(call.record, ranges) is None:
             yield call.record
 
 
-def _lost(call: Call) -> bool:
-    """Whether an edit of the graph removed an argument or result of a call."""
-    return bool(leaves((call.args, call.kwargs, call.outputs), Removed))
+def _obstacle(call: Call, ranges: Ranges) -> str | None:
+    """Why a call cannot be a function, and what to do; None where it can."""
+    if leaves((call.args, call.kwargs, call.outputs), Removed):
+        return "an edit of the graph removed what this call took or gave; leave it out of the targets"
+    for number in ranges.readers.lost_numbers(call):
+        return (
+            f"{number}, a number that is made in this call, is used outside, though no result has it as a size; "
+            f"leave {call.scope.type_name} out of the targets"
+        )
+    return None
 
 
 def _some(target: Any, calls: list[ModuleCall]) -> str:

@@ -14,10 +14,20 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace.containers.structure import map_structure
+from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.errors import EditError
 from scopetrace.ir.tape import FunctionalTape, ProgramTape, Value
-from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, SameAs, Source, StateRef, ViewOf, WriteBack
+from scopetrace.ir.write_back import (
+    CopyInto,
+    FromGraph,
+    GraphInput,
+    SameAs,
+    Source,
+    StateRef,
+    ViewOf,
+    WriteBack,
+    base_of,
+)
 
 
 def outputs_of_edit(old: ProgramTape, new: ProgramTape, values: list[Any], attribute: Callable[[str], Value]) -> None:
@@ -33,19 +43,26 @@ def outputs_of_edit(old: ProgramTape, new: ProgramTape, values: list[Any], attri
         if not isinstance(value, Value if isinstance(was, Value) else (int, float, bool, *Symbolic)):
             wanted = "a tensor" if isinstance(was, Value) else "a number"
             raise _refusal(f"output {i} of the edited graph is {value!r}, and must be {wanted}", old)
-    count = len(promised) - len(old.attribute_writes)
+    results = values[: len(old.graph_outputs())]
     new.attribute_writes = [
         dataclasses.replace(write, value=value)
-        for write, value in zip(old.attribute_writes, values[count:], strict=True)
+        for write, value in zip(old.attribute_writes, values[len(results) :], strict=True)
     ]
-    results = values[:count]
     if isinstance(new, FunctionalTape):
         assert isinstance(old, FunctionalTape)
-        new.returned = None if old.returned is None else values[:count]
+        new.returned = None if old.returned is None else results
     if old.write_back is not None:
+
+        def outside(source: Source) -> Value:
+            if isinstance(source, StateRef):
+                return attribute(source.name)
+            assert isinstance(source, GraphInput)
+            return new.inputs[source.index]
+
         _check(old.write_back, promised, values, old)
-        new.write_back = _apart(old.write_back, new, values, attribute)
-        results = _results(new.write_back, new, values, attribute)
+        changed = {outside(u.target).storage for u in old.write_back.updates}
+        new.write_back = _with_copies(old.write_back, values, changed)
+        results = _results(new.write_back, values, outside)
     left = iter(results)
     new.outputs = map_structure(lambda _: next(left), old.outputs, (Value, *Symbolic))
 
@@ -61,11 +78,12 @@ def _check(write_back: WriteBack, promised: list[Any], values: list[Any], old: P
     used += [(s, f"result {i} is {s}") for i, s in enumerate(write_back.results) if _needs_layout(s)]
     used += [(s, f"attribute {i} is {s}") for i, s in enumerate(write_back.bound) if s is not None and _needs_layout(s)]
     for source, why in used:
-        base = source.base if isinstance(source, ViewOf) else source
+        base = base_of(source)
         if isinstance(base, FromGraph) and isinstance(promised[base.index], Value):
-            was, now = (_text(v[base.index], is_view=isinstance(source, ViewOf)) for v in (promised, values))
-            if was != now:
-                raise _refusal(f"output {base.index} is {now} and was {was}, which the write-back needs: {why}", old)
+            traced, edited = (_text(v[base.index], is_view=isinstance(source, ViewOf)) for v in (promised, values))
+            if traced != edited:
+                problem = f"output {base.index} is {edited} and was {traced}, which the write-back needs: {why}"
+                raise _refusal(problem, old)
 
 
 def _needs_layout(source: Source) -> bool:
@@ -78,11 +96,10 @@ def _text(value: Value, *, is_view: bool) -> str:
     return f"{t.dtype} of shape {list(to_expr(tuple(t.size())))}{strides}"
 
 
-def _apart(write_back: WriteBack, new: ProgramTape, values: list[Any], attribute: Callable[[str], Value]) -> WriteBack:
-    """The write-back, with a copy of each value that lies in memory which an update changes."""
-    changed = {_outside(u.target, new, attribute).storage for u in write_back.updates}
+def _with_copies(write_back: WriteBack, values: list[Any], changed: set[int]) -> WriteBack:
+    """The write-back, with a copy of each value that lies in a storage which an update changes."""
 
-    def apart(source: Any) -> Any:
+    def copied(source: Any) -> Any:
         if isinstance(source, FromGraph) and not source.copy and source.stride is None:
             value = values[source.index]
             if isinstance(value, Value) and value.storage in changed:
@@ -90,29 +107,28 @@ def _apart(write_back: WriteBack, new: ProgramTape, values: list[Any], attribute
         return source
 
     updates = [
-        dataclasses.replace(u, value=apart(u.value)) if isinstance(u, CopyInto) else u for u in write_back.updates
+        dataclasses.replace(u, value=copied(u.value)) if isinstance(u, CopyInto) else u for u in write_back.updates
     ]
-    return WriteBack(updates, *([apart(source) for source in s] for s in (write_back.results, write_back.bound)))
+    return WriteBack(updates, *([copied(source) for source in s] for s in (write_back.results, write_back.bound)))
 
 
-def _results(
-    write_back: WriteBack, new: ProgramTape, values: list[Any], attribute: Callable[[str], Value]
-) -> list[Any]:
+def _results(write_back: WriteBack, values: list[Any], outside: Callable[[Source], Value]) -> list[Any]:
     """A value of the tape for each result: that which it is, or is a view of."""
-    found: list[Any] = []
+    results: list[Any] = []
     for source in write_back.results:
-        base = source.base if isinstance(source, ViewOf) else source
+        base = base_of(source)
+        assert base is not None
         if isinstance(base, FromGraph):
-            found.append(values[base.index])
-        elif isinstance(base, SameAs):
-            found.append(found[base.index])
+            results.append(values[base.index])
         else:
-            found.append(_outside(base, new, attribute))
-    return found
+            results.append(results[base.index] if isinstance(base, SameAs) else outside(base))
+    return results
 
 
-def _outside(source: Source, new: ProgramTape, attribute: Callable[[str], Value]) -> Value:
-    if isinstance(source, StateRef):
-        return attribute(source.name)
-    assert isinstance(source, GraphInput)
-    return new.inputs[source.index]
+def without_effects(tape: ProgramTape) -> ProgramTape:
+    """The program without what the forward puts into containers among its arguments, which comes after the result."""
+    count = len(leaves(tape.result, (Value, *Symbolic)))
+    write_back = tape.write_back and WriteBack(tape.write_back.updates, tape.write_back.results[:count])
+    if isinstance(tape, FunctionalTape) and tape.write_back is None:
+        return dataclasses.replace(tape, outputs=tape.result, returned=tape.graph_outputs()[:count])
+    return dataclasses.replace(tape, outputs=tape.result, write_back=write_back)

@@ -24,8 +24,8 @@ def has_regions(tape: Tape) -> bool:
 
 def without_regions(tape: FunctionalTape) -> FunctionalTape:
     """The program with the ops of its regions in their places."""
-    found: FunctionalTape = _Inliner(tape).run()
-    return found
+    program: FunctionalTape = _Inliner(tape).run()
+    return program
 
 
 class _Inliner(TapeRewriter):
@@ -46,7 +46,7 @@ class _Inliner(TapeRewriter):
         operands = [a for a in op.args if type(a) is not BodyTape and not isinstance(a, str)]
         placeholders = [o.outputs for o in body.ops if o.kind == "placeholder"]
         pairs = zip(placeholders, operands, strict=True)
-        self.now |= {p: self.now[x] for p, x in pairs if isinstance(p, Value)}
+        self.replacements |= {p: self.replacements[x] for p, x in pairs if isinstance(p, Value)}
         is_first = body not in self._inlined  # a shared body has the calls of its first one
         self._inlined.add(body)
         calls = self.calls
@@ -58,4 +58,4 @@ class _Inliner(TapeRewriter):
         self._depth -= 1
         self.calls = calls
         for v, result in zip(op.values(), values_in(body.outputs), strict=True):
-            self.now[v] = self.now[result]
+            self.replacements[v] = self.replacements[result]

@@ -39,12 +39,12 @@ class Calls(list[ModuleCall]):
 
     def of(self, fqn: str, index: int = 0) -> ModuleCall:
         """The call of the module with this exact name; `index` 1 is its second call. Raises CallNotFoundError."""
-        found = [call for call in self if call.fqn == fqn]
-        for call in found:
+        matches = [call for call in self if call.fqn == fqn]
+        for call in matches:
             if call.index == index:
                 return call
-        if found:
-            times = "once" if len(found) == 1 else f"{len(found)} times"
+        if matches:
+            times = "once" if len(matches) == 1 else f"{len(matches)} times"
             raise CallNotFoundError(f"{fqn!r} is called {times}: there is no call with index {index}")
         raise CallNotFoundError(f"no module call has the name {fqn!r}; {self._near(fqn)}")
 

@@ -18,7 +18,7 @@ from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import SetTo, StateRef
-from scopetrace.ops.view_inverses import Geometry, geometry_of
+from scopetrace.ops.view_inverses import Geometry
 
 _MOST_STEPS = 10_000
 """After so many tries two tensors of unusual strides count as sharing elements."""
@@ -90,15 +90,10 @@ def _meet(a: Place, b: Place) -> bool:
 
 
 class _Sharing:
-    """How some tensors lie in memory that they share, and whether others lie so.
-
-    Args:
-        storages: those of the tensors when traced.
-        place: gives where tensor number `i` lay then.
-        matters: tells of two tensors whether it is the same program only if they lie so.
-    """
+    """How some tensors lie in memory that they share, and whether others lie so."""
 
     def __init__(self, storages: Sequence[int], place: Callable[[int], Place], matters: Callable[[int, int], bool]):
+        """Storages and places are those when traced; `matters` says of two tensors whether they have to lie so."""
         self._matters = matters
         self._traced = self._pairs(storages, place)
 
@@ -143,15 +138,11 @@ def _neighbours(group: list[int], place: Callable[[int], Place]) -> Iterator[tup
         before.append(i)
 
 
-def place_of(t: torch.Tensor) -> Place:
-    """Where a tensor lies in its storage."""
+def place_of(t: torch.Tensor, offset: int | torch.SymInt | None = None) -> Place:
+    """Where a tensor lies in its storage; `offset` elements after its start, where that is not the tensor's own."""
     if t.layout is not torch.strided:
         return WHOLE
-    return Place.of(Geometry.of(t, t.storage_offset()), t.itemsize)
-
-
-def _place_of_value(v: Value) -> Place:
-    return WHOLE if v.fake.layout is not torch.strided else Place.of(geometry_of(v), v.fake.dtype.itemsize)
+    return Place.of(Geometry.of(t, t.storage_offset() if offset is None else offset), t.dtype.itemsize)
 
 
 class InputSharing:
@@ -162,15 +153,14 @@ class InputSharing:
         self._paths = tape.input_paths
         self._whole = {i for i, v in enumerate(values) if v.storage in tape.uses_absolute_offset}  # by `as_strided`
         self._written = {i for i, v in enumerate(values) if v.storage in written}
-        storages = [v.storage for v in values]
 
         def matters(i: int, j: int) -> bool:
             return i in self._written or j in self._written or values[i].fake is values[j].fake
 
         def place(i: int) -> Place:
-            return WHOLE if i in self._whole else _place_of_value(values[i])
+            return WHOLE if i in self._whole else place_of(values[i].fake, values[i].offset)
 
-        self._sharing = _Sharing(storages, place, matters)
+        self._sharing = _Sharing([v.storage for v in values], place, matters)
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise InputMismatchError where tensors of a call lie otherwise."""

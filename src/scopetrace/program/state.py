@@ -1,14 +1,58 @@
-"""Which of the tensors and modules that a graph module holds are those of the model."""
+"""Where modules have their tensors, and which of the tensors that a graph module holds are those of the model."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from scopetrace._compat.ops import eager
 from scopetrace._compat.tensors import buffers_of, parameters_of
 from scopetrace.ir.tape import ProgramTape
+
+
+def submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """A submodule of a loaded trace, which has no model; an empty one for attributes that the graph does not read."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return torch.nn.Module()
+
+
+def give_gradient(t: torch.Tensor, gradient: torch.Tensor, *, adds: bool) -> None:
+    """Bind the `grad` of a tensor, or add to it as autograd does: in place, but where gradients flow through it."""
+    if not adds or t.grad is None:
+        t.grad = gradient
+    elif gradient.requires_grad:
+        t.grad = t.grad + gradient
+    else:
+        with torch.no_grad():
+            t.grad += gradient
+
+
+def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
+    """Where a module has a tensor of this name; None where it has none."""
+    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
+    return next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
+
+
+def look_up(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """A tensor of a module, or the gradient of one, `weight.grad`."""
+    if name.endswith(".grad"):
+        t = getattr(module, name.removesuffix(".grad"), None)
+        return None if t is None else t.grad
+    table = table_of(module, name)
+    return None if table is None else table[name]
+
+
+def put_tensor(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor where the module has one of this name, else into its attributes."""
+    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
+    next((table for table in tables if name in table), module.__dict__)[name] = tensor
+
+
+# An edited graph module ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,23 +74,22 @@ class HeldTensors:
     copy with equal values, as a deepcopy of the graph module has. Any other tensor belongs to the graph module.
     """
 
-    now: dict[str, torch.Tensor]
+    current: dict[str, torch.Tensor]
     """By name on the tape, the model's present tensors."""
     bound: dict[str, torch.Tensor]
     """By name, what was last bound to the graph module."""
 
     def name_of(self, tape: ProgramTape, name: str, t: torch.Tensor) -> str:
         """The name by which the tape knows a tensor that the graph module holds as `name`; else `name` itself."""
-        known = tape.attributes.get(name)
-        if t is known or t is self.now.get(name):
+        if t is tape.attributes.get(name) or t is self.current.get(name):
             return name
-        return next((other for other, held in {**tape.attributes, **self.now}.items() if held is t), name)
+        return next((other for other, held in (tape.attributes | self.current).items() if held is t), name)
 
     def find(self, tape: ProgramTape, root: torch.nn.Module, name: str, t: torch.Tensor) -> Held:
         """The tensor that a `get_attr` node of this name stands for, where the graph module `root` holds `t`."""
         old = tape.attributes.get(name)
         if old is not None:
-            present = self.now.get(name, old)
+            present = self.current.get(name, old)
             if any(t is known for known in (old, present, self.bound.get(name))) or _is_copy(t, present):
                 return Held(present, tape.owners.get(name), True)
         path, _, leaf = name.rpartition(".")
@@ -57,8 +100,8 @@ class HeldTensors:
 
     def module(self, tape: ProgramTape, root: torch.nn.Module, name: str) -> torch.nn.Module | None:
         """The leaf module of this name, where the graph module holds it or a copy; None where it holds another one."""
-        old, now = tape.modules.get(name), root.get_submodule(name)
-        return now if now is old or (old is not None and type(now) is type(old)) else None
+        old, module = tape.modules.get(name), root.get_submodule(name)
+        return module if module is old or (old is not None and type(module) is type(old)) else None
 
 
 def _is_copy(t: torch.Tensor, present: torch.Tensor) -> bool:

@@ -15,21 +15,19 @@ import contextlib
 import dataclasses
 import functools
 import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import starmap
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.fx
 
 from scopetrace import files
-from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
     dumps,
-    loads,
     look_up,
     method_of,
     parts_that_switch_grad,
@@ -37,14 +35,11 @@ from scopetrace._compat.graph_module import (
     without_grad_switches,
 )
 from scopetrace._compat.ops import garbage_collector_off, is_op
-from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
 from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
-    DataDependentError,
     EditError,
-    InputMismatchError,
     ScopetraceError,
     SideEffectWarning,
     StateMismatchError,
@@ -52,32 +47,22 @@ from scopetrace.errors import (
 )
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
-from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
+from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.side_effects import refusal
-from scopetrace.ir.tape import (
-    Call,
-    FunctionalTape,
-    ProgramTape,
-    RecordedTape,
-    Tape,
-    Value,
-    bind,
-    checks_enabled,
-    forward_of,
-)
+from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, checks_enabled, forward_of
 from scopetrace.ir.verify import verify
-from scopetrace.ir.write_back import WriteBack
-from scopetrace.outline import new_values, values_with_path
-from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast
+from scopetrace.outline.signature import new_values, written_values
+from scopetrace.program.boundary import CallBoundary, current_tensors, without_autocast
 from scopetrace.program.compiled import GraphValues
 from scopetrace.program.decompositions import decomposed
-from scopetrace.program.dynamo import PlainCall
+from scopetrace.program.dynamo import prepare
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, typed
 from scopetrace.program.inline import inlined
+from scopetrace.program.mismatches import explained
+from scopetrace.program.outputs import without_effects
 from scopetrace.program.regions import has_regions, without_regions
 from scopetrace.program.state import HeldTensors
-from scopetrace.record.uses import catches_errors
 
 Program = TypeVar("Program", bound=ProgramTape)
 
@@ -173,7 +158,6 @@ class ModuleCall:
 
     @property
     def _stop(self) -> int:
-        """The position after the last call made inside."""
         return self.children[-1]._stop if self.children else self.position + 1
 
     @property
@@ -198,8 +182,8 @@ class ModuleCall:
     @property
     def backward_nodes(self) -> list[torch.fx.Node]:
         """The graph's nodes of the backward of this call and of the calls inside it, in order."""
-        found = ((forward_place(node), node) for node in self.lowering.graph.nodes)
-        return [n for place, n in found if place is not None and self.position <= place[1] < self._stop]
+        places = ((forward_place(node), node) for node in self.lowering.graph.nodes)
+        return [n for place, n in places if place is not None and self.position <= place[1] < self._stop]
 
     @property
     def saved(self) -> list[Saved]:
@@ -239,10 +223,10 @@ class ModuleCall:
         """By argument path or buffer name, the node of the new value of each tensor that the call changed in place."""
         forward, lowering = self._forward(), self.lowering
         if isinstance(self._program.tape, FunctionalTape):
-            found = dict(new_values(self.record, forward))
+            values = dict(new_values(self.record, forward))
         else:
-            found = _written_values(self.record, forward, lowering.tape)
-        return {name: lowering.lower(value) for name, value in found.items()}
+            values = written_values(self.record, forward, lowering.tape)
+        return {name: lowering.lower(value) for name, value in values.items()}
 
     def _with_objects(self, template: Any) -> Any:
         removed = leaves(template, Removed)
@@ -279,27 +263,9 @@ class ModuleCall:
 
     def _repr_html_(self) -> str:  # for notebooks
         templates = [*self.argument_templates.items(), ("->", self.output_template), *self.attributes.items()]
-        given = [(name + path, leaf) for name, template in templates for path, leaf in leaves_with_path(template)]
-        rows = [(name, typed(x) if isinstance(x, torch.fx.Node) else short_repr(x)) for name, x in given]
+        parts = [(name + path, leaf) for name, template in templates for path, leaf in leaves_with_path(template)]
+        rows = [(name, typed(x) if isinstance(x, torch.fx.Node) else short_repr(x)) for name, x in parts]
         return html_table(rows, (repr(self), str(self.scope)))
-
-
-def _with_position(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node]]:
-    """The nodes that a module call made, with the position of the innermost one."""
-    found = [(call_position(n), n) for n in graph.nodes if n.op not in ("placeholder", "output")]
-    return [(position, n) for position, n in found if position is not None]
-
-
-def _written_values(call: Call, forward: Callable[..., Any], tape: Tape) -> dict[str, Value]:
-    """For a recorded tape: the same, from the last op in the call that writes each storage."""
-    last = {v.storage: op for op in tape.ops[call.start : call.stop] for v in op.writes}
-    found = dict(values_with_path(bind(forward, call.args, call.kwargs)))
-    prefix = f"{call.fqn}." if call.fqn else ""
-    for name, value in tape.attribute_reads():
-        if call.module is not None and name.startswith(prefix):
-            found.setdefault(name.removeprefix(prefix), value)
-    writers = {name: last[v.storage] for name, v in found.items() if v.storage in last}
-    return {name: op.values()[0] for name, op in writers.items() if op.values()}
 
 
 class TracedProgram:
@@ -317,7 +283,8 @@ class TracedProgram:
         self.tape = tape
         self.model = model
         self.was_called = False
-        self._without_switches: tuple[str | None, Callable[..., Any]] = (None, recorded.graph_outputs)
+        self._without_switches: dict[str, Callable[..., Any]] = {}
+        """By the code of the GraphModule, what runs it without the nodes that switch autograd."""
 
     @property
     def current(self) -> TracedProgram:
@@ -329,14 +296,14 @@ class TracedProgram:
             return self
         graph = inlined(self.graph_module)
         reading = Reading(self.lowering, self.graph_module, graph, self._held_tensors())
-        found = self._with_reading(reading)
+        program = self._with_reading(reading)
         if graph is self.graph_module.graph:
             reading.describe()
-            found.__dict__.update(lowering=reading.lowering, graph_module=self.graph_module)
+            program.__dict__.update(lowering=reading.lowering, graph_module=self.graph_module)
             for module in self.graph_module.modules():
                 if isinstance(module, torch.fx.GraphModule):
                     module.recompile()
-        return found
+        return program
 
     def with_graph(self, graph_module: torch.fx.GraphModule) -> TracedProgram:
         """The program of a graph that a pass made from that of this one; see `Trace.with_graph`."""
@@ -345,26 +312,26 @@ class TracedProgram:
         return self._with_reading(Reading(self.lowering, graph_module, inlined(graph_module), self._held_tensors()))
 
     def _is_edited(self) -> bool:
-        """Whether a graph is another one than was made, or the GraphModule holds other tensors or modules."""
+        """Whether a graph is not as it was lowered, or the GraphModule holds other tensors or modules."""
         graphs = _graphs(self.lowering, self.graph_module)
-        return self.lowering.is_edited or any(body.graph is not graph for body, graph in graphs) or self._is_refilled()
+        return any(lowered.is_edited(graph) for lowered, graph in graphs) or self._is_refilled()
 
     def _is_refilled(self) -> bool:
         held, tape = self._held_tensors(), self.tape
-        known: tuple[Mapping[str, object], ...] = (tape.attributes, held.now, held.bound, tape.modules)
-        names = {str(s.target) for s in self.lowering.made if s.op in ("get_attr", "call_module")}
+        known: tuple[Mapping[str, object], ...] = (tape.attributes, held.current, held.bound, tape.modules)
+        names = {str(s.target) for s in self.lowering.states if s.op in ("get_attr", "call_module")}
         for name in names & {*tape.attributes, *tape.modules}:
             try:
-                now = look_up(self.graph_module, name)
+                current = look_up(self.graph_module, name)
             except AttributeError:
                 return True
-            if all(now is not found.get(name) for found in known):
+            if all(current is not table.get(name) for table in known):
                 return True
         return False
 
     def _held_tensors(self) -> HeldTensors:
         bound = self.boundary.state.bound if "boundary" in self.__dict__ else {}
-        return HeldTensors(held_now(self.tape), bound)
+        return HeldTensors(current_tensors(self.tape), bound)
 
     def _with_reading(self, reading: Reading) -> TracedProgram:
         tape = reading.tape
@@ -412,8 +379,7 @@ class TracedProgram:
 
     @functools.cached_property
     def _graph_values(self) -> GraphValues:
-        tape = self.tape
-        return GraphValues(tape, [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)])
+        return GraphValues(self.tape)
 
     @property
     def forward(self) -> Callable[..., Any] | None:
@@ -431,11 +397,8 @@ class TracedProgram:
 
     @functools.cached_property
     def _lowerings(self) -> dict[Call, FxLowering]:
-        found: dict[Call, FxLowering] = {}
-        for lowering in self.lowering.walk():
-            for record in lowering.tape.calls:
-                found.setdefault(record, lowering)  # several higher-order ops may share a body
-        return found
+        lowerings = reversed([*self.lowering.walk()])  # several higher-order ops may share a body: the first one counts
+        return {record: lowering for lowering in lowerings for record in lowering.tape.calls}
 
     def lowering_of(self, call: Call) -> FxLowering:
         """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
@@ -443,7 +406,12 @@ class TracedProgram:
 
     @functools.cached_property
     def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
-        return {lowering: _with_position(lowering.graph) for lowering in self.lowering.walk()}
+        """The nodes of each graph that a module call made, with the position of the innermost one."""
+        positions: dict[FxLowering, list[tuple[int, torch.fx.Node]]] = {}
+        for lowering in self.lowering.walk():
+            nodes = [(call_position(n), n) for n in lowering.graph.nodes if n.op not in ("placeholder", "output")]
+            positions[lowering] = [(position, n) for position, n in nodes if position is not None]
+        return positions
 
     def nodes_between(self, lowering: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
         """The nodes of a graph or subgraph whose innermost call has a position from `start` to before `stop`."""
@@ -461,15 +429,15 @@ class TracedProgram:
         if path is not None and path in self.scopes:
             return self.scopes[path]
         for near in (list(node.users), node.all_input_nodes):
-            found = [self.scopes[p] for n in near if (p := scope_path(n)) in self.scopes and n.op != "output"]
-            if found:
-                return common_scope(found)
+            scopes = [self.scopes[p] for n in near if (p := scope_path(n)) in self.scopes and n.op != "output"]
+            if scopes:
+                return common_scope(scopes)
         return self.tape.root
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back; see `Trace.__call__`."""
         if torch.compiler.is_dynamo_compiling():
-            problem = _prepare(self)
+            problem = prepare(self)
             if problem is not None:
                 raise ScopetraceError(problem)
             return self.__dict__["plain_call"](args, kwargs)
@@ -506,11 +474,11 @@ class TracedProgram:
             with without_autocast(), copying_saved(written) if written else contextlib.nullcontext():
                 values = runnable(*inputs)
         except Exception as error:
-            explained = _explained(error, self.boundary, inputs)
-            if explained is None:
+            other = explained(error, self.tape, inputs, self.boundary.number(inputs))
+            if other is None:
                 _ = self.current  # an EditError where the graph was edited and cannot be followed
                 raise
-            raise explained from error
+            raise other from error
         finally:
             if torch.is_grad_enabled() != grad:
                 torch.set_grad_enabled(grad)  # a graph that raises half-way may have switched it
@@ -546,16 +514,16 @@ class TracedProgram:
                 f"torch.is_grad_enabled(): {self.tape.grad} when traced and {not self.tape.grad} now, and functions, "
                 "branches or compiled code of the graph switch it; trace again in this state"
             )
-        code, run = self._without_switches
-        if code is not self.graph_module.code:
+        code = self.graph_module.code
+        if code not in self._without_switches:
             run = method_of(without_grad_switches(self.graph_module.graph), self.graph_module)
-            self._without_switches = self.graph_module.code, run
-        return run
+            self._without_switches = {code: run}
+        return self._without_switches[code]
 
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
         tape = self.tape if isinstance(self.tape, FunctionalTape) else functional_tape(self.recorded)
-        return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
+        return self.with_tape(_with_current_tensors(tape))
 
     def without_regions(self) -> TracedProgram:
         """The program with the ops of checkpointed and nested regions in their places, pure if it has some."""
@@ -587,14 +555,14 @@ class TracedProgram:
         if outputs is self.recorded.outputs:
             return self.functional()
         if self.tape.edited:
-            return self.with_tape(_without_effects(self.functional().tape))
+            return self.with_tape(without_effects(self.functional().tape))
         recorded = dataclasses.replace(self.recorded, outputs=outputs)
         return TracedProgram(recorded, recorded, self.model).functional()
 
     def write(self, file: IO[bytes], foreign: list[Any] | None = None) -> None:
         """Write both tapes, with the tensors that the model has now; see `files.write`."""
-        recorded = _with_present_tensors(self.recorded)
-        tape = recorded if self.tape is self.recorded else _with_present_tensors(self.tape)
+        recorded = _with_current_tensors(self.recorded)
+        tape = recorded if self.tape is self.recorded else _with_current_tensors(self.tape)
         files.write(recorded, tape, file, foreign)
 
     def __reduce__(self) -> Any:
@@ -614,27 +582,12 @@ class TracedProgram:
         return program
 
 
-@constant_to_dynamo
-def _prepare(program: TracedProgram) -> str | None:
-    """Make what Dynamo cannot trace, and compare the state with that of the trace, while torch.compile compiles.
-
-    Returns why the call cannot be traced: an error in here would be one of torch.compile.
-    """
-    try:
-        program.boundary.state.refresh()
-        program.boundary.check.run_state()
-        program.__dict__["plain_call"] = PlainCall(program.boundary, program.graph_module)
-    except ScopetraceError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
-    return TracedProgram.read(io.BytesIO(data), loads(foreign))
+    return TracedProgram.read(io.BytesIO(data), pickle.loads(foreign))
 
 
-def _with_present_tensors(tape: Program) -> Program:
-    return dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)})
+def _with_current_tensors(tape: Program) -> Program:
+    return dataclasses.replace(tape, attributes=tape.attributes | current_tensors(tape))
 
 
 def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowering, torch.fx.Graph | None]]:
@@ -642,38 +595,3 @@ def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowerin
     yield lowering, getattr(graph_module, "graph", None)
     for name, body in lowering.bodies.items():
         yield from _graphs(body, getattr(graph_module, name, None))
-
-
-def _without_effects(tape: ProgramTape) -> ProgramTape:
-    """The program without what the forward puts into containers among its arguments, which comes after the result."""
-    count = len(leaves(tape.result, (Value, *Symbolic)))
-    write_back = tape.write_back and WriteBack(tape.write_back.updates, tape.write_back.results[:count])
-    if isinstance(tape, FunctionalTape) and tape.write_back is None:
-        return dataclasses.replace(tape, outputs=tape.result, returned=tape.graph_outputs()[:count])
-    return dataclasses.replace(tape, outputs=tape.result, write_back=write_back)
-
-
-def _explained(error: Exception, boundary: CallBoundary, inputs: Sequence[Any]) -> ScopetraceError | None:
-    """InputMismatchError where a graph failed since a specialization or the strides of an input differ, else None.
-
-    Where the forward may catch the error, a DataDependentError: the graph does not go on as the forward would.
-    """
-    tape = boundary.tape
-    differs = next((s for s in tape.specializations if s.message in str(error)), None)  # an Interpreter says more
-    if differs is not None:
-        return InputMismatchError(differs.message)
-    other = other_strides(tape, inputs, boundary.number(inputs))
-    if other is not None:
-        way_out = "give a copy in the strides of the trace, or trace again with such an input"
-        return InputMismatchError(f"{other}, and an op of the program takes no others; {way_out}: {error}")
-    ops = (op for op in tape.ops if op.kind == "call_function")
-    caught = next((op for op in ops if any(starmap(catches_errors, walk_frames(op.frames)))), None)
-    if caught is None:
-        return None
-    return DataDependentError(
-        f"an op of the program fails, and the forward may go on, since it catches errors: {error}",
-        op=str(caught.target),
-        module=str(caught.scope),
-        source=source_of(caught.frames),
-        hint="ask for success by an op, as torch.linalg.cholesky_ex does, and pick with torch.where",
-    )

@@ -75,7 +75,7 @@ def _bytes_of(t: torch.Tensor) -> tuple[int, int]:
 def _arrays_read(tape: RecordedTape) -> Iterator[tuple[int, int]]:
     """The addresses of the arrays that the forward read."""
     for read in tape.reads:
-        array: Any = None if read.place.kind == "input" else read.place.now(NO_CALL)
+        array: Any = None if read.place.kind == "input" else read.place.current(NO_CALL)
         if hasattr(array, "__array_interface__"):
             start = array.__array_interface__["data"][0]
             yield start, start + array.nbytes

@@ -13,6 +13,7 @@ Python and NumPy have contents. Modules, tensors, classes and objects of torch a
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,21 +22,22 @@ from typing import Any, TypeVar
 import torch
 import torch.fx
 
-from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import unsaved_buffers_of
 from scopetrace.containers.contents import (
     ATOMS,
     Change,
     Contents,
     attributes_and_slots,
+    changed_entries,
     content_of,
     is_memo,
     is_users_class,
     put_entry,
     same_entries,
+    write_dict,
 )
 from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_watchable
-from scopetrace.ir.reads import HOOKS, words_of_hooks
+from scopetrace.ir.reads import HOOKS
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 
@@ -284,7 +286,7 @@ class SavedModule:
         for table, old in zip(self.live, self.tables, strict=True):
             if not same_entries(table, old):
                 found += self._changes(table, old)
-                _fill(table, old)
+                write_dict(table, old)
         unsaved = self.live[0].get("_non_persistent_buffers_set")
         if unsaved is not None and unsaved != self.unsaved:
             unsaved.clear()
@@ -297,9 +299,9 @@ class SavedModule:
             table, old = own.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
-                    hooks, put = words_of_hooks(name), self._put_hooks(name)
+                    hooks, put = HOOKS[name], self._put_hooks(name)
                     yield Change(f"{hooks} of {self.name}", old, dict(table), self.module, name, put)
-                _fill(table, old)
+                write_dict(table, old)
 
     def _put_hooks(self, name: str) -> Callable[[dict[Any, Any]], None]:
         """Gives the module such hooks, and says how each is called, as before or after the forward."""
@@ -308,30 +310,23 @@ class SavedModule:
         entries = {way: {**self.hooks.get(way, {}), **own[way]} for way in ways}
 
         def put(hooks: dict[Any, Any]) -> None:
-            _fill(own[name], hooks)
+            write_dict(own[name], hooks)
             for way, known in entries.items():
-                _fill(own[way], {key: x for key, x in known.items() if key in hooks})
+                write_dict(own[way], {key: x for key, x in known.items() if key in hooks})
 
         return put
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
         bookkeeping = bookkeeping_of(type(self.module))
-        for name in dict.fromkeys((*old, *table)):
-            before, now = old.get(name, MISSING), table.get(name, MISSING)
-            if before is now or name in bookkeeping or (compiles and name[0] == "_"):
+        for name, before, after in changed_entries(old, table):
+            if name in bookkeeping or (compiles and name[0] == "_"):
                 continue
-            if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
+            if isinstance(after, torch.Tensor) or not is_memo(self.module, name, before):
                 put = functools.partial(put_entry, table, name)
-                is_buffer = table is self.live[2] and name not in unsaved_buffers_of(self.module)
-                buffer = is_buffer if table is self.live[2] else None
+                buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
                 entry = (id(table), name)
-                yield Change(f"{self.name}.{name}", before, now, self.module, name, put, entry, buffer)
-
-
-def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    table.clear()
-    table.update(entries)
+                yield Change(f"{self.name}.{name}", before, after, self.module, name, put, entry, buffer)
 
 
 def is_torchs(module: torch.nn.Module) -> bool:
@@ -422,3 +417,41 @@ def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(x, (type, torch.Tensor, dict, list, tuple)) or not is_users_class(type(x)):
         return ()
     return attributes_and_slots(x).items()
+
+
+# What a forward calls its arguments ----------------------------------------------------------------------------------
+
+
+def signature_of_forward(forward: Any) -> inspect.Signature:
+    """That of a function or of a module's forward. Raises TypeError and ValueError where it has none."""
+    return inspect.signature(forward.forward if isinstance(forward, torch.nn.Module) else forward)
+
+
+def argument_names(forward: Any, count: int) -> list[str]:
+    """What forward calls its first `count` positional arguments; `args[0]` and so on past `*args`."""
+    names: list[str] = []
+    try:
+        parameters = list(signature_of_forward(forward).parameters.values())
+    except (TypeError, ValueError):  # built-in callables have no signature
+        parameters = []
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}[{i}]" for i in range(count - len(names))]
+    names += [f"arg[{i}]" for i in range(count - len(names))]
+    return names[:count]
+
+
+def named_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each argument with what forward calls it."""
+    return [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+
+
+def more_keywords(forward: Any, keywords: Iterable[str]) -> list[str]:
+    """Those of the keywords that forward takes by `**kwargs`; none where its signature is not known."""
+    try:
+        parameters = signature_of_forward(forward).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name in keywords if name not in parameters]

@@ -66,7 +66,7 @@ from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import (
-    UNDECLARED_WRITTEN,
+    MAY_WRITE_UNDECLARED,
     is_metadata_only,
     undeclared_variant,
     undeclared_writes,
@@ -120,7 +120,7 @@ class OpFacts:
         self.squeezes = schema.name.startswith("aten::squeeze")
         self.may_be_cast = autocast_may_change(func)
         self.is_fast_path = schema.name == FAST_PATH
-        self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
+        self.may_write_undeclared = schema.name in MAY_WRITE_UNDECLARED
         self.takes_one_dtype = schema.op_name in _OF_ONE_DTYPE
 
 

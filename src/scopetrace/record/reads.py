@@ -146,7 +146,7 @@ class ReadRecorder:
 
     def drop_inner_flags(self) -> None:
         """After the forward: a flag that was another one then had been set by the forward itself."""
-        self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.now(NO_CALL) == r.value]
+        self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.current(NO_CALL) == r.value]
 
     def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
         """A question to an object of Python, which `ask(*args)` asks again."""
@@ -298,7 +298,7 @@ class ReadRecorder:
         owner = self._model.owner(t)
         if owner is not None:
             place = OfTensor(*owner[1:], "is_coalesced")
-            self.note_once(f"{owner[0]}.is_coalesced()", place.now(NO_CALL), place)
+            self.note_once(f"{owner[0]}.is_coalesced()", place.current(NO_CALL), place)
         elif isinstance(t, FakeTensor) and self._values.value_of(t).op.target not in _COALESCED:
             raise UnsupportedOpError(
                 "the forward asks whether a sparse tensor that it has made is coalesced",
@@ -336,7 +336,7 @@ class ReadRecorder:
         if question == "storage_offset":
             name, fact = ".storage_offset()", question
         place = OfTensor(*owner[1:], fact)
-        self.note_once(owner[0] + name, place.now(NO_CALL), place, *noted)
+        self.note_once(owner[0] + name, place.current(NO_CALL), place, *noted)
 
     def _layout(self, index: int, frames: Frames | None = None) -> None:
         fake = self._builder.tape.inputs[index].fake

@@ -20,7 +20,7 @@ from scopetrace.ir.verify import verify
 from scopetrace.program.traced import functional_tape
 from scopetrace.torch_level.lift import Lifter
 from scopetrace.torch_level.step import Renew, Step
-from scopetrace.torch_level.stepping import NodeRecord, record_steps
+from scopetrace.torch_level.stepping import record_steps
 
 
 def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:
@@ -46,19 +46,17 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
     try:
         functional = work.run()
     except FunctionalizationError as error:
-        raise _placed(error, lifter.node_of.get(id(work.at))) from error
+        record = None if work.at is None else lifter.origins[lifted.ops.index(work.at)]
+        if record is None:
+            raise
+        hint = "write it out of place, or run this part eagerly (torch.compiler.disable)"
+        op = f"{error.op} (node {record.node.name})"
+        raise FunctionalizationError(
+            error.problem, op=op, module=error.module, source=error.source, hint=hint
+        ) from error
     if checks_enabled():
         verify(functional, "functionalization at torch level")
     return tape, functional
-
-
-def _placed(error: FunctionalizationError, record: NodeRecord | None) -> FunctionalizationError:
-    """The error with the node that made the op."""
-    if record is None:
-        return error
-    hint = "write it out of place, or run this part eagerly (torch.compiler.disable)"
-    op = f"{error.op} (node {record.node.name})"
-    return FunctionalizationError(error.problem, op=op, module=error.module, source=error.source, hint=hint)
 
 
 class _TorchLevel(Functionalizer):

@@ -18,14 +18,14 @@ from scopetrace.ir.segment import own_values
 from scopetrace.ir.tape import Op, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
-from scopetrace.torch_level.step import Renew
-from scopetrace.torch_level.stepping import NodeCall, NodeRecord, Trial
+from scopetrace.torch_level.step import NodeCall, Renew, Trial
+from scopetrace.torch_level.stepping import NodeRecord
 
-_EFFECTS = (torch.Tag.nondeterministic_seeded,)
+_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 class Lifter:
-    """Makes the tape with torch-level ops, of which `node_of` then gives the node behind each."""
+    """Makes the tape with torch-level ops, of which `origins` then gives the node behind each."""
 
     def __init__(self, tape: RecordedTape, nodes: list[NodeRecord]) -> None:
         self.tape = tape
@@ -33,9 +33,8 @@ class Lifter:
         self.written = {v.storage for op in tape.ops for v in op.writes}
         self.root = tape.calls[0].replace()
         self.new = dataclasses.replace(tape, ops=[], calls=[self.root], modules=dict(tape.modules))
-        self.node_of: dict[int, NodeRecord | None] = {}
-        """By the id of an op of the new tape."""
-        self._origins: list[NodeRecord | None] = []
+        self.origins: list[NodeRecord | None] = []
+        """In the order of the ops of the new tape."""
         self._born: dict[int, int] = {}  # storage -> the index of the op that made it
         for i, op in enumerate(tape.ops):
             for v in op.values():
@@ -44,14 +43,13 @@ class Lifter:
     def run(self) -> RecordedTape:
         """The new tape."""
         chosen: list[NodeRecord] = []
-        found = [s for s in self.nodes if self._can_lift(s)]
-        while len(chosen) != len(found):
-            chosen, needed = found, self._needed(found)
-            found = [s for s in chosen if not self._hides(s, needed)]
+        candidates = [s for s in self.nodes if self._can_lift(s)]
+        while len(chosen) != len(candidates):
+            chosen, needed = candidates, self._needed(candidates)
+            candidates = [s for s in chosen if not self._hides(s, needed)]
         self._build({s.start: s for s in chosen}, {i: s for s in self.nodes for i in range(s.start, s.stop)})
         self.root.stop = len(self.new.ops)
         lifted = own_values(self.new)
-        self.node_of = {id(op): s for op, s in zip(lifted.ops, self._origins, strict=True)}
         if checks_enabled():
             verify(lifted, "torch level")
         return lifted
@@ -63,9 +61,9 @@ class Lifter:
 
     def _can_lift(self, s: NodeRecord) -> bool:
         ops = self._ops(s)
-        if not s.known or not ops or any(op.unbacked for op in ops) or not self._reads_only_arguments(s, ops):
+        if not s.known or not ops or any(op.unbacked or is_collective(op.target) for op in ops):
             return False
-        if any(is_collective(op.target) for op in ops):
+        if not self._reads_only_arguments(s, ops):
             return False
         outer = {v.storage for op in ops for v in op.writes if self._born[v.storage] < s.start}
         if outer:
@@ -78,8 +76,8 @@ class Lifter:
 
     def _reads_only_arguments(self, s: NodeRecord, ops: list[Op]) -> bool:
         """Whether every written tensor that the node reads is an argument: a module may read a buffer of its own."""
-        own = {v for op in ops for v in op.values()} | set(leaves((s.args, s.kwargs), Value))
-        return all(v in own or v.storage not in self.written for op in ops for v in op.inputs())
+        known = {v for op in ops for v in op.values()} | set(leaves((s.args, s.kwargs), Value))
+        return all(v in known or v.storage not in self.written for op in ops for v in op.inputs())
 
     def _is_pure_form(self, trial: Trial, s: NodeRecord, ops: list[Op], outer: set[int]) -> bool:
         if any(op.writes for op in trial.ops) or not _is_flat(trial.outputs):
@@ -123,7 +121,7 @@ class Lifter:
                 self._add(op.replace(call=op.call and self.root), node_of.get(i))
 
     def _add(self, op: Op, s: NodeRecord | None) -> None:
-        self._origins.append(s)
+        self.origins.append(s)
         self.new.ops.append(op)
 
     def _add_node(self, s: NodeRecord) -> None:
@@ -152,8 +150,8 @@ class Lifter:
             self.new.modules[name] = call.step.target
             self._add(op.replace(kind="call_module", target=name), s)
             return
-        tags = {tag for op in self._ops(s) for tag in getattr(op.target, "tags", ()) if tag in _EFFECTS}
-        step = dataclasses.replace(call.step, tags=tuple(tags))
+        draws = any(_SEEDED in getattr(op.target, "tags", ()) for op in self._ops(s))
+        step = dataclasses.replace(call.step, tags=(_SEEDED,) if draws else ())
         # without the names of torch.return_types
         outputs = tuple(call.outputs) if isinstance(call.outputs, tuple) else call.outputs
         self._add(op.replace(kind="call_function", target=step, outputs=outputs), s)

@@ -14,10 +14,10 @@ import torch.fx
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import run_fake
 from scopetrace.ir.tape import Tape
+from scopetrace.ops.views import TO_THE_END
 from scopetrace.torch_level.step import Step
 
 _aten = torch.ops.aten
-_END = 2**63 - 1
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """What a node does: `op`, `target`, `args`, `kwargs`."""
 
@@ -45,17 +45,15 @@ def _call_for(node: torch.fx.Node, fake_mode: Any) -> Call:
     """What a node does, as a call of a function or method of torch where there is one."""
     if isinstance(node.target, Step):
         return node.target.kind, node.target.target, node.args, node.kwargs
-    found: Iterator[Call] = iter(())
-    if node.op == "call_function" and getattr(node.target, "namespace", None) == "aten":
-        found = (call for call in _candidates(node) if _gives_the_same(node, call, fake_mode))
-    return next(found, (node.op, node.target, node.args, node.kwargs))
+    is_aten = node.op == "call_function" and getattr(node.target, "namespace", None) == "aten"
+    calls = (call for call in _candidates(node) if _gives_the_same(node, call, fake_mode)) if is_aten else iter(())
+    return next(calls, (node.op, node.target, node.args, node.kwargs))
 
 
 def _candidates(node: torch.fx.Node) -> Iterator[Call]:
     """Calls of torch that may compute the op, the preferred first."""
-    special = _SPECIAL.get(node.target)
-    if special is not None:
-        yield from special(node)
+    if node.target in _SPECIAL:
+        yield from _SPECIAL[node.target](node)
     if node.target in _RENAMED:
         yield "call_function", _RENAMED[node.target], node.args, {}
     name = schema_of(node.target).op_name
@@ -93,10 +91,10 @@ def _clone(node: torch.fx.Node) -> Iterator[Call]:
 
 
 def _slice(node: torch.fx.Node) -> Iterator[Call]:
-    given: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    base, dim, start, end, step = given
+    arguments: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    base, dim, start, end, step = arguments
     if isinstance(dim, int) and dim >= 0:
-        piece = slice(start or None, None if end == _END else end, None if step == 1 else step)
+        piece = slice(start or None, None if end == TO_THE_END else end, None if step == 1 else step)
         yield "call_function", operator.getitem, (base, (*[slice(None)] * dim, piece)), {}
 
 

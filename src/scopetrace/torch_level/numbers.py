@@ -33,10 +33,10 @@ def with_numbers(gm: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.
                 continue
             for position, _, at in _bodies(new, user, inputs[i]):
                 inside.setdefault((user, position), {})[at] = number
-    for (user, position), given in inside.items():
+    for (user, position), of_body in inside.items():
         old: Any = user.args[position]
         name = f"{old.target}_of_{user.name}"
-        new.add_submodule(name, with_numbers(new.get_submodule(old.target), given))  # type: ignore[arg-type]
+        new.add_submodule(name, with_numbers(new.get_submodule(old.target), of_body))  # type: ignore[arg-type]
         with new.graph.inserting_before(user):
             user.update_arg(position, new.graph.get_attr(name))
     new.recompile()
@@ -53,7 +53,7 @@ def _is_item(node: torch.fx.Node) -> bool:
 
 def _items(gm: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.Node] | None:
     """The `item`s of an input, in bodies too; None where the graph reads it in another way."""
-    found: list[torch.fx.Node] = []
+    items: list[torch.fx.Node] = []
     for user in node.users:
         parts: list[list[torch.fx.Node] | None] = [[user]]
         if not _is_item(user):
@@ -61,8 +61,8 @@ def _items(gm: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.Node]
         for part in parts:
             if part is None:
                 return None
-            found += part
-    return found
+            items += part
+    return items
 
 
 def _bodies(
@@ -76,16 +76,14 @@ def _bodies(
     operands = list(itertools.chain.from_iterable(gathered[i] for i in form.operands))
     for position, _, _ in form.bodies:
         body: Any = call.args[position]
-        for at, given in enumerate(operands):
-            if given is operand:
+        for at, other in enumerate(operands):
+            if other is operand:
                 yield position, gm.get_submodule(body.target), at  # type: ignore[misc]
 
 
 def _put(number: Any, item: torch.fx.Node) -> None:
     for user in list(item.users):
-        user.args, user.kwargs = _replaced((user.args, user.kwargs), item, number)
+        user.args, user.kwargs = torch.fx.node.map_aggregate(
+            (user.args, user.kwargs), lambda leaf: number if leaf is item else leaf
+        )
     item.graph.erase_node(item)
-
-
-def _replaced(x: Any, old: torch.fx.Node, new: Any) -> Any:
-    return torch.fx.node.map_aggregate(x, lambda leaf: new if leaf is old else leaf)

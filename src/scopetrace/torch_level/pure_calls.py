@@ -6,7 +6,6 @@ Found by name and signature. Whether it computes the same is for the caller to c
 from __future__ import annotations
 
 import copy
-import dataclasses
 import operator
 import types
 from collections.abc import Iterator
@@ -17,40 +16,28 @@ import torch.fx
 import torch.nn.functional as F
 
 from scopetrace.torch_level.purity import bound_arguments, is_in_place_operator, mutates_by_name
-from scopetrace.torch_level.step import Step
+from scopetrace.torch_level.step import Step, Trial
 
 
-@dataclasses.dataclass(frozen=True)
-class PureCall:
-    """A call that mutates nothing and returns the new values of `written`, in order."""
-
-    step: Step
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    written: tuple[torch.Tensor, ...]
-    is_out: bool = False
-    """Whether `written` were given as `out=`."""
-
-
-def pure_call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
+def pure_call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
     """The pure form of a call with tensors; None if it does not mutate by its name, or has no such form."""
     if step.kind == "call_module":
         return _without_inplace_module(step.target, args, kwargs)
-    if isinstance(kwargs.get("out"), (torch.Tensor, tuple, list)):
-        rest = {name: a for name, a in kwargs.items() if name != "out"}
-        out = kwargs["out"]
-        return PureCall(step, args, rest, (out,) if isinstance(out, torch.Tensor) else tuple(out), is_out=True)
+    out = kwargs.get("out")
+    if isinstance(out, (torch.Tensor, tuple, list)):
+        written = (out,) if isinstance(out, torch.Tensor) else tuple(out)
+        return Trial(step, args, _without(kwargs, "out"), written=written, is_out=True)
     if not args or not isinstance(args[0], torch.Tensor):
         return None
+    target: Any = None
     if step.kind == "call_method":
         name = _plain_name(step.target)
-        found = name is not None and hasattr(torch.Tensor, name)
-        return PureCall(Step("call_method", name), args, kwargs, args[:1]) if found else None
-    pure = _without_inplace(step, args, kwargs)
-    if pure is None:
-        plain = next(_functions_named(step.target), None)
-        pure = plain and PureCall(Step("call_function", plain), args, kwargs, args[:1])
-    return pure
+        target = name if name is not None and hasattr(torch.Tensor, name) else None
+    elif bound_arguments(step.target, args, kwargs).get("inplace") is True:
+        return _without_inplace(step, args, kwargs)
+    else:
+        target = next(_functions_named(step.target), None)
+    return target and Trial(Step(step.kind, target), args, kwargs, written=args[:1])
 
 
 def _plain_name(name: str) -> str | None:
@@ -60,25 +47,25 @@ def _plain_name(name: str) -> str | None:
     return f"__{name[3:]}" if name.startswith("__") else name[:-1]
 
 
-def _without_inplace(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
-    given = bound_arguments(step.target, args, kwargs)
-    if given.get("inplace") is not True:
-        return None
-    position = list(given).index("inplace")
+def _without_inplace(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
     if "inplace" not in kwargs:
-        return PureCall(step, (*args[:position], False, *args[position + 1 :]), kwargs, args[:1])
-    rest = {name: a for name, a in kwargs.items() if name != "inplace"}
-    return PureCall(step, args, rest, args[:1])
+        position = list(bound_arguments(step.target, args, kwargs)).index("inplace")
+        args = (*args[:position], False, *args[position + 1 :])
+    return Trial(step, args, _without(kwargs, "inplace"), written=args[:1])
 
 
-def _without_inplace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
+def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != name}
+
+
+def _without_inplace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
     if getattr(module, "inplace", False) is not True or not args or not isinstance(args[0], torch.Tensor):
         return None
     pure: Any = copy.copy(module)
     pure.inplace = False
     if getattr(pure.forward, "__self__", None) is module:  # one that the module itself has, as in a trace
         pure.forward = types.MethodType(pure.forward.__func__, pure)
-    return PureCall(Step("call_module", pure), args, kwargs, args[:1])
+    return Trial(Step("call_module", pure), args, kwargs, written=args[:1])
 
 
 def _functions_named(fn: Any) -> Iterator[Any]:

@@ -80,16 +80,13 @@ def _function(node: torch.fx.Node) -> str | None:
 
 
 def _keywords(node: torch.fx.Node) -> str | None:
-    given = bound_arguments(node.target, node.args, node.kwargs)
-    if given.get("out") is not None and not is_op(node.target):
+    arguments = bound_arguments(node.target, node.args, node.kwargs)
+    if arguments.get("out") is not None and not is_op(node.target):
         return "out="
-    if given.get("inplace") is True:
+    if arguments.get("inplace") is True:
         return "inplace=True"
-    if given.get("running_mean") is not None and (
-        given.get("training") is True or given.get("use_input_stats") is True
-    ):
-        return "it writes the running statistics"
-    return None
+    updates = arguments.get("training") is True or arguments.get("use_input_stats") is True
+    return "it writes the running statistics" if updates and arguments.get("running_mean") is not None else None
 
 
 def bound_arguments(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:

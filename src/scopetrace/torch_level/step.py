@@ -1,11 +1,13 @@
-"""Targets of ops that ATen does not have: a function or method of torch, and the write of its result."""
+"""Targets of ops that ATen does not have: a function or method of torch, the write of its result, and calls of them."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from scopetrace.ir.tape import Op
+import torch
+
+from scopetrace.ir.tape import Op, Value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,3 +45,29 @@ class Renew:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclasses.dataclass
+class NodeCall:
+    """What a node calls: values of the tape in place of tensors."""
+
+    step: Step
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any = None
+
+
+@dataclasses.dataclass
+class Trial(NodeCall):
+    """The pure form of a node, which returns the new values of what the node writes. It is run on trial."""
+
+    _: dataclasses.KW_ONLY
+    written: tuple[torch.Tensor, ...]
+    is_out: bool = False
+    """Whether the node got the tensors that it writes as `out=`."""
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    """The ops that it ran, which are off the tape again."""
+    before: list[Value] = dataclasses.field(default_factory=list)
+    """The tensors that the node writes, before it did."""
+    after: list[Value] = dataclasses.field(default_factory=list)
+    """The same tensors, after it."""

@@ -17,55 +17,31 @@ from scopetrace._compat.ops import in_transform
 from scopetrace._compat.questions import autocast_enabled
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Op, RecordedTape, Value
+from scopetrace.ir.tape import RecordedTape, Value
 from scopetrace.record.builder import Assumptions
-from scopetrace.record.calls import NodeRunner, root_scope, scope_of_node
+from scopetrace.record.calls import root_scope, scope_of_node
 from scopetrace.record.model import Model
 from scopetrace.session import Recording, retraced
 from scopetrace.torch_level.pure_calls import pure_call
-from scopetrace.torch_level.step import Step
-
-
-@dataclasses.dataclass
-class NodeCall:
-    """What a node calls: values of the tape in place of tensors."""
-
-    step: Step
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: Any
-
-
-@dataclasses.dataclass
-class Trial(NodeCall):
-    """The pure form of a node, run on trial."""
-
-    is_out: bool
-    """Whether the node got the tensors that it writes as `out=`."""
-    ops: list[Op]
-    """The ops that it ran, which are off the tape again."""
-    written: tuple[torch.Tensor, ...]
-    before: list[Value]
-    """The tensors that the node writes, before it did."""
-    after: list[Value] = dataclasses.field(default_factory=list)
-    """The same tensors, after it."""
+from scopetrace.torch_level.step import NodeCall, Step, Trial
 
 
 @dataclasses.dataclass
 class NodeRecord(NodeCall):
     """A node of the graph, and the ops that it made: `tape.ops[start:stop]`."""
 
+    _: dataclasses.KW_ONLY
     node: torch.fx.Node
     scope: Scope
     """The module scope that the node carries."""
     grad: bool
     """Whether autograd was on."""
-    start: int
-    stop: int
     known: bool
     """Whether its arguments and outputs hold all its tensors, and no transform or autocast changes what it does."""
-    trial: Trial | None
+    trial: Trial | None = None
     """Of a known node that mutates and has a pure form."""
+    start: int = 0
+    stop: int = 0
 
 
 def record_steps(
@@ -82,10 +58,7 @@ def record_steps(
 def _record(
     gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
 ) -> tuple[RecordedTape, list[NodeRecord]]:
-    def run_body(body: torch.fx.GraphModule, args: Any) -> Any:
-        return NodeRunner(body, recording.builder).run(*args)
-
-    recording = Recording(Model(gm), root_scope(gm), assumptions, run_graph=run_body)
+    recording = Recording(Model(gm), root_scope(gm), assumptions)
     stepper = _Stepper(gm, recording, with_trials=with_trials)
     return recording.run(stepper.run, gm, args, {}).tape, stepper.nodes
 
@@ -103,26 +76,26 @@ class _Stepper(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
-        given = [_plain(x) for x in self.fetch_args_kwargs_from_env(n)]
+        operands = [_plain(x) for x in self.fetch_args_kwargs_from_env(n)]
         step = Step(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
-        args, kwargs, outputs = (), {}, None
-        known = not in_transform() and not autocast_enabled()
-        if known:
-            args, kwargs = self._values(given)
-            known = not _hides_tensors((args, kwargs))
-        trial = self._try(step, *given) if known and self.with_trials else None
         tape, grad = self.builder.tape, torch.is_grad_enabled()
-        scope, start = scope_of_node(n, tape.root), len(tape.ops)
-        with self.builder.from_node(tape.root, scope, n.stack_trace):
-            out = step(*given[0], **given[1])
-        stop = len(tape.ops)
-        known = known and not in_transform()
-        if known:
-            outputs = self._values(out)
-            known = not _hides_tensors(outputs)
-        if known and trial is not None:
-            trial.after = self._values(list(trial.written))
-        self.nodes.append(NodeRecord(step, args, kwargs, outputs, n, scope, grad, start, stop, known, trial))
+        known = not in_transform() and not autocast_enabled()
+        record = NodeRecord(step, (), {}, node=n, scope=scope_of_node(n, tape.root), grad=grad, known=known)
+        self.nodes.append(record)
+        if record.known:
+            record.args, record.kwargs = self._values(operands)
+            record.known = not _hides_tensors((record.args, record.kwargs))
+        if record.known and self.with_trials:
+            record.trial = self._try(step, *operands)
+        record.start = len(tape.ops)
+        with self.builder.from_node(tape.root, record.scope, n.stack_trace):
+            out = step(*operands[0], **operands[1])
+        record.stop = len(tape.ops)
+        if record.known and not in_transform():
+            record.outputs = self._values(out)
+        record.known = record.known and not in_transform() and not _hides_tensors(record.outputs)
+        if record.known and record.trial is not None:
+            record.trial.after = self._values(list(record.trial.written))
         return out
 
     def _values(self, x: Any) -> Any:
@@ -130,17 +103,17 @@ class _Stepper(torch.fx.Interpreter):
 
     def _try(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
         """Run the pure form, as far as there is one, and take what it did off the tape."""
-        call = pure_call(step, args, kwargs)
-        if call is None:
+        trial = pure_call(step, args, kwargs)
+        if trial is None:
             return None
-        before = self._values(list(call.written))
+        trial.before = self._values(list(trial.written))
         tape = self.builder.tape
         mark, calls = len(tape.ops), len(tape.calls)
         try:
-            out = call.step(*call.args, **call.kwargs)
-            args, kwargs = self._values((call.args, call.kwargs))
-            ops = [op for op in tape.ops[mark:] if op.kind != "get_attr"]
-            return Trial(call.step, args, kwargs, self._values(out), call.is_out, ops, call.written, before)
+            trial.outputs = self._values(trial.step(*trial.args, **trial.kwargs))
+            trial.args, trial.kwargs = self._values((trial.args, trial.kwargs))
+            trial.ops = [op for op in tape.ops[mark:] if op.kind != "get_attr"]
+            return trial
         except Exception:  # not callable like this, so not the pure form
             return None
         finally:

@@ -23,10 +23,8 @@ import torch.fx
 from scopetrace.containers.structure import leaves
 from scopetrace.program.graph import named, node_value, type_text, typed
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.text import label_of, op_line
-from scopetrace.view.tree import Op, Section, Tree, op_text, target_text, value_text
-
-_SMALL = 16  # elements of a constant that are shown
+from scopetrace.view.text import op_line
+from scopetrace.view.tree import Namer, Op, Section, Tree, op_text, target_text, value_text, values_text
 
 VERSION = 1
 """Of the form of `Diff.to_dict()`: raised where a key goes or changes its meaning."""
@@ -83,8 +81,8 @@ class Diff:
 
     def __str__(self) -> str:
         lines = []
-        for scope, found in itertools.groupby(self.differences, lambda d: d.scope):
-            lines += [scope, *(f"  {line}" for difference in found for line in difference.lines())]
+        for scope, differences in itertools.groupby(self.differences, lambda d: d.scope):
+            lines += [scope, *(f"  {line}" for difference in differences for line in difference.lines())]
         return "\n".join([*lines, self._counts()])
 
     def _counts(self) -> str:
@@ -123,8 +121,12 @@ class _Side:
         for position, node in enumerate(self._inputs):
             self._numbers[node] = f"input {position}"
 
-    def give(self, nodes: list[torch.fx.Node], number: int) -> None:
-        """Give the results of an op or call their number."""
+    def set_number(self, item: Op | Section, number: int) -> None:
+        """Number the nodes of what an op gives or a call returns."""
+        if isinstance(item, Op):
+            nodes = [*dict.fromkeys([item.node, *item.results])]
+        else:
+            nodes = leaves(item.outputs, torch.fx.Node)
         self._numbers |= {node: f"#{number}.{slot}" for slot, node in enumerate(nodes)}
 
     def number(self, node: torch.fx.Node) -> str:
@@ -137,13 +139,12 @@ class _Side:
 
     def attributes(self) -> dict[Any, str]:
         """By name, the text of each parameter, buffer and constant that the graph reads; of constants with values."""
-        found: dict[Any, str] = {}
+        constants, texts = self.program.tape.constants, {}
         for node in self.program.lowering.graph.find_nodes(op="get_attr"):
-            name, value = str(node.target), node_value(node)
-            if value is not None:
-                constant = self.program.tape.constants.get(name)
-                found[name] = typed(node) + ("" if constant is None else f" = {_content(constant)}")
-        return found
+            name = str(node.target)
+            if node_value(node) is not None:
+                texts[name] = typed(node) + (f" = {_content(constants[name])}" if name in constants else "")
+        return texts
 
     def op(self, op: Op) -> tuple[str, str]:
         """An op as text, and the same with numbers in place of names."""
@@ -151,26 +152,26 @@ class _Side:
         return op_line(op, named), f"{results} = {op_text(op.node, self.number)}"
 
     def call(self, section: Section) -> tuple[str, str]:
-        """A call with its arguments as text, and the same with numbers in place of names."""
-        if section.program is not None:
-            results = section.program.output.args[0]
-            return f"{section.body} -> {value_text(results, named)}", value_text(results, self.number)
-        if not section.is_call:
-            return label_of(section), ""
-        found = []
-        for name in (named, self.number):
-            given = ", ".join(f"{k}={value_text(x, name)}" for k, x in section.call.argument_templates.items())
-            found.append(f"{label_of(section)}({given}) -> {value_text(section.call.output_template, name)}")
-        return found[0], found[1]
+        """A section with its arguments as text, and the same with numbers in place of names."""
+        if section.kind == "body":
+            return f"{section.name} -> {value_text(section.outputs, named)}", value_text(section.outputs, self.number)
+        if section.kind != "call":
+            return section.label, ""
+        by_name, by_number = (_call_text(section, name) for name in (named, self.number))
+        return by_name, by_number
 
     def result(self) -> tuple[str, str]:
         """The result as text, and the same with numbers in place of names."""
-        template = self.root.call.output_template
-        return value_text(template, named), value_text(template, self.number)
+        return value_text(self.root.outputs, named), value_text(self.root.outputs, self.number)
 
     def effects(self) -> dict[Any, str]:
         """The steps after the graph, by position."""
         return dict(enumerate(str(self.program.tape.write_back or "").splitlines()))
+
+
+def _call_text(section: Section, name: Namer) -> str:
+    arguments = ", ".join(f"{key}={value_text(x, name)}" for key, x in section.inputs.items())
+    return f"{section.label}({arguments}) -> {value_text(section.outputs, name)}"
 
 
 class _Comparison:
@@ -179,27 +180,32 @@ class _Comparison:
     def __init__(self, before: TracedProgram, after: TracedProgram) -> None:
         self._a, self._b = _Side(before), _Side(after)
         self._numbers = itertools.count()
-        self._found: list[Difference] = []
+        self._differences: list[Difference] = []
 
     def run(self) -> Diff:
         a, b = self._a, self._b
         self._tables("input", a.inputs(), b.inputs())
         self._tables("attribute", a.attributes(), b.attributes())
         self._sections(a.root, b.root)
-        (was, old), (now, new) = a.result(), b.result()
-        if old != new:
-            self._note("output", b.root.path, was, now)
+        old, new = a.result(), b.result()
+        if old[0] != new[0]:
+            self._texts("output", b.root.path, old, new)
         self._tables("output", a.effects(), b.effects())
-        return Diff(self._found)
+        return Diff(self._differences)
 
     def _tables(self, what: What, before: dict[Any, str], after: dict[Any, str]) -> None:
         for key in dict.fromkeys([*before, *after]):
-            self._note(what, self._b.root.path, before.get(key), after.get(key))
+            if before.get(key) != after.get(key):
+                self._note(what, self._b.root.path, before.get(key), after.get(key))
+
+    def _texts(self, what: What, scope: str, before: tuple[str, str], after: tuple[str, str]) -> None:
+        """Note a change where two parts differ with numbers in place of names."""
+        if before[1] != after[1]:
+            self._note(what, scope, before[0], after[0])
 
     def _note(self, what: What, scope: str, before: str | None, after: str | None) -> None:
-        if before != after:
-            kind: Kind = "added" if before is None else "removed" if after is None else "changed"
-            self._found.append(Difference(kind, what, scope, before, after))
+        kind: Kind = "added" if before is None else "removed" if after is None else "changed"
+        self._differences.append(Difference(kind, what, scope, before, after))
 
     def _sections(self, before: Section, after: Section) -> None:
         old, new = ([_key(item) for item in section.items] for section in (before, after))
@@ -210,55 +216,45 @@ class _Comparison:
             else:
                 self._block(before.items[i:stop], after.items[j:end], before.path, after.path)
 
-    def _block(self, old: list[Op | Section], new: list[Op | Section], was: str, now: str) -> None:
+    def _block(self, old: list[Op | Section], new: list[Op | Section], old_scope: str, new_scope: str) -> None:
         """Items that have no counterpart; an op in the place of a single other one has changed."""
         if len(old) == len(new) == 1 and isinstance(old[0], Op) and isinstance(new[0], Op):
-            self._pair(old[0], new[0], now)
+            self._pair(old[0], new[0], new_scope)
             return
         for item in old:
-            self._note(_what(item), was, _one(self._a, item), None)
+            self._note(_what(item), old_scope, _line(self._a, item), None)
         for item in new:
-            self._note(_what(item), now, None, _one(self._b, item))
+            self._note(_what(item), new_scope, None, _line(self._b, item))
         if len(old) == len(new) == 1:  # what reads the new one in place of the old has not changed for it
-            self._give(*map(_results, (old[0], new[0])))
+            self._number(old[0], new[0])
 
     def _pair(self, a: Op | Section, b: Op | Section, scope: str) -> None:
         if isinstance(a, Op) and isinstance(b, Op):
-            (was, old), (now, new) = self._a.op(a), self._b.op(b)
-            self._give(_results(a), _results(b))
-            if old != new:
-                self._found.append(Difference("changed", "op", scope, was, now))
+            texts = self._a.op(a), self._b.op(b)
+            self._number(a, b)
+            self._texts("op", scope, *texts)
             for one, other in zip(a.bodies, b.bodies, strict=False):
                 self._pair(one, other, scope)
         elif isinstance(a, Section) and isinstance(b, Section):
             self._sections(a, b)
-            (was, old), (now, new) = self._a.call(a), self._b.call(b)
-            if old != new:
-                self._found.append(Difference("changed", "call", scope, was, now))
+            self._texts("call", scope, self._a.call(a), self._b.call(b))
 
-    def _give(self, old: list[torch.fx.Node], new: list[torch.fx.Node]) -> None:
+    def _number(self, a: Op | Section, b: Op | Section) -> None:
         number = next(self._numbers)
-        self._a.give(old, number)
-        self._b.give(new, number)
-
-
-def _results(item: Op | Section) -> list[torch.fx.Node]:
-    """The nodes of what an op gives or a call returns."""
-    if isinstance(item, Op):
-        return [item.node, *(node for _, node in sorted(item.parts.items()))]
-    return leaves(item.call.output_template, torch.fx.Node) if item.is_call else []
+        self._a.set_number(a, number)
+        self._b.set_number(b, number)
 
 
 def _key(item: Op | Section) -> str:
-    return target_text(item.node) if isinstance(item, Op) else label_of(item)
+    return target_text(item.node) if isinstance(item, Op) else item.label
 
 
 def _what(item: Op | Section) -> What:
     return "op" if isinstance(item, Op) else "call"
 
 
-def _one(side: _Side, item: Op | Section) -> str:
-    """An item that has no counterpart as one line."""
+def _line(side: _Side, item: Op | Section) -> str:
+    """An item that has no counterpart."""
     if isinstance(item, Op):
         return side.op(item)[0]
     return f"{side.call(item)[0]}  # {item.op_count} op{'s' * (item.op_count != 1)}"
@@ -268,10 +264,8 @@ def _content(constant: torch.Tensor) -> str:
     """The values of a small constant, of others a hash of them."""
     if constant.is_meta or constant.layout is not torch.strided:
         return "…"
-    if constant.numel() <= _SMALL:
-        return str(constant.tolist())
     data = constant.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return f"sha256 {hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]}"
+    return values_text(constant) or f"sha256 {hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]}"
 
 
 def digest(program: TracedProgram) -> str:
@@ -283,7 +277,7 @@ def digest(program: TracedProgram) -> str:
         for item in section.items:
             if isinstance(item, Op):
                 lines.append(f"{section.path}: {side.op(item)[1]}")
-                side.give(_results(item), next(numbers))
+                side.set_number(item, next(numbers))
                 for body in item.bodies:
                     add(body)
                     lines.append(side.call(body)[1])

@@ -16,7 +16,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
 from scopetrace.program.graph import FxLowering, call_position, named, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.text import level, select_calls
+from scopetrace.view.text import levels, select_calls
 from scopetrace.view.tree import target_text, value_text
 
 
@@ -32,7 +32,7 @@ def document(program: TracedProgram, *, depth: int | None = None, scope: Selecti
     """
     graph, calls = program.lowering.graph, program.calls
     root = calls[0].scope
-    chosen = {s.path for s in root.walk() if level(s, scope) is not None}
+    chosen = {s.path for s in levels(root, scope)}
     graphs = [("", graph), *_bodies(program.lowering)]
     ops = [
         _op(n, root) | ({"graph": name} if name else {})

@@ -16,7 +16,7 @@ from typing import Any
 
 from scopetrace.formatting import amount
 from scopetrace.program.graph import named
-from scopetrace.view.boxes import Box, Edge, End
+from scopetrace.view.boxes import Box, End
 from scopetrace.view.measures import share
 from scopetrace.view.tree import value_text
 
@@ -33,53 +33,48 @@ def page(root: Box) -> str:
         "layout": _asset("dagre.min.js"),
         "script": _asset("page.js"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def document(root: Box) -> dict[str, Any]:
     """The boxes as plain records, outer before inner, with `children` as positions in the list."""
-    found = list(root.walk())
-    positions = {box: position for position, box in enumerate(found)}
+    positions = {box: position for position, box in enumerate(root.walk())}
     sources: dict[str, int] = {}
     records = []
-    for box in found:
-        record = _record(box) | ({"share": round(share(box.cost, root.cost), 3)} if box.kind != "op" else {})
-        record["children"] = [positions[child] for child in box.children]
+    for box in positions:
+        record: dict[str, Any] = {
+            "key": box.key,
+            "label": box.label,
+            "kind": box.kind,
+            "text": box.text,
+            "name": box.call.fqn if box.kind == "call" else "",
+            "notes": list(box.notes()),
+            "facts": _facts(box),
+            "inputs": [[port.name, port.type] for port in box.inputs],
+            "outputs": [[port.name, port.type] for port in box.outputs],
+            "edges": [[*_end(edge.source), *_end(edge.target), edge.type] for edge in box.edges],
+            "children": [positions[child] for child in box.children],
+        }
+        if box.kind == "call":
+            record["attributes"] = _attributes(box)
+        if box.kind == "op":
+            record["parameters"] = [[port.name, port.type] for port in box.parameters]
+        else:
+            record["share"] = round(share(box.cost, root.cost), 3)
         if box.source:
             record["source"] = sources.setdefault(box.source, len(sources))
         records.append(record)
     return {"version": 1, "boxes": records, "sources": list(sources)}
 
 
-def _record(box: Box) -> dict[str, Any]:
-    return {
-        "key": box.key,
-        "label": box.label,
-        "kind": box.kind,
-        "text": box.text,
-        "name": box.call.fqn if box.kind == "call" else "",
-        "notes": list(box.notes()),
-        "facts": _facts(box),
-        "inputs": [[port.name, port.type] for port in box.inputs],
-        "outputs": [[port.name, port.type] for port in box.outputs],
-        "edges": [_edge(edge) for edge in box.edges],
-        **({"attributes": _attributes(box)} if box.kind == "call" else {}),
-        **({"parameters": [[port.name, port.type] for port in box.parameters]} if box.kind == "op" else {}),
-    }
-
-
-def _edge(edge: Edge) -> list[Any]:
-    """`[child, port, child, port, type]`; -1 stands for the box around."""
-
-    def end(x: End) -> list[int]:
-        return [-1 if x.child is None else x.child, x.port]
-
-    return [*end(edge.source), *end(edge.target), edge.type]
+def _end(end: End) -> list[int]:
+    """Child and port; -1 stands for the box around."""
+    return [-1 if end.child is None else end.child, end.port]
 
 
 def _attributes(box: Box) -> list[list[str]]:
-    found = ((name, value_text(x, named)) for name, x in box.call.attributes.items())
-    return [[name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"] for name, text in found]
+    texts = ((name, value_text(x, named)) for name, x in box.call.attributes.items())
+    return [[name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"] for name, text in texts]
 
 
 def _facts(box: Box) -> list[list[str]]:

@@ -1,34 +1,36 @@
-"""What a call costs: parameters, FLOPs and the memory of what its ops make.
+"""What a part of a program costs: parameters, FLOPs and the memory of what its ops make; what it writes and shares.
 
 Data flow:
     ops of a section and of those inside -> parameters that they read, each tensor once
                                          -> FLOPs of each op, by torch's own counter on tensors without data
                                          -> bytes of each new storage among their results
+    mutations of the recorded program, by scope path -> the names that a section writes
+    by parameter, the modules whose calls read it -> those of a section that others read, too
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 import torch.fx
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from scopetrace._compat.ops import can_decompose, is_op
 from scopetrace._compat.symbols import Symbolic, example
 from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.formatting import amount
+from scopetrace.functionalization.report import mutations
 from scopetrace.ir.tape import Value
 from scopetrace.ops.functional_variants import tensor_of
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.tree import Op, Section
+from scopetrace.view.tree import Op, Run, Section, Tree, module_prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +42,18 @@ class Measures:
     """Floating-point operations as `torch.utils.flop_counter` counts them: two for each multiply-add."""
     activation_bytes: int = 0
     """Memory of the results of the ops, without views of memory that was there before."""
-    parameters: tuple[torch.Tensor, ...] = ()
-    """The parameters that the ops read, each tensor once."""
-    buffers: tuple[torch.Tensor, ...] = ()
-    """Likewise buffers and constants."""
+    tensors: tuple[torch.Tensor, ...] = ()
+    """The parameters, buffers and constants that the ops read, each once."""
+
+    @functools.cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters among them."""
+        return [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
+
+    @functools.cached_property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers and constants among them."""
+        return [t for t in self.tensors if not isinstance(t, torch.nn.Parameter)]
 
     @functools.cached_property
     def parameter_count(self) -> int:
@@ -91,56 +101,81 @@ class Meter:
     def __init__(self, program: TracedProgram) -> None:
         self._attributes = program.tape.attributes
         self._flops = FlopCounts()
-        self._found: dict[Section, Measures] = {}
-        self._ops: dict[Op, Measures] = {}
+        self._measures: dict[Section | Op, Measures] = {}
 
-    def of(self, section: Section) -> Measures:
-        """What a section costs, with all that is in it.
+    def of(self, part: Section | Op) -> Measures:
+        """What a section or an op costs, with all that is in it.
 
         A call of a function costs what its body costs. Of the bodies of `torch.cond`, the larger counts, as for torch's
         own counter; the body of a loop counts once.
         """
-        if section not in self._found:
-            parts = [self.of_op(item) if isinstance(item, Op) else self.of(item) for item in section.items]
-            if section.is_call and section.call.is_leaf and section.call.module is not None:
-                parts.append(_held(section.call.module.parameters()))
-            self._found[section] = _sum(parts)
-        return self._found[section]
+        if part not in self._measures:
+            self._measures[part] = self._of_op(part) if isinstance(part, Op) else self._of_section(part)
+        return self._measures[part]
 
-    def sum(self, sections: Iterable[Section]) -> Measures:
-        """What several sections cost together."""
-        return _sum(list(map(self.of, sections)))
+    def sum(self, parts: Iterable[Section | Op]) -> Measures:
+        """What several parts cost together."""
+        return _sum(map(self.of, parts))
 
-    def of_op(self, op: Op) -> Measures:
-        """What an op costs, with its bodies."""
-        if op not in self._ops:
-            self._ops[op] = self._measured(op)
-        return self._ops[op]
+    def _of_section(self, section: Section) -> Measures:
+        leaf = section.call.module if section.kind == "call" and section.call.is_leaf else None
+        return _sum([self.sum(section.items), Measures(tensors=() if leaf is None else tuple(leaf.parameters()))])
 
-    def _measured(self, op: Op) -> Measures:
-        read = [n for n in op.node.all_input_nodes if n.op == "get_attr" and str(n.target) in self._attributes]
+    def _of_op(self, op: Op) -> Measures:
+        names = [str(node.target) for node in op.attributes]
+        tensors = [self._attributes[name] for name in names if name in self._attributes]
         bodies = [*op.bodies, *op.shared]
         memory = 0 if any(_makes(body, op) for body in bodies) else new_bytes(op.node)
-        own = _held([self._attributes[str(n.target)] for n in read], 1, self.flops(op.node), memory)
-        if not bodies:
-            return own
-        inside = _sum(list(map(self.of, bodies)))
+        itself = Measures(1, self.flops(op.node), memory, tuple(tensors))
+        inside = self.sum(bodies)
         if op.node.target is torch.ops.higher_order.cond:
             flops, memory = (max(getattr(self.of(b), key) for b in bodies) for key in ("flops", "activation_bytes"))
             inside = dataclasses.replace(inside, flops=flops, activation_bytes=memory)
-        return _sum([own, inside])
+        return _sum([itself, inside])
 
     def flops(self, node: torch.fx.Node) -> int:
         """Floating-point operations of one op; 0 for a node that a pass made, or whose meta it dropped."""
         if any(node_value(n) is None for n in (node, *node.all_input_nodes)):
             return 0
-        return self._flops.of(node.target, node.args, node.kwargs, node)
+        return self._flops.of(node.target, node.args, node.kwargs)
 
 
 def _makes(body: Section, op: Op) -> bool:
     """Whether the results of a body are those of the op, as in a call of a function; a scan puts them together."""
-    results = leaves(body.program.output.args[0], torch.fx.Node) if body.program is not None else []
-    return [type_text(node_value(n)) for n in results] == list(map(type_text, _tensors(node_value(op.node))))
+    results = [type_text(node_value(node)) for node in leaves(body.outputs, torch.fx.Node)]
+    return results == list(map(type_text, _tensors(node_value(op.node))))
+
+
+class Marks:
+    """Which sections of a tree write to inputs, buffers and parameters, and which read shared parameters."""
+
+    def __init__(self, program: TracedProgram, tree: Tree) -> None:
+        self._writes = [(f"{m.module}/", m.name, m.kind) for m in mutations(program.reported)]
+        self._readers: dict[str, list[tuple[int, str | None]]] = {}  # by parameter, ops and the modules around
+        for section in tree.root.walk():
+            for op in section.items:
+                for node in op.attributes if isinstance(op, Op) else ():
+                    if isinstance(program.tape.attributes.get(str(node.target)), torch.nn.Parameter):
+                        self._readers.setdefault(str(node.target), []).append((op.first, section.call.fqn))
+        self._shared = {name for name, readers in self._readers.items() if len({fqn for _, fqn in readers}) > 1}
+
+    def writes(self, section: Section) -> tuple[str, ...]:
+        """The inputs of the model by path, and the parameters and buffers by name, without the module's own prefix."""
+        if section.kind == "backward":  # its path is that of the forward, which did it
+            return ()
+        prefix = module_prefix(section) or ""
+        writes = [(name, kind) for path, name, kind in self._writes if path.startswith(f"{section.path}/")]
+        return tuple(dict.fromkeys(name if kind == "input" else name.removeprefix(prefix) for name, kind in writes))
+
+    def shares(self, part: Op | Section | Run) -> tuple[str, ...]:
+        """The parameters that ops of a part read, and other modules, too."""
+        names = []
+        for name in self._shared:
+            inside = {fqn for number, fqn in self._readers[name] if part.first <= number < part.stop}
+            outside = {fqn for number, fqn in self._readers[name] if not part.first <= number < part.stop}
+            if inside and outside - inside:
+                names.append(name)
+        return tuple(sorted(names))
 
 
 # FLOPs ---------------------------------------------------------------------------------------------------------------
@@ -153,16 +188,8 @@ def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * torch.Size(a).numel() * b[-1])
 
 
-_aten = torch.ops.aten
-_MORE = {_aten._grouped_mm: _grouped_mm_flops}
+_MORE = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
 """Formulas that `torch.utils.flop_counter` does not have."""
-# Composites without a product, which are met most often: to run one just to find that torch counts nothing is slow.
-_NAMES_WITHOUT_FLOPS = """
-    __and__ __or__ adaptive_avg_pool2d batch_norm chunk contiguous diff dropout expand_as flatten group_norm layer_norm
-    log_softmax max_pool2d narrow reshape softmax squeeze to type_as unflatten where
-"""
-_WITHOUT_FLOPS = frozenset(getattr(_aten, name) for name in _NAMES_WITHOUT_FLOPS.split())
-_CONVOLUTIONS = (_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default)
 _HOLDERS = (torch.fx.Node, Value)
 
 
@@ -170,24 +197,22 @@ class FlopCounts:
     """The floating-point operations of ops as torch counts them; those of equal sizes are counted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, int] = {}
+        self._counts: dict[Hashable, int] = {}
 
-    def of(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-        """Those of `func`, with nodes or values for tensors, `out` for its result.
+    def of(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Those of `func`, with nodes or values for tensors.
 
         0 where torch has no formula, or the op does not run without data.
         """
-        if not is_op(func) or func.overloadpacket in _WITHOUT_FLOPS:
-            return 0
-        if func.overloadpacket not in flop_registry | _MORE and not can_decompose(func):
+        if not is_op(func) or not (func.overloadpacket in flop_registry | _MORE or can_decompose(func)):
             return 0
         key = (func, _signature(args), _signature(kwargs))
         try:
-            if key not in self._known:
-                self._known[key] = _counted(func, args, kwargs, out)
-            return self._known[key]
+            if key not in self._counts:
+                self._counts[key] = _count(func, args, kwargs)
+            return self._counts[key]
         except TypeError:  # an unhashable Python argument
-            return _counted(func, args, kwargs, out)
+            return _count(func, args, kwargs)
 
 
 def _without_data(x: Any) -> Any:
@@ -210,17 +235,7 @@ def _signature(x: Any) -> Hashable:
     return tuple([(key, _signature(item)) for key, item in x.items()]) if isinstance(x, dict) else x
 
 
-def _counted(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """As torch counts an op. What it would do most often, which is slow, needs the sizes alone."""
-    if func is _aten.linear.default or func in _CONVOLUTIONS:
-        x, weight, made = ([*map(example, tensor_of(t).shape)] for t in (*args[:2], out))
-        if func is _aten.linear.default:
-            return 2 * math.prod(made) * weight[-1]
-        return int(conv_flop_count(x, weight, made))
-    if func is _aten.scaled_dot_product_attention.default:
-        shapes = [[*map(example, tensor_of(t).shape)] for t in args[:3]]
-        if all(len(s) == 4 and s[:2] == shapes[0][:2] for s in shapes):
-            return int(sdpa_flop_count(*shapes))
+def _count(func: Any, args: Any, kwargs: Any) -> int:
     args, kwargs = tree_map_only((*_HOLDERS, torch.Tensor, *Symbolic), _without_data, (args, kwargs))
     counter = FlopCounterMode(display=False, custom_mapping=_MORE)
     try:
@@ -232,30 +247,23 @@ def _counted(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def new_bytes(node: torch.fx.Node) -> int:
-    """Bytes of the results of an op that are in memory of their own."""
+    """Bytes of the results of an op that are in new memory."""
     before = {storage_id(t) for n in node.all_input_nodes for t in _tensors(node_value(n))}
-    made = {storage_id(t): t for t in _tensors(node_value(node))}
-    return sum(byte_count(t) for storage, t in made.items() if storage not in before)
+    after = {storage_id(t): t for t in _tensors(node_value(node))}
+    return sum(byte_count(t) for storage, t in after.items() if storage not in before)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found = value if isinstance(value, (list, tuple)) else [value]
-    return [t for t in found if isinstance(t, torch.Tensor)]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [t for t in values if isinstance(t, torch.Tensor)]
 
 
-def _held(tensors: Iterable[torch.Tensor], ops: int = 0, flops: int = 0, activation_bytes: int = 0) -> Measures:
-    found = {id(t): t for t in tensors}.values()
-    parameters = tuple([t for t in found if isinstance(t, torch.nn.Parameter)])
-    buffers = tuple([t for t in found if not isinstance(t, torch.nn.Parameter)])
-    return Measures(ops, flops, activation_bytes, parameters, buffers)
-
-
-def _sum(parts: list[Measures]) -> Measures:
+def _sum(parts: Iterable[Measures]) -> Measures:
     ops = flops = activation_bytes = 0
-    held: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     for part in parts:
         ops += part.ops
         flops += part.flops
         activation_bytes += part.activation_bytes
-        held.update((id(t), t) for t in (*part.parameters, *part.buffers))
-    return _held(held.values(), ops, flops, activation_bytes)
+        tensors.update((id(t), t) for t in part.tensors)
+    return Measures(ops, flops, activation_bytes, tuple(tensors.values()))

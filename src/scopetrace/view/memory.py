@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from scopetrace._compat.allocations import peak_of_op
 from scopetrace._compat.ops import can_decompose, is_op
 from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import NO_SHAPE_RULE
-from scopetrace.formatting import amount, columns, html_table
+from scopetrace.containers.structure import leaves
+from scopetrace.formatting import Tabular, amount
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Call, Op, RecordedTape, Tape, Value
 from scopetrace.program.fake_run import fakes_of
@@ -54,25 +55,37 @@ class CallMemory:
     """The most that is in use while it runs, forward or backward, that of other calls included."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Storage:
     """Memory that the program makes."""
 
     size: int
     """In bytes."""
-    made: int
+    first: int
     """The position of the op that makes it."""
-    used: int
+    last: int
     """The position of the last op that uses it; that after the last op for results of the program."""
-    forward_used: int
+    forward_last: int
     """The position of the last op of the forward that uses it."""
-    backward_used: int | None
+    backward_first: int | None = None
     """Where forward makes it and backward reads it, the position of the first op of backward that does."""
-    key: int = 0
-    """As `Value.storage`."""
+    key: int | None = None
+    """As `Value.storage`; None of what the bodies and the parts of an op need besides its results, while it runs."""
 
 
-class Memory:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recomputed:
+    """A part of the forward that runs again in backward."""
+
+    again: int
+    """The position of the first op of its backward, before which it runs again."""
+    dropped: frozenset[Storage]
+    """What is freed when it ends, and made again."""
+    kept: frozenset[Storage]
+    """What it reads, which is kept until it runs again."""
+
+
+class Memory(Tabular):
     """The memory of a program. Prints as a table of its module calls; in a notebook, as an HTML table.
 
     Symbolic sizes count as those of the example.
@@ -94,36 +107,40 @@ class Memory:
     def __init__(self, program: TracedProgram, depth: int | None = None) -> None:
         """`depth`: levels of calls below the root that have rows; None for all."""
         tape = program.as_run
-        self.held_bytes, found = storages_of(tape)
-        storages = list(found.values())
-        self.timeline = timeline_of(len(tape.ops), ((s.size, s.made, s.used) for s in storages))
+        self.held_bytes, storages = storages_of(tape)
+        self.timeline = timeline_of(len(tape.ops), storages)
         self.peak_bytes = max(self.timeline, default=0)
         self.eager_peak_bytes = _eager_peak(tape, storages, self.peak_bytes)
-        self.saved_bytes = sum(s.size for s in storages if s.backward_used is not None)
-        at = self.timeline.index(self.peak_bytes) if self.peak_bytes else None
-        op = None if at is None else tape.ops[at]
-        call = None if op is None else forward_call(op, tape)
-        self.peak_op = "" if op is None else str(op.target)
-        self.peak_call = "" if call is None else call.fqn or ""
-        self.peak_phase = "forward" if op is None or op.phase is None else op.phase.name
-        self.peak_source = source_of(op.frames) or "" if op is not None and op.phase is None else ""
+        self.saved_bytes = sum(s.size for s in storages if s.backward_first is not None)
+        self.peak_op, self.peak_call, self.peak_phase, self.peak_source = "", "", "forward", ""
+        if self.peak_bytes:
+            op = tape.ops[self.timeline.index(self.peak_bytes)]
+            self.peak_op = str(op.target)
+            self.peak_call = next((call.fqn or "" for call in forward_calls(op, tape)), "")
+            if op.phase is None:
+                self.peak_source = source_of(op.frames) or ""
+            else:
+                self.peak_phase = op.phase.name
         self.rows = list(self._rows(tape, storages, depth))
 
     def _rows(self, tape: Tape, storages: list[Storage], depth: int | None) -> Iterator[CallMemory]:
-        peaks = _peaks(tape, self.timeline)
+        peaks: dict[Call, int] = {}
+        for op, in_use in zip(tape.ops, self.timeline, strict=True):
+            for call in forward_calls(op, tape):
+                peaks[call] = max(peaks.get(call, 0), in_use)
         for call in tape.calls:
             level = len(list(call.ancestors())) - 1
             if depth is not None and level > depth:
                 continue
-            own = [s for s in storages if call.start <= s.made < call.stop and is_forward(tape.ops[s.made])]
+            inside = [s for s in storages if call.start <= s.first < call.stop and tape.ops[s.first].phase is None]
             yield CallMemory(
                 call.fqn,
                 call.scope.type_name,
                 call.index,
                 level,
-                sum(s.size for s in own),
-                sum(s.size for s in own if s.used < call.stop),
-                sum(s.size for s in own if s.backward_used is not None),
+                sum(s.size for s in inside),
+                sum(s.size for s in inside if s.last < call.stop),
+                sum(s.size for s in inside if s.backward_first is not None),
                 peaks.get(call, 0),
             )
 
@@ -132,24 +149,15 @@ class Memory:
         totals = {k: v for k, v in vars(self).items() if k not in ("rows", "timeline")}
         return {**totals, "rows": [dataclasses.asdict(row) for row in self.rows]}
 
-    def __str__(self) -> str:
-        return "\n".join([columns(self._table()), "", *self._notes()])
-
     def __repr__(self) -> str:
         return f"<Memory: peak {amount(self.peak_bytes, 'B')}, {len(self.rows)} calls>"
 
-    def _repr_html_(self) -> str:  # for notebooks
-        head, *rows = self._table()
-        return html_table(rows, head)
-
     def _table(self) -> list[tuple[str, ...]]:
-        return [
-            ("module", "made", "freed", "saved", "peak"),
-            *(
-                ("  " * row.depth + _label(row), *(_cell(n) for n in (row.made, row.freed, row.saved, row.peak)))
-                for row in self.rows
-            ),
-        ]
+        rows: list[tuple[str, ...]] = [("module", "made", "freed", "saved", "peak")]
+        for row in self.rows:
+            sizes = (row.made, row.freed, row.saved, row.peak)
+            rows.append(("  " * row.depth + _label(row), *(amount(n, "B") if n else "-" for n in sizes)))
+        return rows
 
     def _notes(self) -> Iterator[str]:
         of = f" of {self.peak_call}" if self.peak_call else ""
@@ -168,96 +176,75 @@ def _label(row: CallMemory) -> str:
     return f"{row.type}[{row.fqn}]{index}" if row.fqn else row.type
 
 
-def _cell(size: int) -> str:
-    return amount(size, "B") if size else "-"
-
-
-def is_forward(op: Op) -> bool:
-    """Whether it belongs to a forward, neither to a backward nor to what comes after it."""
-    return op.phase is None
-
-
-def forward_call(op: Op, tape: Tape) -> Call | None:
-    """The call that an op belongs to: of an op of backward, that of the op of the forward."""
+def forward_calls(op: Op, tape: Tape) -> Iterable[Call]:
+    """The calls that an op belongs to, inner before outer: of an op of backward, those of the op of the forward."""
     if op.phase is not None and op.phase.scope is not None:
-        return tape.calls[op.phase.call]
-    return op.call
+        return tape.calls[op.phase.call].ancestors()
+    return () if op.call is None else op.call.ancestors()
 
 
-def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
-    """The bytes that are there before the program, and what it makes, by `Value.storage`.
-
-    What the bodies of a higher-order op need besides its results, while it runs, has a key of its own.
-    """
-    size: dict[int, int] = {}
-    made: dict[int, int] = {}
-    used: dict[int, int] = {}
-    forward: dict[int, int] = {}
-    backward: dict[int, int] = {}
+def storages_of(tape: Tape) -> tuple[int, list[Storage]]:
+    """The bytes that are there before the program, and what it makes."""
+    storages: dict[int, Storage] = {}
     for i, op in enumerate(tape.ops):
-        for value in op.inputs():
-            if not is_forward(op) and is_forward(tape.ops[made.get(value.storage, 0)]):
-                backward.setdefault(value.storage, i)
         for value in op.values():
-            if value.storage not in size:
-                size[value.storage], made[value.storage] = _bytes(value), i
+            if value.storage not in storages:
+                storages[value.storage] = Storage(_bytes(value), i, i, i, key=value.storage)
         for value in (*op.inputs(), *op.values()):
-            used[value.storage] = i
-            if is_forward(op):
-                forward[value.storage] = i
-    for output in (*tape.graph_outputs(), *(w.value for w in getattr(tape, "attribute_writes", ()))):
-        if isinstance(output, Value):
-            used[output.storage] = len(tape.ops)
-    held = {s for s, i in made.items() if tape.ops[i].kind in ("placeholder", "get_attr")}
-    made_here = {s: Storage(size[s], made[s], used[s], forward.get(s, made[s]), backward.get(s), s) for s in size}
-    own = {s: storage for s, storage in made_here.items() if s not in held}
-    free = itertools.count(min(size, default=0) - 1, -1)  # keys that no storage has
-    return sum(size[s] for s in held), own | dict(zip(free, _inside_ops(tape, own.values()), strict=False))
+            s = storages[value.storage]
+            s.last = i
+            if op.phase is None:
+                s.forward_last = i
+            elif s.backward_first is None and tape.ops[s.first].phase is None:
+                s.backward_first = i
+    results = *tape.graph_outputs(), *(write.value for write in getattr(tape, "attribute_writes", ()))
+    for result in leaves(results, Value):
+        storages[result.storage].last = len(tape.ops)
+    by_kind: dict[bool, list[Storage]] = {True: [], False: []}
+    for s in storages.values():
+        by_kind[tape.ops[s.first].kind in ("placeholder", "get_attr")].append(s)
+    return sum(s.size for s in by_kind[True]), [*by_kind[False], *_inside_ops(tape, by_kind[False])]
 
 
 def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
     """What the bodies and the parts of ops need besides the results of these."""
     of_results = collections.Counter[int]()
     for storage in storages:
-        of_results[storage.made] += storage.size
-    known: dict[Any, int] = {}
+        of_results[storage.first] += storage.size
+    peaks: dict[Any, int] = {}
     for i, op in enumerate(tape.ops):
         bodies = op.bodies()
-        needed = max(map(_peak_of, bodies)) if bodies else _peak_of_parts(tape, op, known)
+        needed = max(map(_peak_of, bodies)) if bodies else _peak_of_parts(tape, op, peaks)
         if needed > of_results[i]:
-            yield Storage(needed - of_results[i], i, i, i, None)
+            yield Storage(needed - of_results[i], i, i, i)
 
 
-def _peak_of_parts(tape: Tape, op: Op, known: dict[Any, int]) -> int:
+def _peak_of_parts(tape: Tape, op: Op, peaks: dict[Any, int]) -> int:
     """The most that is in use while a composite op runs, its results included; 0 for any other.
 
-    `known` has those of ops with arguments of the same metadata.
+    `peaks` has those of ops with arguments of the same metadata.
     """
-    if not _is_composite(op.target) or op.writes or op.unbacked or tape.fake_mode is None:
+    # The parts of a custom op may be Python, which runs once.
+    is_composite = is_op(op.target) and op.target.namespace == "aten" and can_decompose(op.target)
+    if not is_composite or op.writes or op.unbacked or tape.fake_mode is None:
         return 0
     if op.target is _ATTENTION and op.tensor(0).fake.is_meta:  # there alone torch has no kernel without all scores
         return 0
     key = None if tape.inference is None else tape.inference.key_of_call(op.target, op.args, op.kwargs)
-    found = None if key is None else known.get(key)
-    if found is None:
+    peak = None if key is None else peaks.get(key)
+    if peak is None:
         try:
-            found = peak_of_op(tape.fake_mode, op.target, *fakes_of((op.args, op.kwargs)))
+            peak = peak_of_op(tape.fake_mode, op.target, *fakes_of((op.args, op.kwargs)))
         except (RuntimeError, *NO_SHAPE_RULE):  # an operand has another shape by now, or the op asks for data
-            found = 0
+            peak = 0
         if key is not None:
-            known[key] = found
-    return found
-
-
-def _is_composite(op: Any) -> bool:
-    """Whether it is one of ATen's that is made of others. The parts of a custom op may be Python, which runs once."""
-    return is_op(op) and op.namespace == "aten" and can_decompose(op)
+            peaks[key] = peak
+    return peak
 
 
 def _peak_of(body: Tape) -> int:
     """The most that is in use while a body of a higher-order op runs once, its results included."""
-    found = storages_of(body)[1].values()
-    return max(timeline_of(len(body.ops), ((s.size, s.made, s.used) for s in found)), default=0)
+    return max(timeline_of(len(body.ops), storages_of(body)[1]), default=0)
 
 
 def _bytes(value: Value) -> int:
@@ -268,15 +255,20 @@ def _bytes(value: Value) -> int:
         return example(value.fake.numel()) * value.fake.element_size()
 
 
-def timeline_of(count: int, intervals: Iterable[tuple[int, int, int]]) -> list[int]:
-    """The bytes in use while each of `count` ops runs.
-
-    `intervals`: bytes, the position of the op that makes them, and that of the last one that uses them.
-    """
+def timeline_of(count: int, storages: Iterable[Storage], recomputed: Collection[Recomputed] = ()) -> list[int]:
+    """The bytes in use while each of `count` ops runs."""
+    again = {s: r.again for r in recomputed for s in r.dropped}
+    kept = {s: r.again for r in sorted(recomputed, key=lambda r: r.again) for s in r.kept}
     changes = [0] * (count + 2)
-    for size, made, used in intervals:
-        changes[made] += size
-        changes[min(used, count) + 1] -= size
+
+    def use(size: int, first: int, last: int) -> None:
+        changes[first] += size
+        changes[min(last, count) + 1] -= size
+
+    for s in storages:
+        use(s.size, s.first, s.forward_last if s in again else max(s.last, kept.get(s, 0)))
+        if s in again:
+            use(s.size, again[s], s.last)
     return list(itertools.accumulate(changes[:count]))
 
 
@@ -284,17 +276,15 @@ def _eager_peak(tape: Tape, storages: list[Storage], peak: int) -> int:
     """The peak of a step in eager, where what a checkpointed region makes for backward is made again there."""
     if not isinstance(tape, RecordedTape) or not (tape.checkpointed and tape.backwards):
         return peak
-    intervals = {id(s): [(s.size, s.made, s.used)] for s in storages}
+    regions = []
     for start, stop in tape.checkpointed:
-        inside = [s for s in storages if start <= s.made < stop > s.forward_used]
-        dropped = [(s, s.backward_used) for s in inside if s.backward_used is not None]
-        again = min([_runs_again(tape, start, stop), *(at for _, at in dropped)])
-        for s, _ in dropped:
-            intervals[id(s)] = [(s.size, s.made, s.forward_used), (s.size, again, s.used)]
+        inside = [s for s in storages if start <= s.first < stop > s.forward_last]
+        dropped = {s: s.backward_first for s in inside if s.backward_first is not None}
+        again = min([_runs_again(tape, start, stop), *dropped.values()])
         read = {v.storage for op in tape.ops[start:stop] for v in op.inputs()}
-        for s in [s for s in storages if s.made < start and s.key in read and s.used < again]:
-            intervals[id(s)] = [(s.size, s.made, again)]
-    return max(timeline_of(len(tape.ops), itertools.chain(*intervals.values())), default=0)
+        kept = frozenset(s for s in storages if s.first < start and s.key in read)
+        regions.append(Recomputed(again, frozenset(dropped), kept))
+    return max(timeline_of(len(tape.ops), storages, regions), default=0)
 
 
 def _runs_again(tape: Tape, start: int, stop: int) -> int:
@@ -302,14 +292,3 @@ def _runs_again(tape: Tape, start: int, stop: int) -> int:
     phases = ((i, op.phase) for i, op in enumerate(tape.ops))
     recomputed = (i for i, p in phases if p is not None and p.recomputed and start <= tape.calls[p.call].start < stop)
     return next(recomputed, len(tape.ops))
-
-
-def _peaks(tape: Tape, timeline: list[int]) -> dict[Call, int]:
-    """The most in use while ops of each call run, those inside and those of backward included."""
-    found: dict[Call, int] = {}
-    for op, now in zip(tape.ops, timeline, strict=True):
-        call = forward_call(op, tape)
-        while call is not None:
-            found[call] = max(found.get(call, 0), now)
-            call = call.parent
-    return found

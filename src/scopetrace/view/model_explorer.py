@@ -16,12 +16,10 @@ from typing import Any
 import torch.fx
 
 from scopetrace.containers.structure import leaves, leaves_with_path
-from scopetrace.ir.scopes import source_of
-from scopetrace.program.graph import FxLowering, named, node_value, type_text
+from scopetrace.program.graph import FxLowering, named, node_value, type_text, typed
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Meter
-from scopetrace.view.text import label_of
-from scopetrace.view.tree import Op, Section, Tree, target_text, value_text
+from scopetrace.view.tree import Op, Section, Tree, source_line, target_text, value_text
 
 _LONGEST = 300  # characters of an attribute
 
@@ -43,7 +41,7 @@ class _Graph:
 
     def add(self, section: Section, around: str = "") -> None:
         """Add the ops of a section, and those of the sections in it."""
-        namespace = f"{around}/{label_of(section)}" if around else section.body or label_of(section)
+        namespace = f"{around}/{section.label}" if around else section.label
         self._groups[namespace] = self._group(section)
         for item in section.items:
             if isinstance(item, Op):
@@ -53,8 +51,7 @@ class _Graph:
 
     def data(self, root: Section) -> dict[str, Any]:
         """The graph, with a node for its results."""
-        template = root.call.output_template if root.program is None else root.program.output.args[0]
-        results = [(path, leaf) for path, leaf in leaves_with_path(template) if isinstance(leaf, torch.fx.Node)]
+        results = [(path, leaf) for path, leaf in leaves_with_path(root.outputs) if isinstance(leaf, torch.fx.Node)]
         output = _node("outputs of the graph", "output", "")
         output["incomingEdges"] = self._edges([node for _, node in results])
         output["attrs"] = _attributes({f"result{path}": named(node) for path, node in results})
@@ -62,55 +59,45 @@ class _Graph:
 
     def _op(self, op: Op, namespace: str) -> dict[str, Any]:
         node = op.node
-        found = _node(node.name, target_text(node), namespace)
-        found["incomingEdges"] = self._edges(node.all_input_nodes)
-        found |= _types([op.parts[slot] for slot in sorted(op.parts)] or [node])
-        said = {str(i): value_text(x, named) for i, x in enumerate(node.args) if not isinstance(x, torch.fx.Node)}
-        said |= {key: value_text(x, named) for key, x in node.kwargs.items()}
-        read = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr" and n not in self._tree.bodies]
-        made_by = self._lowering.op_of.get(node)
-        more = {"parameters": ", ".join(read), "source": (made_by and source_of(made_by.frames)) or ""}
-        found["attrs"] = _attributes(said | {key: text for key, text in more.items() if text})
-        found["subgraphIds"] = [self._body(body) for body in op.bodies]
-        return found
+        facts = {str(i): value_text(x, named) for i, x in enumerate(node.args) if not isinstance(x, torch.fx.Node)}
+        facts |= {key: value_text(x, named) for key, x in node.kwargs.items()}
+        read = [str(n.target) for n in op.attributes if n not in self._tree.bodies]
+        more = {"parameters": ", ".join(read), "source": source_line(node, self._lowering)}
+        return _node(node.name, target_text(node), namespace) | {
+            "incomingEdges": self._edges(node.all_input_nodes),
+            **_types(op.results),
+            "attrs": _attributes(facts | {key: text for key, text in more.items() if text}),
+            "subgraphIds": [self._body(body) for body in op.bodies],
+        }
 
     def _body(self, section: Section) -> str:
-        assert section.program is not None
-        graph = _Graph(section.body, section.program, self._tree, self._meter)
+        assert section.lowering is not None
+        graph = _Graph(section.name, section.lowering, self._tree, self._meter)
         graph.add(section)
         self.inner += [graph.data(section), *graph.inner]
-        return section.body
+        return section.name
 
     def _edges(self, nodes: list[torch.fx.Node]) -> list[dict[str, str]]:
-        found = []
+        edges = []
         for position, node in enumerate(node for node in nodes if node.op != "get_attr"):
             op, slot = self._tree.ops.get(node, (None, 0))
-            position_of_output = sorted(op.parts).index(slot) if op is not None and node is not op.node else 0
+            output = sorted(op.parts).index(slot) if op is not None and node is not op.node else 0
             source = node.name if op is None else op.node.name
-            found.append(
-                {
-                    "sourceNodeId": source,
-                    "sourceNodeOutputId": str(position_of_output),
-                    "targetNodeInputId": str(position),
-                }
-            )
-        return found
+            ids = {"sourceNodeId": source, "sourceNodeOutputId": str(output), "targetNodeInputId": str(position)}
+            edges.append(ids)
+        return edges
 
     def _group(self, section: Section) -> dict[str, str]:
         cost, call = self._meter.of(section), section.call
-        found = {"ops": f"{cost.ops:,}", "parameters": f"{cost.parameter_count:,}", "FLOPs": f"{cost.flops:,}"}
-        if section.is_call and call.module_type is not None:
-            found |= {"class": f"{call.module_type.__module__}.{call.module_type.__qualname__}", "name": call.fqn or ""}
-            found |= {
-                f"argument {name}": value_text(x, _typed_or_named, 8)[:_LONGEST]
+        facts = {"ops": f"{cost.ops:,}", "parameters": f"{cost.parameter_count:,}", "FLOPs": f"{cost.flops:,}"}
+        if section.kind == "call" and call.module_type is not None:
+            facts |= {"class": f"{call.module_type.__module__}.{call.module_type.__qualname__}", "name": call.fqn or ""}
+            facts |= {
+                f"argument {name}": value_text(x, typed, 8)[:_LONGEST]
                 for name, x in call.argument_templates.items()
                 if leaves(x, torch.fx.Node)
             }
-        return found
-
-
-def _typed_or_named(node: torch.fx.Node) -> str:
-    return f"{named(node)}: {type_text(node_value(node))}"
+        return facts
 
 
 def _node(identifier: str, label: str, namespace: str) -> dict[str, Any]:
@@ -126,5 +113,5 @@ def _types(nodes: list[torch.fx.Node]) -> dict[str, Any]:
     return {"outputsMetadata": outputs}
 
 
-def _attributes(found: dict[str, str]) -> list[dict[str, str]]:
-    return [{"key": key, "value": text[:_LONGEST]} for key, text in found.items()]
+def _attributes(facts: dict[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": text[:_LONGEST]} for key, text in facts.items()]

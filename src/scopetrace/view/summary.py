@@ -8,7 +8,6 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +15,11 @@ import torch
 import torch.fx
 
 from scopetrace.containers.structure import leaves
-from scopetrace.formatting import amount, columns, html_table
+from scopetrace.formatting import Tabular, amount
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.marks import Marks
-from scopetrace.view.measures import Measures, Meter, share
-from scopetrace.view.text import counted, label_of
+from scopetrace.view.measures import Marks, Measures, Meter, share
+from scopetrace.view.text import counted
 from scopetrace.view.tree import Folder, Op, Run, Section, Tree
 
 _SHOWN = 3  # tensors of a cell
@@ -65,7 +63,7 @@ class Row:
     """The parameters that modules outside read, too."""
 
 
-class Summary:
+class Summary(Tabular):
     """What each module of a program takes and costs. Prints as a table; in a notebook, as an HTML table.
 
     Attributes:
@@ -90,19 +88,8 @@ class Summary:
         rows = [dataclasses.asdict(row) for row in self.rows]
         return {"total": rows[0], "unused_parameters": self.unused, "rows": rows}
 
-    def __str__(self) -> str:
-        return "\n".join([columns(self._table()), "", *self._notes()])
-
     def __repr__(self) -> str:
         return f"<Summary of {self.rows[0].path}: {len(self.rows)} rows>"
-
-    def to_html(self) -> str:
-        """A piece of HTML, with all texts of the model escaped."""
-        head, *rows = self._table()
-        return html_table(rows, head) + "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-
-    def _repr_html_(self) -> str:  # for notebooks
-        return self.to_html()
 
     # ---------------------------------------------------------------- rows
 
@@ -110,20 +97,19 @@ class Summary:
         self._row_of[section] = self._row(section, depth, self._meter.of(section))
         yield self._row_of[section]
         if self._depth is None or depth < self._depth:
-            for inner in _inside(section):
+            for inner in section.sections():
                 yield from self._rows(inner, depth + 1)
 
     def _row(self, section: Section, depth: int, cost: Measures) -> Row:
         call = section.call
-        inputs, outputs = _ends(section)
         return Row(
             section.path,
             call.fqn,
-            call.scope.type_name if section.is_call else "",
+            call.scope.type_name if section.kind == "call" else "",
             call.index,
             depth,
-            _types(inputs),
-            _types(outputs),
+            _types(section.inputs),
+            _types(section.outputs),
             cost.ops,
             cost.parameter_count,
             cost.trainable_count,
@@ -133,50 +119,36 @@ class Summary:
             cost.activation_bytes,
             share(cost, self._root),
             self._marks.writes(section),
-            self._marks.shares(section.first, section.stop),
+            self._marks.shares(section),
         )
 
     # ---------------------------------------------------------------- text
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The cells of the header and of each line; the last column only where a line has something in it."""
-        rows = [_HEADER, *(line.cells() for line in self._lines())]
+        """The last column only where a line has something in it."""
+        rows = [_HEADER, *self._lines(self._tree.root, 0)]
         return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
 
-    def _lines(self) -> Iterator[_Line]:
-        root = self._tree.root
-        yield _Line(label_of(root), self._row_of[root])
-        yield from self._lines_in(root, 1)
-
-    def _lines_in(self, section: Section, depth: int) -> Iterator[_Line]:
-        if self._depth is not None and depth > self._depth:
+    def _lines(self, section: Section, depth: int) -> Iterator[tuple[str, ...]]:
+        """The line of a section, and those of the sections in it, in which equal neighbours are one."""
+        yield _cells(_label(section), self._row_of[section])
+        if self._depth is not None and depth >= self._depth:
             return
-        for run in self._folder.runs(section.items):
-            first, *others = run.members
-            if isinstance(first, Section):
-                yield _Line(_label(first), self._row_of[first])
-                yield from self._lines_in(first, depth + 1)
-                if others:
-                    yield self._folded(run, depth)
-            else:
-                for body in first.bodies:
-                    yield _Line(_label(body), self._row_of[body])
-                    yield from self._lines_in(body, depth + 1)
-
-    def _folded(self, run: Run, depth: int) -> _Line:
-        """The members of a run after the first, as one line."""
-        others = run.sections[1:]
-        cost = self._meter.sum(others)
-        label = counted([_label(member) for member in others])
-        label += f" as {_label(run.sections[0])}" if len(others) == 1 else ""
-        return _Line(label, self._row(others[-1], depth, cost))
+        for item in self._folder.runs(section.items):
+            for inner in item.bodies if isinstance(item, Op) else item.members[:1]:
+                yield from self._lines(inner, depth + 1)
+            if isinstance(item, Run) and len(item.members) > 1:
+                first, *others = item.members
+                label = counted([_label(member) for member in others])
+                label += f" as {_label(first)}" if len(others) == 1 else ""
+                yield _cells(label, self._row(others[-1], depth + 1, self._meter.sum(others)))
 
     def _notes(self) -> Iterator[str]:
         cost = self._root
         frozen = cost.parameter_count - cost.trainable_count
         if cost.parameters:
-            said = f"{cost.parameter_count:,} parameters, {amount(cost.parameter_bytes, 'B')}"
-            yield said + (f"; {frozen:,} of them do not require gradients" if frozen else "")
+            parameters = f"{cost.parameter_count:,} parameters, {amount(cost.parameter_bytes, 'B')}"
+            yield parameters + (f"; {frozen:,} of them do not require gradients" if frozen else "")
         if cost.buffers:
             yield f"{amount(cost.buffer_bytes, 'B')} of buffers and constants"
         yield f"{amount(cost.flops, 'FLOP')}, {amount(cost.activation_bytes, 'B')} of activations"
@@ -189,41 +161,19 @@ class Summary:
 _HEADER = ("module", "input", "output", "parameters", "FLOPs", "activations", "share", "notes")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """One line of the table."""
-
-    label: str
-    row: Row
-
-    def cells(self) -> tuple[str, ...]:
-        row = self.row
-        counts = (
-            f"{row.parameters:,}" if row.parameters else "-",
-            amount(row.flops, "") if row.flops else "-",
-            amount(row.activation_bytes, "B") if row.activation_bytes else "-",
-        )
-        marks = (("writes", row.writes), ("shares", row.shares))
-        notes = "; ".join(f"{what} {_cell(names)}" for what, names in marks if names)
-        types = (_cell(row.inputs), _cell(row.outputs))
-        return ("  " * row.depth + self.label, *types, *counts, f"{row.share:.0%}", notes)
-
-
-def _inside(section: Section) -> Iterator[Section]:
-    for item in section.items:
-        yield from item.bodies if isinstance(item, Op) else [item]
+def _cells(label: str, row: Row) -> tuple[str, ...]:
+    counts = (
+        f"{row.parameters:,}" if row.parameters else "-",
+        amount(row.flops, "") if row.flops else "-",
+        amount(row.activation_bytes, "B") if row.activation_bytes else "-",
+    )
+    marks = (("writes", row.writes), ("shares", row.shares))
+    notes = "; ".join(f"{what} {_cell(names)}" for what, names in marks if names)
+    return ("  " * row.depth + label, _cell(row.inputs), _cell(row.outputs), *counts, f"{row.share:.0%}", notes)
 
 
 def _label(section: Section) -> str:
-    is_scope = section.user_scope and not section.is_backward
-    return section.body or (f'scope("{section.user_scope}")' if is_scope else label_of(section))
-
-
-def _ends(section: Section) -> tuple[Any, Any]:
-    """What goes into a section and comes out of it."""
-    if section.program is not None:
-        return section.program.graph.find_nodes(op="placeholder"), section.program.output.args[0]
-    return (section.call.argument_templates, section.call.output_template) if section.is_call else ((), ())
+    return f'scope("{section.name}")' if section.kind == "scope" else section.label
 
 
 def _types(x: Any) -> tuple[str, ...]:

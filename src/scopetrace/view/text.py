@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
+import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +35,7 @@ from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection, Target, is_named, is_scope_named, several, target_text
 from scopetrace.ir.tape import signature_of
-from scopetrace.program.graph import FxLowering, named, node_value, typed
+from scopetrace.program.graph import named, node_value, typed
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.tree import (
     BACKWARD,
@@ -53,7 +53,7 @@ from scopetrace.view.tree import (
 )
 
 _INDENT = "  "
-_LIMIT = 8  # items of a container that a header shows
+_LIMIT = 8  # items of a container that a header or a cell shows
 
 
 def render(program: TracedProgram, depth: int | None = None, scope: Selection | None = None) -> str:
@@ -73,23 +73,21 @@ class _Writer:
         self._depth = depth
         self._tree = Tree(program)
         self._tape = program.tape
-        self._attributes = self._tape.attributes
-        self._constants = self._tape.constants
-        self._folder = Folder(self._tree, self._constants)
+        self._folder = Folder(self._tree, program.tape.constants)
 
-    def lines(self, target: Selection | None) -> Iterator[str]:
+    def lines(self, selection: Selection | None) -> Iterator[str]:
         """The lines of the text, in order."""
         root = self._tree.root
         yield self._summary(root)
-        if target is None:
-            yield from self._section(root, "", 0, label_of(root))
-            yield from self._specializations()
+        if selection is None:
+            yield from self._section(root, "", 0, root.label)
+            specializations = self._tape.specializations
+            if specializations:
+                yield f"specialized on {_count(len(specializations), 'value')} of the example inputs:"
+                yield from (f"{_INDENT}{s}" for s in specializations)
             return
-        refuse_unnamed(root.call.scope, self._tree.calls, target)
-        found = list(outermost(root, target))
-        shown: dict[int, str] = {}
-        for run in self._folder.runs(found):
-            yield from self._sections(run, "", 0, _path_label, shown)
+        refuse_unnamed(root.call.scope, self._tree.calls, selection)
+        yield from self._items([*outermost(root, selection)], "", 0, _path_label, named)
 
     def _summary(self, root: Section) -> str:
         parameters = self._parameters()
@@ -101,116 +99,114 @@ class _Writer:
         elements = f" ({sum(t.numel() for t in parameters):,} elements)" if parameters else ""
         return f"{root.path}: {', '.join(counts)}{elements}"
 
-    def _specializations(self) -> Iterator[str]:
-        found = self._tape.specializations
-        if found:
-            yield f"specialized on {_count(len(found), 'value')} of the example inputs:"
-            yield from (f"{_INDENT}{s}" for s in found)
-
     def _parameters(self) -> list[torch.Tensor]:
         """The parameters that ops read and those of leaf modules, each once."""
-        inputs = itertools.chain.from_iterable(op.node.all_input_nodes for op, _ in self._tree.ops.values())
-        read = dict.fromkeys(str(node.target) for node in inputs if node.op == "get_attr")
-        found = [self._attributes[name] for name in read if name in self._attributes]
+        read = dict.fromkeys(str(node.target) for op, _ in self._tree.ops.values() for node in op.attributes)
+        tensors = [self._tape.attributes[name] for name in read if name in self._tape.attributes]
         for call in self._tree.calls:
             if call.is_leaf and call.module is not None:
-                found += call.module.parameters()
-        return list({id(t): t for t in found if isinstance(t, torch.nn.Parameter)}.values())
+                tensors += call.module.parameters()
+        return list({id(t): t for t in tensors if isinstance(t, torch.nn.Parameter)}.values())
 
     # ---------------------------------------------------------------- sections
 
     def _section(self, section: Section, indent: str, depth: int, label: str) -> Iterator[str]:
-        if section.is_backward:
+        ops = _count(section.op_count, "op")
+        if section.kind == "backward":
             is_closed = self._depth is not None and depth > self._depth
-            yield f"{indent}{label}" + (f"  # {_count(section.op_count, 'op')}" if is_closed else "")
+            yield f"{indent}{label}" + (f"  # {ops}" if is_closed else "")
             if is_closed:
                 return
-            depth += section.user_scope not in (BACKWARD, RECOMPUTED)
-        elif section.user_scope:
+            depth += section.name not in (BACKWARD, RECOMPUTED)
+        elif section.kind == "scope":
             yield f'{indent}scope("{label}")'
-        elif section.program is not None:
-            yield indent + _body_header(section.program, label)
+        elif section.kind == "body":
+            yield f"{indent}{label}({', '.join(map(typed, section.inputs))}) -> {value_text(section.outputs, typed)}"
         elif self._is_closed(section, depth):
-            inside = [] if section.call.is_leaf else [_count(section.op_count, "op")]
-            yield indent + self._header(section, label, *inside)
+            yield indent + _header(section, label, *([] if section.call.is_leaf else [ops]))
             return
         else:
-            yield indent + self._header(section, label)
+            yield indent + _header(section, label)
             depth += 1
-        name = functools.partial(_in_place, prefix=module_prefix(section), constants=self._constants)
-        shown: dict[int, str] = {}
-        for run in self._folder.runs(section.items):
-            first = run.members[0]
-            if isinstance(first, Op):
-                yield indent + _INDENT + op_line(first, name)
-                for body in first.bodies:
-                    yield from self._section(body, indent + 2 * _INDENT, depth, body.body)
-            else:
-                yield from self._sections(run, indent + _INDENT, depth, label_of, shown)
+        name = functools.partial(_in_place, prefix=module_prefix(section), constants=self._tape.constants)
+        yield from self._items(section.items, indent + _INDENT, depth, operator.attrgetter("label"), name)
+
+    def _items(
+        self,
+        items: Sequence[Op | Section],
+        indent: str,
+        depth: int,
+        label: Callable[[Section], str],
+        name: Namer,
+    ) -> Iterator[str]:
+        shown: dict[int, str] = {}  # by signature, the label of the section that is shown in full
+        for item in self._folder.runs(items):
+            if isinstance(item, Run):
+                yield from self._run(item, indent, depth, label, shown)
+                continue
+            yield indent + op_line(item, name)
+            for body in item.bodies:
+                yield from self._section(body, indent + _INDENT, depth, body.label)
 
     def _is_closed(self, section: Section, depth: int) -> bool:
         return section.call.is_leaf or (self._depth is not None and depth > self._depth)
 
-    def _sections(
+    def _run(
         self, run: Run, indent: str, depth: int, label: Callable[[Section], str], shown: dict[int, str]
     ) -> Iterator[str]:
-        """The first section of a run, and one line for the others.
-
-        `shown` maps signatures to the labels of sections that the same parent has shown in full before.
-        """
-        first = run.sections[0]
-        names = [label(member) for member in run.sections]
+        """The first section of a run, and one line for the others."""
+        first = run.members[0]
+        names = [label(member) for member in run.members]
         like = shown.setdefault(first.signature, names[0])
-        scoped = first.user_scope and not first.is_backward
-        if like == names[0] or scoped or first.op_count <= 1 or self._is_closed(first, depth):
+        if like == names[0] or first.kind == "scope" or first.op_count <= 1 or self._is_closed(first, depth):
             like = names[0]
             yield from self._section(first, indent, depth, like)
         else:
-            yield indent + self._header(first, names[0], f"as {like}")
+            yield indent + _header(first, names[0], f"as {like}")
         if len(names) > 1:
             yield f"{indent}{counted(names[1:])} as {like}{self._fold_values(run)}"
 
-    def _header(self, section: Section, label: str, *notes: str) -> str:
-        call = section.call
-        if section.is_backward:
-            return " ".join([label, *notes])
-        given = ", ".join(f"{key}={value_text(x, typed, _LIMIT)}" for key, x in _given(call))
-        result = "" if call.raised is not None else f" -> {value_text(call.output_template, typed, _LIMIT)}"
-        said = ", ".join([*_notes(call), *notes])
-        return f"{label}({given}){result}" + (f"  # {said}" if said else "")
-
     def _fold_values(self, run: Run) -> str:
         """Arguments that differ from member to member, and results: the last of a chain, else all."""
-        if run.sections[0].is_backward:
+        if run.members[0].kind == "backward":
             return ""
-        calls = [member.call for member in run.sections[1:]]
+        calls = [member.call for member in run.members[1:]]
         parts = [
             f"{key}={_listed([value_text(call.argument_templates[key], named) for call in calls])}"
             for key in self._folder.differing(run)
         ]
-        given = f"({', '.join(parts)})" if parts else ""
+        arguments = f"({', '.join(parts)})" if parts else ""
         results = [value_text(call.output_template, typed, _LIMIT) for call in (calls[-1:] if run.is_chain else calls)]
-        return f"{given} -> {_listed(results)}"
+        return f"{arguments} -> {_listed(results)}"
+
+
+def _header(section: Section, label: str, *notes: str) -> str:
+    if section.kind == "backward":
+        return " ".join([label, *notes])
+    call = section.call
+    arguments = ", ".join(f"{key}={value_text(x, typed, _LIMIT)}" for key, x in _without_defaults(call))
+    result = "" if call.raised is not None else f" -> {value_text(call.output_template, typed, _LIMIT)}"
+    comment = ", ".join([*_notes(call), *notes])
+    return f"{label}({arguments}){result}" + (f"  # {comment}" if comment else "")
 
 
 # -------------------------------------------------------------------- choosing by path and depth
 
 
 def outermost(section: Section, selection: Selection) -> Iterator[Section]:
-    """The calls and user scopes that a selection names and that are not inside another one of them."""
-    if is_section_named(section, selection):
+    """The calls and user scopes that a selection names and that are not inside another one of them.
+
+    Patterns alone name user scopes; bodies of ops have no names.
+    """
+    if section.kind == "call":
+        is_selected = is_named(section.call, selection)
+    else:
+        is_selected = section.kind != "body" and is_scope_named(section.scope, selection)
+    if is_selected:
         yield section
         return
-    for item in section.items:
-        for inner in item.bodies if isinstance(item, Op) else [item]:
-            yield from outermost(inner, selection)
-
-
-def is_section_named(section: Section, selection: Selection) -> bool:
-    """Whether a selection names a call, or patterns in it a user scope; bodies of ops have no names."""
-    if section.is_call:
-        return is_named(section.call, selection)
-    return bool(section.user_scope) and is_scope_named(section.scope, selection)
+    for inner in section.sections():
+        yield from outermost(inner, selection)
 
 
 def refuse_unnamed(root: Scope, calls: Sequence[ModuleCall], selection: Selection) -> None:
@@ -229,22 +225,22 @@ def _unmatched(root: Scope, target: Target) -> str:
     return f"no scope matches {target_text(target)}; {examples}"
 
 
-def level(scope: Scope, selection: Selection | None = None) -> int | None:
-    """The number of modules between a scope and the outermost scope that matches (None: the root).
-
-    None where neither the scope nor one around it matches.
-    """
-    around = list(scope.ancestors())
-    named = [s.parent is None if selection is None else is_scope_named(s, selection) for s in around]
-    found = [i for i, is_found in enumerate(named) if is_found]
-    return sum(s.is_module for s in around[: found[-1]]) if found else None
+def levels(scope: Scope, selection: Selection | None, outer: int | None = None) -> dict[Scope, int]:
+    """By scope that matches (None: all) or is in one that does, the number of modules to the outermost that matches."""
+    if outer is None:
+        level = 0 if selection is None or is_scope_named(scope, selection) else None
+    else:
+        level = outer + scope.is_module
+    by_scope = {} if level is None else {scope: level}
+    for child in scope.children:
+        by_scope |= levels(child, selection, level)
+    return by_scope
 
 
 def select_calls(calls: list[ModuleCall], depth: int | None, selection: Selection | None) -> list[ModuleCall]:
     """The calls in scopes that match, down to `depth` levels below the outermost match."""
-    levels = {call.scope: level(call.scope, selection) for call in calls}
-    chosen = {scope for scope, found in levels.items() if found is not None and (depth is None or found <= depth)}
-    return [call for call in calls if call.scope in chosen]
+    by_scope = levels(calls[0].scope, selection)
+    return [c for c in calls if c.scope in by_scope and (depth is None or by_scope[c.scope] <= depth)]
 
 
 def calls_table(calls: list[ModuleCall]) -> str:
@@ -255,12 +251,12 @@ def calls_table(calls: list[ModuleCall]) -> str:
 
 def _row(call: ModuleCall) -> tuple[str, ...]:
     cls = call.module_type.__name__ if call.module_type is not None else "function"
-    given = ", ".join(f"{name}={value_text(x, typed, _LIMIT)}" for name, x in call.argument_templates.items())
+    arguments = ", ".join(f"{name}={value_text(x, typed, _LIMIT)}" for name, x in call.argument_templates.items())
+    result = value_text(call.output_template, typed, _LIMIT)
     if call.raised is not None:
         result = f"raised {type(call.raised).__name__}"
-    else:
-        result = value_text(call.output_template, typed, _LIMIT)
-    return str(call.position), "-" if call.fqn is None else call.fqn or '""', str(call.index), cls, given, result
+    fqn = "-" if call.fqn is None else call.fqn or '""'
+    return str(call.position), fqn, str(call.index), cls, arguments, result
 
 
 # -------------------------------------------------------------------- parts of lines
@@ -277,12 +273,6 @@ def op_line(op: Op, name: Namer) -> str:
     return text if value is None and not op.node.users else f"{typed(op.node)} = {text}"
 
 
-def _body_header(program: FxLowering, label: str) -> str:
-    """`true_graph_0(%x: f32[4]) -> (%cos: f32[4],)`: the operands and results of a body."""
-    given = ", ".join(typed(n) for n in program.graph.find_nodes(op="placeholder"))
-    return f"{label}({given}) -> {value_text(program.output.args[0], typed)}"
-
-
 def _in_place(node: torch.fx.Node, prefix: str | None, constants: Container[str]) -> str:
     """A node as an argument: `self.weight` for an attribute whose name begins with the module's `prefix`."""
     target = str(node.target)
@@ -297,22 +287,16 @@ def _in_place(node: torch.fx.Node, prefix: str | None, constants: Container[str]
     return f"self.{target.removeprefix(prefix)}"
 
 
-def label_of(section: Section) -> str:
-    """`Linear[fc]`, with `#1` for a second call of the same module."""
-    return section.user_scope or section.call.scope.label + index_of(section.call)
-
-
 def _path_label(section: Section) -> str:
-    return section.path if section.user_scope else section.path + index_of(section.call)
+    return section.path if section.name else section.path + index_of(section.call)
 
 
 def counted(labels: list[str]) -> str:
     """The labels of a run as one, with their number: `BertLayer[layer.1 … layer.11] ×11`; one label as it is."""
-    return f"{joined(labels)} ×{len(labels)}" if len(labels) > 1 else labels[0]
+    return f"{_joined(labels)} ×{len(labels)}" if len(labels) > 1 else labels[0]
 
 
-def joined(labels: list[str]) -> str:
-    """The labels of a run as one: `BertLayer[layer.1 … layer.11]`."""
+def _joined(labels: list[str]) -> str:
     first, last = labels[0], labels[-1]
     if first == last:
         return first
@@ -322,8 +306,8 @@ def joined(labels: list[str]) -> str:
         other, _, end = last.rpartition("[")
         if head == other:
             return f"{head}[{tail[:-1]}{between}{end}"
-    head, found, _ = first.rpartition("#")
-    if found and last.startswith(f"{head}#"):
+    head, number_sign, _ = first.rpartition("#")
+    if number_sign and last.startswith(f"{head}#"):
         last = last.removeprefix(head)
     return f"{first}{between}{last}"
 
@@ -349,7 +333,7 @@ def _notes(call: ModuleCall) -> Iterator[str]:
         yield f"raised {type(call.raised).__name__}" + (f": {message[0]}" if message else "")
 
 
-def _given(call: ModuleCall) -> Iterator[tuple[str, Any]]:
+def _without_defaults(call: ModuleCall) -> Iterator[tuple[str, Any]]:
     """The arguments that differ from the defaults of `forward`; no empty `*args` or `**kwargs`."""
     defaults = _defaults(getattr(call.module_type, "forward", None))
     for name, value in call.argument_templates.items():
@@ -370,6 +354,3 @@ def _same(value: Any, default: Any) -> bool:
     if value is default:
         return True
     return type(value) is type(default) and type(value) in (int, float, bool, str, tuple, dict) and value == default
-
-
-_LIMIT = 8  # items of a container that a cell shows

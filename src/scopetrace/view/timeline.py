@@ -14,8 +14,8 @@ from scopetrace.program.graph import named
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Measures, Meter
 from scopetrace.view.memory import Memory
-from scopetrace.view.text import label_of, op_line
-from scopetrace.view.tree import Section, Tree, target_text
+from scopetrace.view.text import op_line
+from scopetrace.view.tree import Op, Section, Tree, target_text
 
 
 def chrome_trace(program: TracedProgram) -> dict[str, Any]:
@@ -28,15 +28,13 @@ def chrome_trace(program: TracedProgram) -> dict[str, Any]:
 def _events(section: Section, meter: Meter) -> Iterator[dict[str, Any]]:
     cost = meter.of(section)
     facts = {"path": section.path, "ops": cost.ops, "parameters": cost.parameter_count, **_cost(cost)}
-    yield _event(section.body or label_of(section), section.first, section.op_count, facts)
+    yield _event(section.label, section.first, section.op_count, facts)
     for item in section.items:
-        if isinstance(item, Section):
-            yield from _events(item, meter)
-            continue
-        facts = {"op": op_line(item, named), **_cost(meter.of_op(item))}
-        yield _event(target_text(item.node), item.number, 1, facts)
-        for body in item.bodies:
-            yield from _events(body, meter)
+        if isinstance(item, Op):
+            facts = {"op": op_line(item, named), **_cost(meter.of(item))}
+            yield _event(target_text(item.node), item.first, 1, facts)
+        for inner in item.bodies if isinstance(item, Op) else [item]:
+            yield from _events(inner, meter)
 
 
 def _cost(cost: Measures) -> dict[str, int]:
@@ -51,8 +49,8 @@ def _memory(tree: Tree, program: TracedProgram) -> Iterator[dict[str, Any]]:
     """The bytes in use while each op runs, with those of ops just before it whose results nobody reads."""
     ops = {program.lowering.op_of.get(op.node): op for op, _ in tree.ops.values()}
     most = 0
-    for ran, now in zip(program.tape.ops, Memory(program).timeline, strict=True):
-        most = max(most, now)
+    for ran, in_use in zip(program.tape.ops, Memory(program).timeline, strict=True):
+        most = max(most, in_use)
         if ran in ops:
-            yield {"name": "memory", "ph": "C", "pid": 0, "ts": ops[ran].number, "args": {"bytes": most}}
+            yield {"name": "memory", "ph": "C", "pid": 0, "ts": ops[ran].first, "args": {"bytes": most}}
             most = 0

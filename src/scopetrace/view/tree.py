@@ -13,20 +13,20 @@ each member's inputs come from.
 
 from __future__ import annotations
 
-import collections
+import bisect
 import dataclasses
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, number_text
-from scopetrace.containers.structure import container_type, leaves, open_container
+from scopetrace.containers.structure import container_type, open_container
 from scopetrace.formatting import LONGEST, short_repr
-from scopetrace.ir.scopes import Scope
+from scopetrace.ir.scopes import Scope, source_of
 from scopetrace.ir.tape import BodyTape, Tape
 from scopetrace.program.graph import (
     FxLowering,
@@ -40,9 +40,12 @@ from scopetrace.program.graph import (
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 BACKWARD = "backward"
-"""The label of the section for backward."""
+"""The name of the section for backward."""
 RECOMPUTED = "recomputed"
 """In it, that of the section for ops of the forward that run again."""
+
+Kind = Literal["call", "scope", "body", "backward"]
+"""A module call, a user scope, the body of a higher-order op, a part of the backward."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -50,40 +53,49 @@ class Op:
     """One op, and the `getitem` nodes of its results."""
 
     node: torch.fx.Node
-    number: int
-    """Its position among the ops of the tree."""
     parts: dict[int, torch.fx.Node] = dataclasses.field(default_factory=dict)
     """For an op of several results: slot -> the `getitem` node."""
     bodies: list[Section] = dataclasses.field(default_factory=list)
     """The bodies of a higher-order op that no op before it has."""
     shared: list[Section] = dataclasses.field(default_factory=list)
     """Its bodies that an op before it has, too, as calls of one function of an outlined program do."""
+    first: int = 0
+    """Its number among the ops of the tree; those in its bodies have the numbers up to `stop` - 1."""
+    stop: int = 0
+
+    @property
+    def results(self) -> list[torch.fx.Node]:
+        """The nodes of its results, also of one without an example value, as a number that is computed of numbers."""
+        parts = [self.parts[slot] for slot in sorted(self.parts)]
+        return parts or ([self.node] if node_value(self.node) is not None else [])
+
+    @property
+    def attributes(self) -> list[torch.fx.Node]:
+        """The nodes of the parameters, buffers, constants and bodies that it reads."""
+        return [node for node in self.node.all_input_nodes if node.op == "get_attr"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Section:
-    """A module call, a user scope, or the body of a higher-order op, with its items in execution order."""
+    """A part of the program with its items in execution order."""
 
+    kind: Kind
     path: str
     """The scope's path."""
     call: ModuleCall
-    """The call; for a user scope or body, the call around it."""
-    user_scope: str = ""
-    """The name of a user scope, or the label of a part of the backward; empty for a call."""
-    body: str = ""
-    """The name of a body's graph module; empty for a call."""
-    program: FxLowering | None = None
+    """The call; for a user scope or body, the call around it; of a part of the backward, the one that it belongs to."""
+    name: str = ""
+    """That of a user scope, of the graph module of a body, or of a part of the backward; empty for a call."""
+    lowering: FxLowering | None = None
     """The graph of a body."""
     items: list[Op | Section] = dataclasses.field(default_factory=list)
     first: int = 0
     """The number of the first op in it; the ops in it have the numbers from `first` to `stop` - 1."""
     stop: int = 0
     signature: int = -1
-    """A number that is equal for sections of equal structure, given by a Folder."""
+    """A number that is equal for sections of equal structure, which a Folder sets."""
     outside: list[torch.fx.Node] = dataclasses.field(default_factory=list)
-    """The nodes from outside that it uses, in order of first use, given by a Folder."""
-    is_backward: bool = False
-    """Whether it has ops of backward: `backward` itself, or in it the part that belongs to `call`."""
+    """The nodes from outside that it uses, in order of first use, which a Folder sets."""
 
     @property
     def op_count(self) -> int:
@@ -96,14 +108,46 @@ class Section:
         return next(s for s in self.call.scope.walk() if s.path == self.path)
 
     @property
-    def folds(self) -> bool:
-        """Whether equal neighbours are shown as one."""
-        return self.is_call or self.is_backward
+    def label(self) -> str:
+        """Its name; of a call `Linear[fc]`, with `#1` for a second call of the same module."""
+        return self.name or self.call.scope.label + index_of(self.call)
 
     @property
-    def is_call(self) -> bool:
-        """Whether it is a call, neither a user scope nor a body."""
-        return not self.user_scope and self.program is None
+    def inputs(self) -> Any:
+        """The arguments of a call, the operands of a body; others have none."""
+        if self.lowering is not None:
+            return list(self.lowering.graph.find_nodes(op="placeholder"))
+        return self.call.argument_templates if self.kind == "call" else ()
+
+    @property
+    def outputs(self) -> Any:
+        """What a call or a body returns; others return nothing."""
+        if self.lowering is not None:
+            return self.lowering.output.args[0]
+        return self.call.output_template if self.kind == "call" else ()
+
+    def sections(self) -> Iterator[Section]:
+        """The sections directly inside, among them the bodies of its ops."""
+        for item in self.items:
+            yield from item.bodies if isinstance(item, Op) else [item]
+
+    def walk(self) -> Iterator[Section]:
+        """This section and all inside it, outer before inner."""
+        yield self
+        for inner in self.sections():
+            yield from inner.walk()
+
+
+class _Place(NamedTuple):
+    """Where a node of a graph belongs."""
+
+    node: torch.fx.Node
+    position: int
+    """That of its call."""
+    path: str
+    """That of its scope."""
+    forward: tuple[str, int] | None
+    """Of a node of backward, its `forward_place`."""
 
 
 class Tree:
@@ -120,108 +164,69 @@ class Tree:
         self.calls = program.calls
         self.ops: dict[torch.fx.Node, tuple[Op, int]] = {}
         self.bodies: set[torch.fx.Node] = set()
-        self.root = Section(self.calls[0].scope.path, self.calls[0])
-        self._bodies: dict[Tape, Section] = {}
+        self.root = Section("call", self.calls[0].scope.path, self.calls[0])
+        self._by_position = {call.position: call for call in self.calls}
+        self._body_sections: dict[Tape, Section] = {}
         self._fill(program.lowering, self.root)
-        self._number(self.root, 0)
+        _number(self.root, 0)
 
-    def _fill(self, program: FxLowering, top: Section) -> None:
-        """Add the ops and calls of a graph to `top`, and a section for each body of its higher-order ops."""
-        for op in _Filling(self, program, top).run():
-            for node in op.node.all_input_nodes:
-                body = program.bodies.get(str(node.target)) if node.op == "get_attr" else None
-                if body is None:
-                    continue
-                self.bodies.add(node)
-                if body.tape in self._bodies:
-                    op.shared.append(self._bodies[body.tape])
-                else:
-                    section = Section(body.tape.root.path, self._call_of(op.node), "", str(node.target), body)
-                    self._bodies[body.tape] = section
-                    op.bodies.append(section)
-                    self._fill(body, section)
+    def call_of(self, node: torch.fx.Node) -> ModuleCall:
+        """The call that a node is in."""
+        return self._by_position.get(call_position(node) or 0, self.calls[0])
 
-    def _call_of(self, node: torch.fx.Node) -> ModuleCall:
-        position = call_position(node)
-        return next((call for call in self.calls if call.position == position), self.calls[0])
-
-    def _number(self, section: Section, count: int) -> int:
-        """Number the ops of a section from `count` on, in the order of the tree; returns the number after the last."""
-        section.first = count
-        for item in section.items:
-            if isinstance(item, Op):
-                item.number = count
-                count += 1
-            for inner in item.bodies if isinstance(item, Op) else [item]:
-                count = self._number(inner, count)
-        section.stop = count
-        return count
-
-
-class _Filling:
-    """Adds each op of a graph to the section of its call, and each call to that of its parent, in graph order."""
-
-    def __init__(self, tree: Tree, program: FxLowering, top: Section) -> None:
-        self._tree = tree
-        self._top = top
-        self._calls = [call for call in tree.calls if call.lowering is program]
-        self._sections = {call.position: Section(call.scope.path, call) for call in self._calls}
-        if not isinstance(program.tape, BodyTape):
-            self._sections[self._calls.pop(0).position] = top
-        nodes = [n for n in program.graph.nodes if n.op in ("call_function", "call_module", "call_method")]
-        self._places = _places(nodes)
-
-    def run(self) -> list[Op]:
-        """The ops, in the order of the graph."""
-        coming = collections.deque(self._begins())
-        found: list[Op] = []
-        for number, (node, position, path, forward) in enumerate(self._places):
-            while coming and coming[0][0] <= number:
-                self._add_call(coming.popleft()[1])
-            section = self._section(position)
-            if forward is not None:
-                section, path = self._backward(section, *forward, again=is_recomputed(node)), ""
-            found += self._add_op(node, section, path)
-        for _, call in coming:
-            self._add_call(call)
-        return found
-
-    def _begins(self) -> Iterator[tuple[int, ModuleCall]]:
-        """The calls in order, each with the number of the op before which it begins.
-
-        That is the first op in it. A call without ops (`nn.Identity`) begins when its arguments are there.
-        """
-        numbers = {place[0]: number for number, place in enumerate(self._places)}
-        first = {place[1]: number for number, place in reversed([*enumerate(self._places)])}
-        limit, limits = len(numbers), []
-        for call in reversed(self._calls):  # a call begins no later than those after it, so those inside it
-            limit = min(limit, first.get(call.position, limit))
-            limits.append(limit)
-            if call.position in first and call.parent is not None:
-                first.setdefault(call.parent.position, limit)
-        begin = 0
-        for call, limit in zip(self._calls, reversed(limits), strict=True):
-            if call.position in first:
-                yield limit, call
-                begin = limit + 1
+    def _fill(self, lowering: FxLowering, top: Section) -> None:
+        """Add the ops and calls of a graph to the sections of their calls, which are in `top`, in graph order."""
+        calls = [call for call in self.calls if call.lowering is lowering]
+        sections = {call.position: Section("call", call.scope.path, call) for call in calls}
+        if not isinstance(lowering.tape, BodyTape):
+            sections[calls.pop(0).position] = top
+        places = _places(lowering.graph)
+        in_order: list[tuple[int, ModuleCall | _Place]] = [*_begins(calls, places, lowering), *enumerate(places)]
+        for _, item in sorted(in_order, key=operator.itemgetter(0)):
+            if isinstance(item, ModuleCall):
+                parent, scope = item.parent, item.scope.parent
+                assert parent is not None and scope is not None
+                around = _in_scope(sections.get(parent.position, top), scope.path)
+                around.items.append(sections[item.position])
             else:
-                given = leaves(call.argument_templates, torch.fx.Node)
-                begin = min(limit, max(begin, *(numbers.get(node, -1) + 1 for node in given), 0))
-                yield begin, call
+                section = sections.get(item.position, top)
+                is_backward = item.forward is not None
+                self._add_op(item, self._backward(section, item) if is_backward else _in_scope(section, item.path))
+                self._add_bodies(item.node, lowering)
 
-    def _section(self, position: int) -> Section:
-        """The section of a call in this graph; `top` for a call around the graph."""
-        return self._sections.get(position, self._top)
+    def _add_op(self, place: _Place, section: Section) -> None:
+        """Add a node as an op, or as a result of an op before it."""
+        source, slot = _part_of(place.node)
+        if source in self.ops:
+            op = self.ops[source][0]
+            op.parts[slot] = place.node
+        else:
+            op = Op(place.node)
+            section.items.append(op)
+        self.ops[place.node] = (op, slot)
 
-    def _backward(self, section: Section, path: str, position: int, *, again: bool) -> Section:
-        """The section for the backward of ops of the forward in a call and scope, in the section where it runs.
+    def _add_bodies(self, node: torch.fx.Node, lowering: FxLowering) -> None:
+        for read in node.all_input_nodes:
+            body = lowering.bodies.get(str(read.target)) if read.op == "get_attr" else None
+            if body is None:
+                continue
+            op = self.ops[node][0]
+            self.bodies.add(read)
+            if body.tape in self._body_sections:
+                op.shared.append(self._body_sections[body.tape])
+            else:
+                section = Section("body", body.tape.root.path, self.call_of(node), str(read.target), body)
+                self._body_sections[body.tape] = section
+                op.bodies.append(section)
+                self._fill(body, section)
 
-        With `again`, that for these ops themselves, where they run again.
-        """
-        outer, call = section.path, self._forward_call(path, position)
-        section = _last_backward(section, outer, section.call, BACKWARD)
-        if again:
-            section = _last_backward(section, outer, section.call, RECOMPUTED)
+    def _backward(self, section: Section, place: _Place) -> Section:
+        """The section for the backward of ops of the forward in a call and scope, in the section where it runs."""
+        assert place.forward is not None
+        outer, path, call = section.path, place.forward[0], self._forward_call(*place.forward)
+        section = _last(section, "backward", outer, section.call, BACKWARD)
+        if is_recomputed(place.node):
+            section = _last(section, "backward", outer, section.call, RECOMPUTED)
         around: dict[str, ModuleCall] = {}
         while call.parent is not None:
             around[call.scope.path], call = call, call.parent
@@ -231,108 +236,108 @@ class _Filling:
                 inner = f"{inner}/{part}"
                 owner = around.get(inner)
                 label = part if owner is None else part + index_of(owner)
-                section = _last_backward(section, inner, owner or section.call, label)
+                section = _last(section, "backward", inner, owner or section.call, label)
         return section
 
     def _forward_call(self, path: str, position: int) -> ModuleCall:
         """The call at a position; where it is inside of a function, the innermost around it that is outside."""
-        found = self._tree.calls[position : position + 1]
-        if found and found[0].position == position:  # as in each trace that is not outlined
-            return found[0]
-        around = [c for c in self._tree.calls if c.position <= position and f"{path}/".startswith(f"{c.scope.path}/")]
-        return max(around, key=lambda c: c.position, default=self._tree.calls[0])
-
-    def _add_op(self, node: torch.fx.Node, section: Section, path: str) -> list[Op]:
-        """Add a node as an op, or as a result of an op before it; gives the new op, if there is one."""
-        ops = self._tree.ops
-        taken = _taken(node)
-        if taken is not None and taken[0] in ops:
-            op, slot = ops[taken[0]][0], taken[1]
-            op.parts[slot] = node
-            ops[node] = (op, slot)
-            return []
-        op = Op(node, 0)
-        _inside(section, path).items.append(op)
-        ops[node] = (op, 0)
-        return [op]
-
-    def _add_call(self, call: ModuleCall) -> None:
-        parent, scope = call.parent, call.scope.parent
-        assert parent is not None and scope is not None
-        _inside(self._section(parent.position), scope.path).items.append(self._sections[call.position])
+        if position in self._by_position:  # as in each trace that is not outlined
+            return self._by_position[position]
+        around = [c for c in self.calls if c.position <= position and f"{path}/".startswith(f"{c.scope.path}/")]
+        return max(around, key=lambda c: c.position, default=self.calls[0])
 
 
-def _taken(node: torch.fx.Node) -> tuple[torch.fx.Node, int] | None:
-    """For a `getitem` of an op with several results: the op's node and the slot."""
-    if node.target is not operator.getitem:
-        return None
-    source, slot = node.args
-    if isinstance(source, torch.fx.Node) and isinstance(slot, int) and isinstance(node_value(source), (list, tuple)):
-        return source, slot
-    return None
+def _number(section: Section, count: int) -> int:
+    """Number the ops of a section from `count` on, in the order of the tree; returns the number after the last."""
+    section.first = count
+    for item in section.items:
+        if isinstance(item, Op):
+            item.first = count
+            count += 1
+            for body in item.bodies:
+                count = _number(body, count)
+            item.stop = count
+        else:
+            count = _number(item, count)
+    section.stop = count
+    return count
 
 
-def _places(nodes: list[torch.fx.Node]) -> list[_Place]:
-    """Each node with the position of its call, the path of its scope, and of a node of backward its `forward_place`.
+def _places(graph: torch.fx.Graph) -> list[_Place]:
+    """The place of each node of an op.
 
-    Nodes without a place of their own (switches of autograd, `sym_size`, nodes of users' passes) get that of the next
-    node.
+    Nodes without a place (switches of autograd, `sym_size`, nodes of users' passes) get that of the next node.
     """
     places: list[_Place] = []
     near: tuple[int, str, tuple[str, int] | None] = (0, "", None)
-    for node in reversed(nodes):
+    for node in reversed([n for n in graph.nodes if n.op in ("call_function", "call_module", "call_method")]):
         position = call_position(node)
         if position is not None and node.target is not set_grad_enabled:
             near = (position, scope_path(node) or "", forward_place(node))
-        places.append((node, *near))
+        places.append(_Place(node, *near))
     return places[::-1]
 
 
-_Place = tuple[torch.fx.Node, int, str, tuple[str, int] | None]
+def _begins(calls: list[ModuleCall], places: list[_Place], lowering: FxLowering) -> Iterator[tuple[int, ModuleCall]]:
+    """The calls in order, each with the number of the op before which it begins: the first that ran after its start."""
+    positions = {op: i for i, op in enumerate(lowering.tape.ops)}
+    last, starts = 0, []
+    for place in places:  # of an op that the tape has not, as one of a pass, the position of the op before it
+        op = lowering.op_of.get(place.node)
+        last = max(last, 0 if op is None else positions.get(op, 0))
+        starts.append(last)
+    for call in calls:
+        yield bisect.bisect_left(starts, call.record.start), call
 
 
-def _inside(section: Section, path: str) -> Section:
-    """The section of a user scope inside a call's section, made if it is not the last item; `path` names the scope."""
+def _part_of(node: torch.fx.Node) -> tuple[Any, int]:
+    """For a `getitem` of an op with several results: the op's node and the slot."""
+    if node.target is operator.getitem:
+        source, slot = node.args
+        if isinstance(source, torch.fx.Node) and type(slot) is int and isinstance(node_value(source), (list, tuple)):
+            return source, slot
+    return None, 0
+
+
+def _last(section: Section, kind: Kind, path: str, call: ModuleCall, name: str) -> Section:
+    """The last item of a section where it is this section; else a new one."""
+    last = section.items[-1] if section.items else None
+    if not isinstance(last, Section) or (last.kind, last.call, last.name) != (kind, call, name):
+        last = Section(kind, path, call, name)
+        section.items.append(last)
+    return last
+
+
+def _in_scope(section: Section, path: str) -> Section:
+    """The section of a user scope inside a call's section; `path` names the scope."""
     base = f"{section.path}/"
-    if not path.startswith(base):
-        return section
-    for name in path[len(base) :].split("/"):
-        last = section.items[-1] if section.items else None
-        if not isinstance(last, Section) or last.user_scope != name:
-            last = Section(f"{section.path}/{name}", section.call, name)
-            section.items.append(last)
-        section = last
+    for name in path.removeprefix(base).split("/") if path.startswith(base) else ():
+        section = _last(section, "scope", f"{section.path}/{name}", section.call, name)
     return section
 
 
-def _last_backward(section: Section, path: str, call: ModuleCall, label: str) -> Section:
-    """The last item of a section where it is a part of backward of this label and call; else a new one."""
-    last = section.items[-1] if section.items else None
-    if isinstance(last, Section) and last.is_backward and (last.user_scope, last.call) == (label, call):
-        return last
-    section.items.append(Section(path, call, label, is_backward=True))
-    return section.items[-1]  # type: ignore[return-value]
-
-
-Origin = Literal["same", "own"] | tuple[int, int]
-"""Where a member's outside node comes from: the same node for all members, a node of its own, or (op, slot) in the
-member before."""
-
-_SMALL = 16  # elements up to which the values of a lifted constant are part of a signature
+Origin = Literal["same", "different"] | tuple[int, int]
+"""Where a member's outside node comes from: the same node for all members, a different one for each, or (op, slot) in
+the member before."""
 
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """Consecutive items of a section: one op, one section, or a section and repetitions of it."""
+    """A section and repetitions of it that follow each other."""
 
-    members: list[Op | Section]
+    members: list[Section]
     relation: tuple[Origin, ...] | None = None
     """For each outside node of a member, where it comes from relative to the member before; equal for all members."""
 
     @property
-    def sections(self) -> list[Section]:
-        """The members that are sections: all, or none for an op."""
-        return [member for member in self.members if isinstance(member, Section)]
+    def first(self) -> int:
+        """The number of the first op in it."""
+        return self.members[0].first
+
+    @property
+    def stop(self) -> int:
+        """The number after that of the last op in it."""
+        return self.members[-1].stop
 
     @property
     def is_chain(self) -> bool:
@@ -341,7 +346,7 @@ class Run:
 
 
 class Folder:
-    """Gives all sections of a tree their signatures. `constants` are those of the tape."""
+    """Sets the signatures of all sections of a tree. `constants` are those of the tape."""
 
     def __init__(self, tree: Tree, constants: dict[str, torch.Tensor]) -> None:
         self._tree = tree
@@ -351,27 +356,27 @@ class Folder:
 
     # ---------------------------------------------------------------- runs
 
-    def runs(self, items: Sequence[Op | Section]) -> list[Run]:
-        """The items in order, grouped into runs of equal neighbours."""
-        found: list[Run] = []
+    def runs(self, items: Sequence[Op | Section]) -> list[Op | Run]:
+        """The items in order, with equal neighbours as one Run; a section that repeats no other one is a Run, too."""
+        runs: list[Op | Run] = []
         for item in items:
-            if not (found and self._joins(found[-1], item)):
-                found.append(Run([item]))
-        return found
+            if isinstance(item, Op):
+                runs.append(item)
+            elif not (runs and isinstance(runs[-1], Run) and self._joins(runs[-1], item)):
+                runs.append(Run([item]))
+        return runs
 
-    def _joins(self, run: Run, item: Op | Section) -> bool:
-        """Add `item` to the run if it repeats the run's members."""
+    def _joins(self, run: Run, section: Section) -> bool:
+        """Add a section to the run if it repeats the run's members."""
         last = run.members[-1]
-        if isinstance(last, Op) or isinstance(item, Op) or not (last.folds and item.folds):
+        if last.signature != section.signature or not {last.kind, section.kind} <= {"call", "backward"}:
             return False
-        if last.signature != item.signature:
-            return False
-        relation = tuple([self._relation(last, a, b) for a, b in zip(last.outside, item.outside, strict=True)])
-        repeated = Run([last, item], relation)
+        relation = tuple([self._relation(last, a, b) for a, b in zip(last.outside, section.outside, strict=True)])
+        repeated = Run([last, section], relation)
         # Parallel calls of a single op are shown one by one: a folded line would be no shorter and say less.
-        if run.relation not in (None, relation) or (item.op_count <= 1 and not repeated.is_chain):
+        if run.relation not in (None, relation) or (section.op_count <= 1 and not repeated.is_chain):
             return False
-        run.members.append(item)
+        run.members.append(section)
         run.relation = relation
         return True
 
@@ -379,44 +384,39 @@ class Folder:
         if old is new:
             return "same"
         op, slot = self._tree.ops.get(new, (None, 0))
-        if op is not None and before.first <= op.number < before.stop:
-            return (op.number - before.first, slot)
-        return "own"
+        if op is not None and before.first <= op.first < before.stop:
+            return (op.first - before.first, slot)
+        return "different"
 
     def differing(self, run: Run) -> list[str]:
         """The names of arguments that are neither shared by all members of a run nor results of the member before."""
-        last = run.sections[-1]
-        if last.is_backward:
-            return []
-        own = {node for node, origin in zip(last.outside, run.relation or (), strict=True) if origin == "own"}
-        return [name for name, x in last.call.argument_templates.items() if isinstance(x, torch.fx.Node) and x in own]
+        last = run.members[-1]
+        outside = zip(last.outside, run.relation or (), strict=True)
+        differing = {node for node, origin in outside if origin == "different"}
+        arguments = last.call.argument_templates.items()
+        return [name for name, x in arguments if isinstance(x, torch.fx.Node) and x in differing]
 
     # ---------------------------------------------------------------- signatures
 
     def _sign(self, section: Section) -> int:
-        """The signature of a section, given to it with those of the sections inside."""
+        """The signature of a section, set with those of the sections inside."""
         if section.signature >= 0:
             return section.signature
         names = _Names(section, self._tree, self._constants)
-        text: list[Hashable] = [section.call.module_type if section.is_backward else section.user_scope]
-        if section.is_call:
-            text = [section.call.module_type, section.call.is_leaf, type(section.call.raised).__qualname__]
+        text: list[Hashable] = [section.kind, section.name if section.kind == "scope" else section.call.module_type]
+        if section.kind == "call":
+            text += [section.call.is_leaf, type(section.call.raised).__qualname__]
             text += [(key, _wiring(x, names)) for key, x in section.call.argument_templates.items()]
         for item in section.items:
             if isinstance(item, Op):
-                text.append((self._op(item, names), *map(self._sign, [*item.bodies, *item.shared])))
+                op = f"{tuple(item.parts)} {type_text(node_value(item.node))} = {op_text(item.node, names)}"
+                text.append((op, *map(self._sign, [*item.bodies, *item.shared])))
             else:
                 text.append((self._sign(item), item.first - section.first, *map(names, item.outside)))
-        if section.program is not None:
-            text.append(_wiring(section.program.output.args[0], names))
-        elif not section.user_scope:
-            text.append(_wiring(section.call.output_template, names))
+        text.append(_wiring(section.outputs, names))
         section.signature = self._numbers.setdefault(tuple(text), len(self._numbers))
         section.outside = names.outside
         return section.signature
-
-    def _op(self, op: Op, names: _Names) -> str:
-        return f"{tuple(op.parts)} {type_text(node_value(op.node))} = {op_text(op.node, names)}"
 
 
 class _Names:
@@ -427,37 +427,47 @@ class _Names:
         self._tree = tree
         self._constants = constants
         self._prefix = module_prefix(section)
-        self._found: dict[torch.fx.Node, str] = {}
+        self._texts: dict[torch.fx.Node, str] = dict.fromkeys(tree.bodies, "body")
         self.outside: list[torch.fx.Node] = []
-        if section.program is not None:  # a body uses nothing from outside but its operands
-            taken = section.program.graph.find_nodes(op="placeholder")
-            self._found = {node: f"operand {i}: {type_text(node_value(node))}" for i, node in enumerate(taken)}
-        self._found |= dict.fromkeys(tree.bodies, "body")
+        if section.kind == "body":  # it uses nothing from outside but its operands
+            self._texts |= {n: f"operand {i}: {type_text(node_value(n))}" for i, n in enumerate(section.inputs)}
 
     def __call__(self, node: torch.fx.Node) -> str:
         op, slot = self._tree.ops.get(node, (None, 0))
-        if op is not None and self._section.first <= op.number < self._section.stop:
-            return f"%{op.number - self._section.first}.{slot}"
+        if op is not None and self._section.first <= op.first < self._section.stop:
+            return f"%{op.first - self._section.first}.{slot}"
         target = str(node.target)
         if node.op == "get_attr" and self._prefix and target.startswith(self._prefix):
             return f"self.{target.removeprefix(self._prefix)}: {type_text(node_value(node))}"
-        text = self._found.get(node)
+        text = self._texts.get(node)
         if text is None:
-            text = self._found[node] = f"{len(self.outside)}: {type_text(node_value(node))}{self._content(node)}"
+            # The values of small constants count; training changes those of parameters and buffers.
+            constant = self._constants.get(target) if node.op == "get_attr" else None
+            values = "" if constant is None else values_text(constant) or ""
+            text = self._texts[node] = f"{len(self.outside)}: {type_text(node_value(node))}{values}"
             self.outside.append(node)
         return text
 
-    def _content(self, node: torch.fx.Node) -> str:
-        """The values of a small lifted constant; nothing for parameters and buffers, whose values training changes."""
-        tensor = self._constants.get(str(node.target)) if node.op == "get_attr" else None
-        if tensor is None or tensor.numel() > _SMALL:
-            return ""
-        return "" if tensor.is_meta or tensor.layout is not torch.strided else str(tensor.tolist())
+
+_SMALL = 16
+
+
+def values_text(constant: torch.Tensor) -> str | None:
+    """The values of a small constant; None of others, and of one without strided data."""
+    if constant.numel() > _SMALL or constant.is_meta or constant.layout is not torch.strided:
+        return None
+    return str(constant.tolist())
 
 
 def index_of(call: ModuleCall) -> str:
     """`#1` for the second call of a module."""
     return f"#{call.index}" if call.index else ""
+
+
+def source_line(node: torch.fx.Node, lowering: FxLowering) -> str:
+    """The line of the model's code that made a node; empty where it is not known."""
+    op = lowering.op_of.get(node)
+    return "" if op is None else source_of(op.frames) or ""
 
 
 def module_prefix(section: Section) -> str | None:

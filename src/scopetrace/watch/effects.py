@@ -22,12 +22,13 @@ from scopetrace._compat.tensors import parameters_of, tags_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
     Change,
+    changed_attributes,
     content_of,
-    fill_cell,
     form_of,
     put_entry,
     same,
     same_entries,
+    set_attribute,
     snapshot,
 )
 from scopetrace.containers.structure import leaves_with_path, object_classes
@@ -132,32 +133,19 @@ class EffectWatch:
         for name, cell, old in self._cells:
             new = content_of(cell)
             if new is not old:
-                put = functools.partial(fill_cell, cell)
+                put = functools.partial(set_attribute, cell, "cell_contents")
                 yield Change(f"closure {name}", old, new, None, "", put, (id(cell), None))
 
     def _of_classes(self) -> Iterator[Change]:
         for kind, before in self._classes:
-            now = dict(vars(kind))
-            for name in dict.fromkeys((*before, *now)) if not same_entries(now, before) else ():
-                old, new = before.get(name, MISSING), now.get(name, MISSING)
-                if new is not old and name[:2] != "__":
-                    put = functools.partial(_set_attribute, kind, name)
-                    yield Change(f"{kind.__name__}.{name}", old, new, kind, name, put, (id(kind), name))
+            if not same_entries(vars(kind), before):
+                changes = changed_attributes(kind.__name__, kind, before, vars(kind), set_attribute)
+                yield from (change for change in changes if change.attribute[:2] != "__")
 
     def _of_tags(self) -> Iterator[Change]:
         for path, t, before in self._tagged:
             now = vars(t)
             if now and isinstance(t, torch.Tensor):
                 now = tags_of(t)
-            for key in dict.fromkeys((*before, *now)) if now or before else ():
-                old, new = before.get(key, MISSING), now.get(key, MISSING)
-                if new is not old:
-                    put = functools.partial(put_entry, vars(t), key)
-                    yield Change(f"{path}.{key}", old, new, t, key, put, (id(t), key))
-
-
-def _set_attribute(kind: type, name: str, value: Any) -> None:
-    if value is MISSING:
-        delattr(kind, name)
-    else:
-        setattr(kind, name, value)
+            if now or before:
+                yield from changed_attributes(path, t, before, now, lambda t, key, x: put_entry(vars(t), key, x))

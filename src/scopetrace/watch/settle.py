@@ -285,7 +285,7 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
         with _plain_state(lefts[:count]):
             for i, read in enumerate(tape.reads):
                 if read.place.kind in ("attribute", "global", "closure", "tensor") and not same(
-                    read.value, now := read.now()
+                    read.value, now := read.current()
                 ):
                     tape.reads[i] = dataclasses.replace(read, others=(*read.others, _without_tensors(now, stored)))
     again = {write.path for write in last.tape.attribute_writes}
@@ -358,7 +358,7 @@ def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
             continue
         if read.place.kind in ("attribute", "global", "closure") and not isinstance(read.value, torch.Tensor):
             skip = read.skip | entries
-            raw = read.place.now(NO_CALL)
+            raw = read.place.current(NO_CALL)
             if skip and form_of(type(raw)) is not None:
                 if id(raw) in {number for number, key in entries if key is None}:
                     continue

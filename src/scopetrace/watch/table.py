@@ -45,6 +45,7 @@ from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
 from scopetrace.guards.reach import OF_ALL, Reach, functions_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
+    ALL_MODULES,
     NO_CALL,
     Asked,
     CallInputs,
@@ -52,18 +53,16 @@ from scopetrace.ir.reads import (
     InClosure,
     InTable,
     InTables,
-    OfArgument,
     OfClass,
     OfFunctions,
     OfModules,
     OfTensor,
-    ProcessHooks,
     Read,
     Submodules,
-    Tied,
     WhichInputs,
     WhichOfModel,
     hooks_of_module,
+    tied_place,
 )
 from scopetrace.ir.scopes import Frames, Ran, source_of
 from scopetrace.ir.tape import RecordedTape
@@ -154,7 +153,7 @@ class StateReads:
             fn = fn.func
         owner = getattr(fn, "__self__", fn)
         objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
-        of_objects = [Read(n, snapshot(x, self.names), OfArgument(x), names=self.names) for n, x in objects]
+        of_objects = [Read(n, snapshot(x, self.names), InTable({n: x}, n), names=self.names) for n, x in objects]
         others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
         return [*variables, *attributes, *others, *self._of_members(held)]
 
@@ -185,10 +184,10 @@ class StateReads:
             if key == ALL_SUBMODULES:
                 outer = name.rpartition(".")[0]
                 place: Any = Submodules(module, outer)
-                yield Read(f"the submodules of {outer or 'the model'}", place.now(NO_CALL), place, frames, path)
+                yield Read(f"the submodules of {outer or 'the model'}", place.current(NO_CALL), place, frames, path)
                 continue
             place = self._place(module, key)
-            value = place.now(NO_CALL)
+            value = place.current(NO_CALL)
             if isinstance(value, torch.Tensor):
                 self._members[id(value)] = value
                 if isinstance(place, InTable) and place.table is module.__dict__:
@@ -235,12 +234,12 @@ class StateReads:
         for aspect in OfModules.ASPECTS:
             modules = called if aspect == "hooks" else named
             place = OfModules(modules, aspect, self.names, frozenset(name for _, name in changed))
-            yield Read(f"{aspect} of the modules", snapshot(place.now(NO_CALL)), place, (), path)
-        yield Read("hooks of all modules", ProcessHooks().now(NO_CALL), ProcessHooks(), (), path)
+            yield Read(f"{aspect} of the modules", snapshot(place.current(NO_CALL)), place, (), path)
+        yield Read("hooks of all modules", ALL_MODULES.current(NO_CALL), ALL_MODULES, (), path)
         tables = sorted({"_parameters", "_buffers"} & (self.names or set()))
         if tables:  # code that goes past the attributes, as `self._buffers.get("cache") is None`
             keys = Asked(_keys_of, (plain, tables))
-            yield Read("the names of parameters and buffers", keys.now(NO_CALL), keys, (), path)
+            yield Read("the names of parameters and buffers", keys.current(NO_CALL), keys, (), path)
 
     # ---------------------------------------------------------------- tensors
 
@@ -259,7 +258,7 @@ class StateReads:
         frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
         places = WhichInputs(), WhichOfModel(tuple(of_model) if code is None else self._model.owners)
         now = CallInputs((), {}, self._examples)
-        which = WhichOfModel(tuple(of_model)).now(now)
+        which = WhichOfModel(tuple(of_model)).current(now)
         if code is not None and which:
             raise UnsupportedOpError(
                 f"{tape.input_paths[which[0][0]]} is a tensor of the model, and the forward compares objects (`is`, "
@@ -269,7 +268,7 @@ class StateReads:
                 hint="give x.clone() to the trace",
             )
         if code is not None:
-            yield Read("which arguments are one tensor", places[0].now(now), places[0], frames, path)
+            yield Read("which arguments are one tensor", places[0].current(now), places[0], frames, path)
         yield Read("which arguments are tensors of the model", which, places[1], frames, path)
 
     def _of_members(self, held: Sequence[_Held]) -> Iterator[Read]:
@@ -285,14 +284,14 @@ class StateReads:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used | self._members.keys(), held):
             names = " and ".join([name for _, name, _, _ in tied])
-            yield Read(f"{names} as one tensor", True, Tied(tuple([(t, key) for _, _, t, key in tied])), (), root)
+            yield Read(f"{names} as one tensor", True, tied_place([(t, key) for _, _, t, key in tied]), (), root)
         for key, t in self._members.items():
             owner = model.owner(t)
             if key in used or owner is None:
                 continue
             fqn, holder, attribute = owner
             place = OfTensor(holder, attribute, "metadata")
-            yield Read(fqn, place.now(NO_CALL), place, (), root)
+            yield Read(fqn, place.current(NO_CALL), place, (), root)
 
     def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
         """Where each tensor of the model is that several places hold, if its id is in `used`."""
@@ -383,7 +382,7 @@ class RanFunctions:
         functions = [*self.functions.values(), *self.inner]
         if functions:
             place = OfFunctions(tuple(functions))
-            yield Read("functions", snapshot(place.now(NO_CALL)), place, (), path)
+            yield Read("functions", snapshot(place.current(NO_CALL)), place, (), path)
         known = set[tuple[int, str]]()
         for function in functions:
             frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
@@ -428,7 +427,7 @@ class RanFunctions:
         called = {kind: None for kind in called if not issubclass(kind, torch.fx.GraphModule)}  # made at its first call
         for kind, name in itertools.product(called, ("forward", "__call__")):
             place = OfClass(kind, name)
-            yield Read(f"{kind.__name__}.{name}", snapshot(place.now(NO_CALL)), place, (), path)
+            yield Read(f"{kind.__name__}.{name}", snapshot(place.current(NO_CALL)), place, (), path)
         for kind in filter(is_users_class, self._kinds):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
@@ -437,7 +436,7 @@ class RanFunctions:
                 may_run = is_value or code in self.codes or (code is not None and kind in called)
                 if may_run and (id(base), name) not in skip and is_users_class(base):
                     place = OfClass(kind, name)
-                    yield self._read(f"{kind.__name__}.{name}", place.now(NO_CALL), place, (), path, skip)
+                    yield self._read(f"{kind.__name__}.{name}", place.current(NO_CALL), place, (), path, skip)
 
 
 def _named(function: types.FunctionType) -> list[Any]:

@@ -28,7 +28,7 @@ from scopetrace.ir.tape import Call, FunctionalTape, Value
 from scopetrace.lower.exported.calls import PLAIN, argument_of, is_erased
 from scopetrace.lower.exported.frames import ModuleCallFrame
 from scopetrace.ops.history import OVERWRITE
-from scopetrace.program.graph import FxLowering, node_value, set_node_value
+from scopetrace.program.graph import FxLowering, node_value
 
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_", InputKind.USER_INPUT: ""}
 
@@ -230,7 +230,7 @@ class Lifted:
         if taken.op == "call_function":  # as in torch.export, an input has its name, and an op another
             node.name, taken.name = taken.name, node.name
         node.target = node.name
-        set_node_value(node, value)
+        node.meta["val"] = value
         return node
 
     def _arguments(self, arguments: list[tuple[str, Any]]) -> Iterator[torch.fx.Node]:

@@ -19,7 +19,7 @@ from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_g
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, renamed
 from scopetrace.lower.exported.frames import CASTS
-from scopetrace.program.graph import FxLowering, set_node_value, set_place
+from scopetrace.program.graph import FxLowering, set_place
 
 _T = TypeVar("_T", FunctionalTape, BodyTape)
 
@@ -59,7 +59,7 @@ def _switch_in(lowered: FxLowering) -> None:
     def call(switch: Any, *args: Any) -> torch.fx.Node:
         node = graph.call_function(switch, args)
         set_place(node, place, 0)
-        set_node_value(node, None)
+        node.meta["val"] = None
         return node
 
     for node in list(graph.nodes):

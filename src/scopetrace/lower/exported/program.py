@@ -40,11 +40,9 @@ from scopetrace.program.graph import (
     leave_custom_to_users,
     node_value,
     refuse_names,
-    set_node_value,
-    set_unbacked_bindings,
 )
 from scopetrace.program.traced import TracedProgram
-from scopetrace.session import argument_names
+from scopetrace.record.model import argument_names
 
 
 def to_exported_program(
@@ -181,12 +179,12 @@ def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
         if node.op == "call_function" and "val" not in node.meta:
             args = torch.fx.map_arg(node.args, node_value)
             symbolic = node.target is not torch.ops.aten._assert_scalar.default
-            set_node_value(node, node.target(*args) if symbolic and callable(node.target) else None)
+            node.meta["val"] = node.target(*args) if symbolic and callable(node.target) else None
         if node.op != "output":
             compat.set_tensor_meta(node)
         bindings = node.meta.pop("unbacked_bindings", {})
         if kept := {s: path for s, path in bindings.items() if s not in env.replacements}:
-            set_unbacked_bindings(node, kept)
+            node.meta["unbacked_bindings"] = kept
         if is_op(node.target):
             name = schema_of(node.target).op_name
             count[name] += 1

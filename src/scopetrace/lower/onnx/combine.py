@@ -34,7 +34,7 @@ from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, 
 from scopetrace.lower.onnx.translate import quiet
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.history import OVERWRITE
-from scopetrace.program.graph import FxLowering, node_value, scope_path, set_node_value
+from scopetrace.program.graph import FxLowering, node_value, scope_path
 from scopetrace.program.outlined import Function
 
 Operand = torch.fx.Node | bool | int | float | complex
@@ -207,7 +207,7 @@ class CombinedGraph:
         results: Any = torch.fx.map_arg(ops.graph.output_node().args[0], copies.__getitem__)
         for user in node.users:
             result = self._nodes[user] = results[user.args[1]]
-            set_node_value(result, node_value(user))
+            result.meta["val"] = node_value(user)
 
     def _strided(self, node: torch.fx.Node) -> torch.fx.Node:
         """`as_strided`, on a row-major copy of its base in the order of memory: ONNX knows no strides."""
@@ -237,7 +237,7 @@ class CombinedGraph:
     def _input(self, subgraph: Subgraph, value: Any) -> torch.fx.Node:
         with self.graph.inserting_before(self._start):
             node = self.graph.placeholder(f"input_{next(self._count)}")
-        set_node_value(node, value)
+        node.meta["val"] = value
         self._subgraph_of[node] = subgraph
         return node
 
@@ -271,7 +271,7 @@ class CombinedGraph:
         if not hasattr(self.root, name):
             for inner in body.walk():
                 for node in inner.graph.nodes:  # torch computes the values of conditions again, and wants an entry
-                    set_node_value(node, node_value(node))
+                    node.meta["val"] = node_value(node)
             self.root.add_module(name, body.graph_module())
         return self.graph.create_node("get_attr", name, name=name)
 
@@ -306,7 +306,7 @@ class CombinedGraph:
         self.graph.erase_node(self._start)
         for node in self.graph.find_nodes(op="placeholder"):
             if node.users or not nodes:  # torch.onnx takes no empty graph
-                set_node_value(node, self.fakes.like(self._subgraph_of[node], node_value(node)))
+                node.meta["val"] = self.fakes.like(self._subgraph_of[node], node_value(node))
             else:
                 self.graph.erase_node(node)
         self.graph.output(tuple(nodes))

@@ -21,7 +21,7 @@ from scopetrace._compat.onnx import onnx_type
 from scopetrace._compat.symbols import expression_text, to_expr
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.lower.onnx.combine import Subgraph, result_name
-from scopetrace.outline import FunctionOutput
+from scopetrace.outline.signature import FunctionOutput
 from scopetrace.program.graph import scope_path
 from scopetrace.program.outlined import Function
 

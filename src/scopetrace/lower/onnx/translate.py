@@ -34,7 +34,7 @@ from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.onnx import Table
 from scopetrace.lower.onnx.forms import OpFunctions, forms
-from scopetrace.program.graph import node_value, scope_path, set_node_value, set_unbacked_bindings
+from scopetrace.program.graph import node_value, scope_path
 
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
@@ -52,8 +52,8 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
     ins, outs = [argument_of(n) for n in inputs], [argument_of(n) for n in outputs]
     for node in graph.nodes:
         if node.op != "placeholder":
-            set_node_value(node, None)  # torch computes the values again, with its own symbols
-            set_unbacked_bindings(node, {})
+            node.meta["val"] = None  # torch computes the values again, with its own symbols
+            node.meta["unbacked_bindings"] = {}
             node.meta.setdefault("nn_module_stack", {})
             node.meta.setdefault("stack_trace", "")
     signature = ExportGraphSignature(

@@ -1,0 +1,72 @@
+"""Functions of traces that are no methods: `diff`, `save`, `load`, `write_onnx_weights`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from scopetrace.api.runnable import Shown, program_of
+from scopetrace.api.trace import Trace
+from scopetrace.errors import ArgumentTypeError
+from scopetrace.lower.onnx import require_packages
+from scopetrace.program.traced import TracedProgram
+from scopetrace.view.diff import Diff, compare
+
+
+def diff(before: Shown, after: Shown) -> Diff:
+    """What two traces do differently, by scope: inputs, parameters, ops, module calls, results, effects.
+
+    Of two versions of a model, of a trace before and after a pass, or of two outlined programs. Prints as a list of
+    lines with `-` and `+`; is false where there are no differences, that is, where the digests are equal.
+
+    Raises ArgumentTypeError for what is neither a Trace nor an OutlinedProgram.
+    """
+    for traced in (before, after):
+        if not isinstance(traced, Shown):
+            raise ArgumentTypeError(
+                f"diff takes two traces, not {type(traced).__name__}; st.trace and st.load give them"
+            )
+    return compare(program_of(before), program_of(after))
+
+
+def save(traced: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace to a file; see `Trace.save`. Raises ArgumentTypeError for what is no trace."""
+    if not isinstance(traced, Trace):
+        raise ArgumentTypeError(
+            f"save takes a trace, then a path, not {type(traced).__name__}: write st.save(tr, path)"
+        )
+    traced.save(path)
+
+
+def load(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace that `save` wrote. Nothing in the file is run, and nothing is imported.
+
+    `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file. Classes whose
+    modules are imported are the real ones; for others there are classes of the same names. A call imports those of
+    its arguments and results.
+
+    Raises TraceFileError for a file that is no trace, is damaged, is of a newer version, or uses an op that this torch
+    does not have; OSError where it cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        return Trace(TracedProgram.read(file))
+
+
+def write_onnx_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the files of weights that a file of `Trace.to_onnx(path, export_params=False)` refers to.
+
+    Args:
+        path: the ONNX file, which is only read.
+        tensors: by name, the tensors that the file lacks, such as a state dict. It is asked for one at a time.
+
+    Raises:
+        OnnxDependencyError: a package is missing.
+        OnnxOptionError: a tensor is missing, or has another dtype or shape than in the file. Nothing is written.
+    """
+    require_packages()
+    from scopetrace.lower.onnx.weights import write_weights
+
+    write_weights(path, tensors)

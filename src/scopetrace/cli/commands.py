@@ -1,0 +1,192 @@
+"""The commands that show what a trace says of itself, and `completion`."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from click.shell_completion import get_completion_class
+
+from scopetrace.api import functions
+from scopetrace.api.runnable import program_of
+from scopetrace.api.trace import Trace
+from scopetrace.cli.run import Asked, FilePath, json_text, model_command, takes_depth, takes_json, takes_scope
+from scopetrace.cli.terminal import print_text
+from scopetrace.errors import UsageError
+from scopetrace.order.execution import ExecutionOrder, steps_text
+from scopetrace.view import document
+from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
+
+
+@model_command
+@click.option(
+    "--depth", type=click.IntRange(min=0), help="Show what is in calls down to this level; 0 is the model's own."
+)
+@takes_scope
+@click.option("--calls", "as_table", is_flag=True, help="A table of the module calls, with arguments and outputs.")
+@takes_json
+@click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
+def show(asked: Asked, grad: bool, **options: Any) -> str:
+    """Trace the model TARGET, and show every op in the module that called it.
+
+    TARGET is package.module:name (a torch.nn.Module, or a class or function that makes one when called without
+    arguments; modules in the current directory are found), timm:NAME, torchvision:NAME, hf:NAME (a kind of model of
+    transformers, a class, or a local config file; random weights), or a file NAME.st that st.save wrote.
+
+    \b
+        scopetrace show timm:vit_tiny_patch16_224 --depth 2
+        scopetrace show mypackage.models:build --input ids=1x16:int64 --calls
+    """
+    if options["as_table"] and options["as_json"]:
+        raise UsageError("--calls and --json are two forms of output: write one of them")
+    with torch.set_grad_enabled(grad):
+        traced = asked.trace()
+    asked.say("writing")
+    return _shown(traced, **options)
+
+
+def _shown(traced: Trace, depth: int | None, scope: tuple[str, ...] | None, as_table: bool, as_json: bool) -> str:
+    if scope is not None:
+        refuse_unnamed(traced.scope, traced.calls, scope)
+    if as_json:
+        return document.json_text(document.document(program_of(traced), depth=depth, scope=scope))
+    if as_table:
+        return calls_table(select_calls(traced.calls, depth, scope))
+    return traced.print_readable(depth, scope=scope, print_output=False)
+
+
+@model_command
+@takes_depth
+@takes_json
+def summary(asked: Asked, depth: int | None, as_json: bool) -> str:
+    """Show what each module of TARGET takes, gives and costs.
+
+    FLOPs are those of torch.utils.flop_counter, two for each multiply-add; a parameter that several modules use counts
+    once in what is around them. TARGET is as for `scopetrace show`.
+
+    \b
+        scopetrace summary timm:resnet18 --depth 1
+        scopetrace summary mypackage.models:build --input ids=1x16:int64 --json
+    """
+    table = asked.trace().summary(depth)
+    asked.say("measuring")
+    return json_text(table.to_dict()) if as_json else str(table)
+
+
+@model_command
+@takes_depth
+@takes_json
+def memory(asked: Asked, depth: int | None, as_json: bool) -> str:
+    """Show which memory TARGET needs when, by module; with --step of a training step, else of an inference.
+
+    "made" is what the ops of a call make, "freed" what is freed before it returns, "saved" what backward reads, and
+    "peak" the most that is in use while the call runs. TARGET is as for `scopetrace show`; with --meta no memory is
+    used.
+
+    \b
+        scopetrace memory timm:resnet18 --depth 2
+        scopetrace memory hf:llama --step --optimizer adamw --meta
+    """
+    table = asked.trace().memory(depth)
+    return json_text(table.to_dict()) if as_json else str(table)
+
+
+@model_command
+@click.option("--steps", is_flag=True, help="The calls as a tree, each with the parameters that its ops use together.")
+@takes_json
+def order(asked: Asked, steps: bool, as_json: bool) -> str:
+    """Show in which order the modules of TARGET run and use their parameters.
+
+    The parameters stand in the order of first use, beside the order of registration. Below are shared parameters, those
+    used outside their module or never, modules that are never called, and a hash of the whole order, which is equal
+    wherever the model runs in the same order. TARGET is as for `scopetrace show`.
+
+    \b
+        scopetrace order timm:vit_tiny_patch16_224
+        scopetrace order mypackage.models:build --input ids=1x16:int64 --steps
+    """
+    traced = asked.trace(functional=False).order
+    if as_json:
+        return json_text(_order_data(traced))
+    return f"{steps_text(traced) if steps else traced}\ndigest: {traced.digest}"
+
+
+def _order_data(traced: ExecutionOrder) -> dict[str, Any]:
+    calls = [{"fqn": call.fqn, "index": call.index, "class": call.type_name} for call in traced.calls]
+    steps = [step._asdict() for step in traced.steps]
+    return {"digest": traced.digest, "parameters": traced.param_forward_order, "calls": calls, "steps": steps}
+
+
+@model_command
+@click.argument("other")
+@takes_json
+@click.option("--html", type=FilePath(), help="Also write them to this file.")
+def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[str, int]:
+    """Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.
+
+    Both are as TARGET of `scopetrace show`, or files that `Trace.save` wrote, and get the same inputs and options. The
+    exit code is 0 where they do the same, 3 where they differ.
+
+    \b
+        scopetrace diff before.st after.st
+        scopetrace diff timm:resnet18 timm:resnet26
+    """
+    differences = functions.diff(asked.trace(), dataclasses.replace(asked, target=other).trace())
+    if html is not None:
+        html.write_text(f"<!doctype html><meta charset='utf-8'>{differences.to_html()}", encoding="utf-8")
+    return differences.to_json() if as_json else str(differences), 3 if differences else 0
+
+
+@model_command
+@click.option(
+    "--output",
+    "-o",
+    type=FilePath(),
+    help="The file to write: .html; .svg, .png, .pdf by Graphviz; .json for Model Explorer. Without it, a page opens "
+    "in the browser.",
+)
+@click.option("--depth", type=click.IntRange(min=0), default=1, help="Of a picture, levels of calls that are open; 1.")
+@takes_scope
+def view(asked: Asked, output: Path | None, depth: int, scope: tuple[str, ...] | None) -> str:
+    """Draw TARGET: modules are boxes in boxes, with the shapes of what goes in and out.
+
+    The HTML page is one file that needs no network: boxes open and close, and are searched by name. TARGET is as for
+    `scopetrace show`.
+
+    \b
+        scopetrace view timm:resnet18
+        scopetrace view timm:resnet18 -o resnet18.svg --depth 2 --scope 'layer1'
+    """
+    traced = asked.trace()
+    asked.say("drawing")
+    path = output or Path(tempfile.mkdtemp(prefix="scopetrace-")) / "model.html"
+    if path.suffix == ".html":
+        traced.to_html(path)
+    elif path.suffix == ".json":
+        traced.to_model_explorer(path)
+    else:
+        traced.to_svg(path, depth=depth, scope=scope)
+    if output is None:
+        webbrowser.open(path.as_uri())
+    return str(path)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that lets SHELL complete the commands and options of scopetrace.
+
+    \b
+        scopetrace completion bash >> ~/.bashrc
+        scopetrace completion zsh >> ~/.zshrc
+        scopetrace completion fish > ~/.config/fish/completions/scopetrace.fish
+    """
+    script = get_completion_class(shell)
+    assert script is not None
+    print_text(script(ctx.find_root().command, {}, "scopetrace", "_SCOPETRACE_COMPLETE").source())

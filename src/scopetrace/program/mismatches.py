@@ -1,0 +1,108 @@
+"""What is not as it was in the trace, in words: the errors of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import starmap
+from typing import Any
+
+import torch
+
+from scopetrace._compat.questions import fact_of
+from scopetrace.containers.contents import difference, same, short
+from scopetrace.errors import DataDependentError, InputMismatchError, ScopetraceError, StateMismatchError
+from scopetrace.ir.reads import Asked, Flag, OfFunctions, Read
+from scopetrace.ir.scopes import source_of, walk_frames
+from scopetrace.ir.tape import ProgramTape
+from scopetrace.ir.write_back import Number, resolved
+from scopetrace.record.uses import catches_errors
+
+
+def _other_strides(tape: ProgramTape, inputs: Sequence[Any], number: Number) -> str | None:
+    """The first input whose strides are not those of the trace, in words; None where all are."""
+    for path, value, tensor in zip(tape.input_paths, tape.inputs, inputs, strict=False):
+        if value.fake.layout is torch.strided:
+            old = layout_for(tensor, fact_of(value.fake, "layout", ()), number)
+            new = fact_of(tensor, "layout", ())
+            if old != new:
+                return f"{path} had strides {old} when traced and has {new} now"
+    return None
+
+
+def layout_for(tensor: torch.Tensor, layout: Sequence[Any], number: Number) -> tuple[int, ...]:
+    """The strides of an input in the trace, in numbers, for the sizes that it has in a call."""
+    sizes = zip(tensor.shape, resolved(layout, number), strict=True)
+    return tuple([0 if n == 1 else stride for n, stride in sizes])
+
+
+def mismatch(read: Read, value: Any, current: Any) -> InputMismatchError:
+    """The error for a read that gave `value` in the trace."""
+    place, name = read.place, read.name
+    words = getattr(place, "words", None)
+    asked = place if isinstance(place, Asked) else None
+    text = str if words is not None else (asked and asked.text) or _text
+    if words is not None:
+        name, value, current = words(value, current)
+    elif place.kind != "input" and not (asked and asked.text):
+        name, value, current = difference(value, current, name)
+    at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
+    traced, present = text(value), text(current)
+    problem = f"{name}{at}: {traced} when traced and {'another one' if traced == present else present} now"
+    if place.kind == "input":
+        return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
+    if isinstance(place, OfFunctions):
+        functions = zip(place.functions, read.value, read.current(), strict=True)
+        changed = [function.__qualname__ for function, old, new in functions if not same(old, new)]
+        which = changed[-1] if changed else "a function"
+        problem = f"the code or the default arguments of {which} are not those of the trace"
+    if isinstance(place, Flag):
+        return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
+    hint = (asked and asked.hint) or "or pass it as an argument, if calls differ in it"
+    return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.nn.Module):
+        return type(value).__name__
+    text = short(value) if isinstance(value, torch.Tensor) else " ".join(repr(value).split())
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def not_as_traced(tape: ProgramTape, name: str, traced: Any, current: Any) -> StateMismatchError:
+    """The error for another tensor of the model. Both are dtype, shape, and device where that was asked."""
+    count = 3 if current is not None and current[:2] == traced[:2] else 2
+    text = "no tensor" if current is None else _metadata_text(*current[:count])
+    hint = "trace again, or put it back"
+    if any(write.path == name for write in tape.attribute_writes):
+        hint += "; the forward puts another tensor there: run the model once before st.trace if that one stays"
+    return StateMismatchError(f"{name} was {_metadata_text(*traced[:count])} when traced and is {text} now; {hint}")
+
+
+def _metadata_text(dtype: torch.dtype, shape: torch.Size, device: torch.device | None = None) -> str:
+    on = "" if device is None else f" on {device}"
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{on}"
+
+
+def explained(error: Exception, tape: ProgramTape, inputs: Sequence[Any], number: Number) -> ScopetraceError | None:
+    """InputMismatchError where a graph failed since a specialization or the strides of an input differ, else None.
+
+    Where the forward may catch the error, a DataDependentError: the graph does not go on as the forward would.
+    """
+    differs = next((s for s in tape.specializations if s.message in str(error)), None)  # an Interpreter says more
+    if differs is not None:
+        return InputMismatchError(differs.message)
+    other = _other_strides(tape, inputs, number)
+    if other is not None:
+        way_out = "give a copy in the strides of the trace, or trace again with such an input"
+        return InputMismatchError(f"{other}, and an op of the program takes no others; {way_out}: {error}")
+    ops = (op for op in tape.ops if op.kind == "call_function")
+    caught = next((op for op in ops if any(starmap(catches_errors, walk_frames(op.frames)))), None)
+    if caught is None:
+        return None
+    return DataDependentError(
+        f"an op of the program fails, and the forward may go on, since it catches errors: {error}",
+        op=str(caught.target),
+        module=str(caught.scope),
+        source=source_of(caught.frames),
+        hint="ask for success by an op, as torch.linalg.cholesky_ex does, and pick with torch.where",
+    )

@@ -1,0 +1,150 @@
+"""What an error means that torch raises on fake tensors: the TraceError in its place, or a note with the place."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import torch
+
+from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE
+from scopetrace.errors import DataDependentError, TraceError, UnsupportedOpError
+from scopetrace.ir.scopes import frames_of_traceback, user_line
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.data import NoRealValue
+from scopetrace.record.ops import OpRecorder
+
+
+def explain(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> None:
+    """Raise the TraceError that says what an error of the forward means, or add its place to it as a note."""
+    meant = explained(error, builder, ops)
+    if meant is not None:
+        meant.stands_for(error, f"  torch: {_first_line(error)}")
+        raise meant from error
+    place = _place(error, builder)
+    error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
+
+
+def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceError | None:
+    """The TraceError that says what an error of torch means; None for an error of the model."""
+    place = _place(error, builder)
+    failed = builder.failed
+    running = failed[1] if failed is not None and failed[0] is error else None
+    chain = (error, error.__cause__)  # torch.testing wraps what it catches
+    no_data = any(isinstance(e, DATA_DEPENDENT) or _NO_DATA.search(str(e)) for e in chain)
+    if no_data and running is torch.ops.aten.embedding_backward.default and builder.optimizer is None:
+        return sparse_gradient(str(running), **place)  # where its result is dense, no data is read
+    if no_data:
+        problem = "Python needs the value of a tensor that depends on the inputs or the model's state"
+        hint = _way_out(error)
+        if builder.optimizer is not None:
+            problem = f"{type(builder.optimizer).__name__} branches in Python on the values of tensors"
+            hint = "step it after a call of the trace, on the gradients that this leaves in `grad`"
+        reader = ops.data.reader(getattr(error, "cond", None), running)
+        return DataDependentError(problem, op=reader, hint=hint, **place)
+    if isinstance(error, NoRealValue):
+        problem = f"Python needs a value, and there is none: {error}"
+        return DataDependentError(problem, op=ops.data.reader(None, running), **place)
+    op = None if running is None else str(running)
+    for text, (problem, hint) in _NO_FAKE.items():
+        if text in str(error):
+            return UnsupportedOpError(problem or str(error), op=op, hint=hint, **place)
+    if "modified by an inplace operation" in str(error):
+        return UnsupportedOpError(
+            "the forward differentiates what it has written to since, and autograd needs the values from before",
+            op="torch.autograd.grad",
+            hint="write out of place, or clone() the tensor before the ops that use it",
+            **place,
+        )
+    if isinstance(error, NO_SHAPE_RULE) or "There was no fake impl registered for" in str(error):
+        return UnsupportedOpError(
+            f"torch cannot tell the shape of what an op returns: {type(error).__name__}: {_first_line(error)}",
+            op=op,
+            hint="register a fake implementation with torch.library.register_fake, or name the module in leaf_modules=",
+            **place,
+        )
+    return None
+
+
+def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
+    """The error for a gradient that eager would add to `grad` by rules of its own for sparse tensors."""
+    problem = "the gradient of a parameter is sparse, as that of an embedding with sparse=True"
+    hint = "make the embedding with sparse=False, and the optimizer one that takes dense gradients"
+    return UnsupportedOpError(problem, op=op, module=module, source=source, hint=hint)
+
+
+def _place(error: Exception, builder: TapeBuilder) -> dict[str, str | None]:
+    """`module` and `source` of an exception that left the forward."""
+    failed = next((c for c in reversed(builder.tape.calls) if c.raised is error), None)
+    scope = failed.scope if failed is not None else builder.state.current_scope
+    return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+_NO_DATA = re.compile(
+    r"doesn't have storage|Cannot access data pointer|\.numpy\(\) is not supported|doesn't have data"
+    "|data is not allocated yet|unallocated storage|Not available for 'meta' device type"
+    r"|unsupported format string passed to FakeTensor|\bSym(Int|Float|Bool)\b"  # what symbolic numbers cannot do
+)
+
+_NO_FAKE = {
+    "NYI: aten._pin_memory": (
+        "the forward pins a tensor (pin_memory()), and tensors have no data while they are traced",
+        "pin the inputs outside of the forward, as a DataLoader with pin_memory=True does; what the forward makes can "
+        "be made pinned: torch.zeros(n, pin_memory=True)",
+    ),
+    "_share_fd_: only available on CPU": (
+        "the forward moves a tensor to shared memory (share_memory_()), and tensors have no data while they are traced",
+        "share the model's tensors and the inputs outside of the forward",
+    ),
+    "raw Tensor object is already associated": (
+        "the forward makes a lazy module, or another parameter without data",
+        "make modules in __init__, and run a lazy one once before st.trace",
+    ),
+    "_apply(): Couldn't swap": (
+        "the forward casts or moves a module (half(), double(), to(...))",
+        "cast or move modules before st.trace, or cast tensors: x.to(weight.dtype)",
+    ),
+    "OpaqueTensorImpl": ("an MKL-DNN tensor has no fake tensor", "leave out to_mkldnn(): torch chooses the kernels"),
+    "quantized nyi in meta tensors": ("a quantized tensor has no fake tensor", "dequantize() it before st.trace"),
+    "Attempted to set the storage of a tensor on device": (
+        "the forward gives a tensor the memory of another one on another device (set_(), copy.copy)",
+        "write y = x.clone()",
+    ),
+    "tried to directly modify sizes for customized tensor": (
+        "the forward gives a tensor with dynamic sizes a fixed size in place (resize_(2, 3))",
+        "make a new tensor: x.new_empty(2, 3), or x.reshape(-1)[:6].view(2, 3)",
+    ),
+    "NYI: aten.": ("tensors have no data while they are traced, and this op needs it", "do it outside of the forward"),
+    "torch.distributed.nn.functional": ("", "take the functions of torch.distributed itself"),
+}
+"""By what torch raises for a fake tensor: the problem ("" for torch's own words), and the way out."""
+
+_BRANCH = (
+    "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
+    "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
+    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped; "
+    "for min(n, 4) and max(n, 4) write torch.sym_min(n, 4) and torch.sym_max(n, 4)"
+)
+
+
+_WAYS_OUT = {
+    "_detect_is_causal_mask": "say whether the mask is a causal one, which nn.TransformerEncoder and its kind else "
+    "look up in it: is_causal=True or False beside mask=, tgt_is_causal= beside tgt_mask=, src_is_causal= beside "
+    "src_mask= of nn.Transformer; or trace with specialize=True, which lets the example decide",
+    "torch.distributions": "make the distribution with validate_args=False, or call "
+    "torch.distributions.Distribution.set_default_validate_args(False): it looks at its parameters and samples",
+}
+"""By a function or package of torch that asks for data, what to do instead."""
+
+
+def _way_out(error: BaseException) -> str:
+    """What to write instead of a branch on data."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asked_by = {frame.f_code.co_name for frame in frames} | {
+        str(frame.f_globals.get("__name__")).rpartition(".")[0] for frame in frames
+    }
+    return next((hint for name, hint in _WAYS_OUT.items() if name in asked_by), _BRANCH)
