@@ -12,6 +12,7 @@ from typing import Any
 
 from scopetrace._compat.ops import to_undo
 from scopetrace._compat.questions import MISSING, Replace
+from scopetrace._compat.versions import CURRENT
 
 REPLACED = {
     "a question that runs no op and takes no tensor": """
@@ -29,9 +30,9 @@ REPLACED = {
         torch.autograd.graph.saved_tensors_hooks.__enter__ torch.autograd.graph.saved_tensors_hooks.__exit__
         torch.utils._python_dispatch.TorchDispatchMode.__enter__
         torch.utils._python_dispatch.TorchDispatchMode.__exit__""",
-    "a region under checkpointing where autograd is off, which makes no hooks": """
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator
-        torch.distributed._composable.checkpoint_activation._checkpoint_without_reentrant_generator""",
+    "a region under checkpointing where autograd is off, which makes no hooks": f"""
+        torch.utils.checkpoint.{CURRENT.checkpoint_generator}
+        torch.distributed._composable.checkpoint_activation.{CURRENT.checkpoint_generator}""",
     "Python's door to autograd's engine, bound under two names": """
         torch.autograd._engine_run_backward torch.autograd.graph._engine_run_backward""",
     "a function with a backward of its own is applied, or its node made": """

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.ctc_loss import CTC_RULES
 from scopetrace._compat.layout_questions import asked_without_guards
+from scopetrace._compat.empty import has_empty, or_real
 from scopetrace._compat.questions import inference_mode_enabled
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
@@ -494,9 +495,17 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
 
 
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
+    operands = tree_leaves((args, kwargs))
+    if any(map(_is_symbolic, operands)):
         with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
             return func(*args, **kwargs)
+    if not has_empty(operands):
+        return _run_static(mode, func, args, kwargs)
+    run = functools.partial(_run_static, mode, func, args, kwargs)
+    return or_real(run, mode, func, args, kwargs, (*DATA_DEPENDENT, *NO_SHAPE_RULE))
+
+
+def _run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     if runs_in_python(func, args):
         return func.decompose(*args, **kwargs)
     before = mode.cache_enabled
