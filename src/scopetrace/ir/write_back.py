@@ -270,8 +270,7 @@ class WriteBack(Printed):
 
     def _copies(self) -> list[FromGraph]:
         """What is a copy of a value of the graph, and not that value."""
-        sources = self._bases()
-        sources += [base_of(u.value) for u in self.updates if isinstance(u, (CopyInto, SetTo))]
+        sources = [*self._bases(), *(base_of(u.value) for u in self.updates if isinstance(u, (CopyInto, SetTo)))]
         return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
 
     def __str__(self) -> str:
@@ -389,7 +388,7 @@ def resolved(x: Any, number: Number) -> Any:
 
 
 def base_of(source: Source | None) -> Source | None:
-    """What a view is of; of any other source itself."""
+    """What a view is of; any other source itself."""
     return source.base if isinstance(source, ViewOf) else source
 
 
