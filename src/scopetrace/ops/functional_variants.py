@@ -312,9 +312,14 @@ def _is_default(arg: Argument, value: Any) -> bool:
 
 def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with the defaults of those that were not given."""
-    schema = schema_of(func)
-    defaults = {a.name: a.default for a in schema.arguments if a.has_default}
-    return defaults | dict(zip(schema.names, args, strict=False)) | kwargs
+    arguments = _defaults(func).copy()
+    arguments.update(zip(schema_of(func).names, args, strict=False), **kwargs)
+    return arguments
+
+
+@functools.cache
+def _defaults(func: Any) -> dict[str, Any]:
+    return {a.name: a.default for a in schema_of(func).arguments if a.has_default}
 
 
 def tensor_of(value: Any) -> Any:
@@ -336,5 +341,10 @@ def _canonical(arg: Argument) -> str:
 
 def is_factory(op: Op) -> bool:
     """Whether an op only takes sizes, dtype and device of its argument."""
-    name = schema_of(op.target).op_name if is_op(op.target) else ""
+    return is_op(op.target) and _is_factory(op.target)
+
+
+@functools.cache
+def _is_factory(func: Any) -> bool:
+    name = schema_of(func).op_name
     return name.endswith("_like") or name.startswith("new_")

@@ -122,6 +122,9 @@ class History:
         bits = self._of_modules if op.kind == "call_module" else 0
         if not (bits or self._bits) or not (op.grad or self._assumed) or op.target in DETACHED or is_factory(op):
             return
+        if not op.writes:
+            self._add_bits(op, inputs, results, bits)
+            return
         for sources, changed in _parts(op, inputs, results):
             self._add_bits(op, sources, changed, bits)
 
@@ -137,9 +140,9 @@ class History:
 
 
 def _parts(op: Op, inputs: list[Value], results: list[Value]) -> Iterator[tuple[list[Value], list[Value]]]:
-    """What an op reads, and makes or writes of it; of a foreach op that writes, for each tensor alone."""
+    """What an op that writes reads, and makes or writes of it; of a foreach op, for each tensor alone."""
     changed = [*results, *op.writes]
-    if not (op.writes and is_op(op.target) and schema_of(op.target).op_name.startswith("_foreach_")):
+    if not (is_op(op.target) and schema_of(op.target).op_name.startswith("_foreach_")):
         yield inputs, changed
         return
     for i, t in enumerate(values_in(op.args[0])):
@@ -167,7 +170,8 @@ def is_view(v: Value) -> bool:
 
 def _base(v: Value, inputs: list[Value]) -> Value | None:
     """What a value is for autograd a view of, or the same tensor as, among the inputs of its op."""
-    sharing = [i for i in inputs if i.storage == v.storage]
+    storage = v.storage
+    sharing = [i for i in inputs if i.storage == storage]
     if not sharing or v.op.target in NO_VIEWS:
         return None
     return next((i for i in sharing if i.fake is v.fake), sharing[0])
