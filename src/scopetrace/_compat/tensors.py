@@ -34,8 +34,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.ctc_loss import CTC_RULES
-from scopetrace._compat.layout_questions import asked_without_guards
 from scopetrace._compat.empty import has_empty, or_real
+from scopetrace._compat.layout_questions import asked_without_guards
 from scopetrace._compat.questions import inference_mode_enabled
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic

@@ -161,12 +161,16 @@ class Reach:
     def _add_class(self, kind: type, depth: int, *, is_named: bool) -> None:
         depth = _never_if_far(depth)
         for base in kind.__mro__:
-            if self.classes.get(base, False) >= is_named and base in self.classes or not is_users_class(base):
+            if (base in self.classes and self.classes[base] >= is_named) or not is_users_class(base):
                 continue
             is_new, self.classes[base] = base not in self.classes, is_named
             for name, member in vars(base).items() if is_new else _constructors(base):
                 for function in functions_of(member):
-                    if name in self.names or name == "forward" or (name[:2] == "__" and (is_named or name not in OF_ALL)):
+                    if (
+                        name in self.names
+                        or name == "forward"
+                        or (name[:2] == "__" and (is_named or name not in OF_ALL))
+                    ):
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))

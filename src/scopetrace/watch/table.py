@@ -226,7 +226,7 @@ class StateReads:
 
     def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """Classes and methods of modules that were used, hooks of those that were called, and of all of the process."""
-        tape, path = self._builder.tape, self._builder.tape.root.path
+        path = self._builder.tape.root.path
         plain = [m for m in self._used.values() if not isinstance(m, torch.jit.ScriptModule)]
         saved = [(self._model.saved(m), m) for m in plain]
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
