@@ -74,15 +74,15 @@ class FlagRecorder:
     def without_frozen(self, by: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the leaves of autograd's graph into whose `grad` it adds now."""
         real = {id(e.value.fake): e.tensor for e in self._flagged.values()}
-        found = [t for t in by if requires_grad_of(real.get(id(t), t))]
+        differentiable = [t for t in by if requires_grad_of(real.get(id(t), t))]
         late = [t for leaf in by if not requires_grad_of(t := real.get(id(leaf), leaf))]
-        if late and (not found or any(map(any, hooks_of(*late)))):
+        if late and (not differentiable or any(map(any, hooks_of(*late)))):
             self._refuse(
                 "the forward freezes tensors with hooks, or all that requires grad, between what was computed from "
                 "them and its backward",
                 "freeze after backward()",
             )
-        return found
+        return differentiable
 
     def finish(self) -> None:
         """Refuse flags that are not put back."""

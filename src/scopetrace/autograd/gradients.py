@@ -128,14 +128,14 @@ class GradientRecorder:
         self,
         run: Differentiate,
         outputs: Sequence[torch.Tensor],
-        given: Iterable[torch.Tensor | None],
+        grad_outputs: Iterable[torch.Tensor | None],
         inputs: Sequence[torch.Tensor],
         *,
         accumulates: bool,
         create_graph: bool,
         keeps_graph: bool,
     ) -> Any:
-        """The forward differentiates `outputs`, with `given` as their gradients.
+        """The forward differentiates `outputs`, with `grad_outputs` as their gradients.
 
         That is by `inputs`; with `accumulates`, into their `grad`, or that of all leaves where there are none.
         """
@@ -156,20 +156,20 @@ class GradientRecorder:
         self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_now, places, kind="hooks"))
         for p, t in params:
             give_hooks(p, t)
-        given = list(given)
-        with self._phases.backward(outputs, given, keeps_graph=keeps_graph):
-            found = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
+        grad_outputs = list(grad_outputs)
+        with self._phases.backward(outputs, grad_outputs, keeps_graph=keeps_graph):
+            gradients = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
         if not accumulates:
-            return found
-        self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
+            return gradients
+        self._taken |= {self._values.value_of(t).storage for t in grad_outputs if t is not None}
         self._hooks_keep = bool(self._builder.hooked) or any(map(has_gradient_hooks, by))
-        self._accumulate(by, found, create_graph=create_graph)
+        self._accumulate(by, gradients, create_graph=create_graph)
         return None
 
     def _accumulate(
-        self, by: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None], *, create_graph: bool
+        self, by: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, create_graph: bool
     ) -> None:
-        for t, gradient in zip(by, found, strict=True):
+        for t, gradient in zip(by, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradient("Tensor.backward", **self._builder.where())
             if gradient is not None:
@@ -178,8 +178,8 @@ class GradientRecorder:
 
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor in autograd's graph of the forward: of a parameter, its fake tensor."""
-        own = unwrapped(t)
-        return t if own is not t or isinstance(own, FakeTensor) else self._values.value_of(t).fake
+        tensor = unwrapped(t)
+        return t if tensor is not t or isinstance(tensor, FakeTensor) else self._values.value_of(t).fake
 
     def _outside(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor from outside that a fake tensor stands for; itself where the forward made it."""
@@ -266,26 +266,26 @@ class GradientRecorder:
 
     def _of(self, t: torch.Tensor) -> _Gradient:
         value = self._first(self._flags.value_of(t))
-        found = self._gradients.get(id(value.fake))
-        if found is None:
+        gradient = self._gradients.get(id(value.fake))
+        if gradient is None:
             tensor = t if value.real is None else value.real
-            found = self._gradients[id(value.fake)] = _Gradient(tensor, value)
-        return found
+            gradient = self._gradients[id(value.fake)] = _Gradient(tensor, value)
+        return gradient
 
     def _first(self, value: Value) -> Value:
         """What a tensor from outside was before the forward wrote it in place."""
         if value.op.kind != "call_function":
             return value
         outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
-        found = next((v for v in outside if v.fake is value.fake), None)
-        if found is None and (self._values.is_outside(value.fake) or value.op.target is _SET_DATA):
+        first = next((v for v in outside if v.fake is value.fake), None)
+        if first is None and (self._values.is_outside(value.fake) or value.op.target is _SET_DATA):
             raise UnsupportedOpError(
                 "the forward asks for the gradient of a tensor of which it has set `.data`, or adds to it",
                 op="Tensor.grad",
                 **self._builder.where(),
                 hint="do so before, or write the tensor in place: `p.data.copy_(new)`",
             )
-        return value if found is None else found
+        return value if first is None else first
 
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
@@ -367,7 +367,7 @@ class GradientRecorder:
         self._made.append(optimizer)
 
     def _is_made_inside(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(optimizer is made for made in self._made)
+        return any(optimizer is inner for inner in self._made)
 
     def on_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
@@ -390,9 +390,9 @@ class GradientRecorder:
 
         def run() -> Any:
             step.stack.close()
-            found = closure()
+            loss = closure()
             self._resume(step)
-            return found
+            return loss
 
         return run
 
@@ -468,8 +468,8 @@ class GradientRecorder:
             self._stepping.pop().flags.close()
 
     def _refuse_new_state(self, optimizer: torch.optim.Optimizer, before: dict[tuple[int, str], int]) -> NoReturn:
-        name, made = type(optimizer).__name__, [key for key in state_of(optimizer) if key not in before]
-        if made:
+        name, new_keys = type(optimizer).__name__, [key for key in state_of(optimizer) if key not in before]
+        if new_keys:
             problem, hint = f"{name} makes its state in its first step", "run optimizer.step() once before the trace"
         else:
             problem, hint = f"{name} puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
@@ -479,15 +479,15 @@ class GradientRecorder:
         """Make the state that an optimizer does not have yet, and name it."""
         params = [p for group in optimizer.param_groups for p in group["params"] if self.get(p) is not None]
         with eager():
-            made = new_state(optimizer, params)
-        for p, state in made.items():
+            states = new_state(optimizer, params)
+        for p, state in states.items():
             optimizer.state[p] = state
             self._model.contents.accept(optimizer.state, p)
         for p, key, x in state_tensors(optimizer):
             self._model.name_state(x, p, key)
 
     def on_scaled_step(
-        self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], step: Callable[[], Any]
+        self, optimizer: torch.optim.Optimizer, found_infs: Iterable[torch.Tensor], step: Callable[[], Any]
     ) -> Any:
         """A scaler lets an optimizer step where gradients are finite: its ops run, and take back what they wrote."""
         if not self._is_made_inside(optimizer):  # else its state is not there before the step, and not after the call
@@ -497,7 +497,7 @@ class GradientRecorder:
         state = leaves([kept, settings], torch.Tensor)
         tensors = [*(p for group in optimizer.param_groups for p in group["params"]), *state]
         with self._of_optimizer(optimizer), torch.no_grad():
-            skips = {d: torch.stack([n.to(d) for n in found]).sum() != 0 for d in {t.device for t in tensors}}
+            skips = {d: torch.stack([n.to(d) for n in found_infs]).sum() != 0 for d in {t.device for t in tensors}}
             before = {id(t): (t, t.clone()) for t in tensors}
         start = len(self._tape.ops)
         out = step()
@@ -555,7 +555,7 @@ class GradientRecorder:
     def _refuse_other(self, by: list[torch.Tensor], *, accumulates: bool) -> None:
         """Refuse where derivatives are not what the ops say: autograd knows more of the tensors from outside."""
         examples = list(self._values.examples.items())
-        given = [t for _, t in examples]
+        example_inputs = [t for _, t in examples]
         if accumulates and any(t.grad_fn is not None for t in by if not isinstance(t, FakeTensor)):
             self._refuse_beyond()
         by = [t for t in by if unwrapped(t) is t and not isinstance(t, FakeTensor)]
@@ -573,7 +573,7 @@ class GradientRecorder:
         objects = {(v.storage, id(v.fake)) for v, _ in examples if v.storage in brought}
         depends = depends or len(objects) > len({storage for storage, _ in objects})  # in eager all have what one gets
         with paused() if not depends else contextlib.nullcontext():
-            depends = depends or has_other_gradient(by, [*given, *self._tape.attributes.values()])
+            depends = depends or has_other_gradient(by, [*example_inputs, *self._tape.attributes.values()])
         if depends:
             self._refuse(
                 "the forward differentiates by an input that has a hook, or by a parameter or an input from which "
@@ -592,5 +592,5 @@ class GradientRecorder:
 
 def _hooks_now(*places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor]) -> list[list[Callable[..., Any]]]:
     """The hooks on the gradients of parameters, of which the model may have put others at their names."""
-    found = [t if owner is None else getattr(owner[1], owner[2], None) for owner, t in places]
-    return hooks_of(*(t for t in found if isinstance(t, torch.Tensor)))
+    current = [t if owner is None else getattr(owner[1], owner[2], None) for owner, t in places]
+    return hooks_of(*(t for t in current if isinstance(t, torch.Tensor)))

@@ -153,12 +153,16 @@ class Reach:
 
     def _add_class(self, kind: type, depth: int, *, is_named: bool) -> None:
         for base in kind.__mro__:
-            if self.classes.get(base, False) >= is_named and base in self.classes or not is_users_class(base):
+            if (self.classes.get(base, False) >= is_named and base in self.classes) or not is_users_class(base):
                 continue
             is_new, self.classes[base] = base not in self.classes, is_named
             for name, member in vars(base).items() if is_new else _constructors(base):
                 for function in functions_of(member):
-                    if name in self.names or name == "forward" or (name[:2] == "__" and (is_named or name not in OF_ALL)):
+                    if (
+                        name in self.names
+                        or name == "forward"
+                        or (name[:2] == "__" and (is_named or name not in OF_ALL))
+                    ):
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
@@ -189,11 +193,11 @@ class Reach:
         for name, attribute in names.dotted:
             module = table.get(name)
             if isinstance(module, types.ModuleType) and not is_library(module.__name__):
-                own = vars(module)
-                if attribute in own and (id(own), attribute) not in self.variables:
-                    self.variables[id(own), attribute] = own, attribute
-                    place = functools.partial(put_entry, own, attribute)
-                    self._look_at(f"{module.__name__}.{attribute}", own[attribute], depth, place)
+                namespace = vars(module)
+                if attribute in namespace and (id(namespace), attribute) not in self.variables:
+                    self.variables[id(namespace), attribute] = namespace, attribute
+                    place = functools.partial(put_entry, namespace, attribute)
+                    self._look_at(f"{module.__name__}.{attribute}", namespace[attribute], depth, place)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self.cells:
                 self.cells[id(cell)] = name, cell

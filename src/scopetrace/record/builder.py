@@ -172,12 +172,12 @@ class TapeBuilder:
 
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
-        found = capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__, self.ran)
+        captured = capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__, self.ran)
         last = self._last_frames
-        if found[0] is last[0] and found[1] == last[1]:
+        if captured[0] is last[0] and captured[1] == last[1]:
             return last
-        self._last_frames = found
-        return found
+        self._last_frames = captured
+        return captured
 
     def expect_history(self, why: str) -> None:
         """Start again where results have no history of autograd, and need one."""
@@ -330,7 +330,7 @@ class ValueTable:
         self, outputs: Outputs, fakes: Sequence[torch.Tensor | None], inputs: Sequence[Value]
     ) -> list[Value | None]:
         """As `new` for each result that was made from metadata alone."""
-        made: list[Value | None] = []
+        results: list[Value | None] = []
         for slot, (meta, fake) in enumerate(zip(outputs.tensors, fakes, strict=True)):
             value = None
             if isinstance(meta, Identity):
@@ -339,8 +339,8 @@ class ValueTable:
             elif meta is not None and fake is not None:
                 value = self.new(fake, slot, storage_id(fake), meta.key)
                 value.autograd_placeholder = meta.requires_grad
-            made.append(value)
-        return made
+            results.append(value)
+        return results
 
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.
@@ -381,9 +381,9 @@ class ValueTable:
         Raises ForeignTensorError for a tensor that another trace or thread made, UnsupportedOpError for a subclass.
         """
         t = unwrapped(t)
-        found = self.by_id.get(id(t))
-        if found is not None and not _lies_elsewhere(t, found):
-            return found
+        value = self.by_id.get(id(t))
+        if value is not None and not _lies_elsewhere(t, value):
+            return value
         if isinstance(t, FakeTensor) and (t.fake_mode is self._factory.mode or self._model.owner(t) is None):
             value = self._alias(t)
         elif type(t) in (torch.Tensor, FakeTensor) or isinstance(t, torch.nn.Parameter):
@@ -400,8 +400,8 @@ class ValueTable:
 
     def known(self, t: torch.Tensor) -> Value | None:
         """The value of a tensor; None for a result of the op that torch is running."""
-        found = self.by_id.get(id(unwrapped(t)))
-        return None if found is None or _lies_elsewhere(t, found) else found
+        value = self.by_id.get(id(unwrapped(t)))
+        return None if value is None or _lies_elsewhere(t, value) else value
 
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""
@@ -440,10 +440,10 @@ class ValueTable:
         """
         if not isinstance(t, FakeTensor) and self._model.owner(t) is not None:
             return self.value_of(t)
-        found = self.by_id.get(id(t))
-        if found is None and isinstance(t, FakeTensor) and storage_id(t) in self._of_bodies:
+        value = self.by_id.get(id(t))
+        if value is None and isinstance(t, FakeTensor) and storage_id(t) in self._of_bodies:
             raise body_error("a body binds one of its tensors to an attribute of a module", self._tape.root.path)
-        return None if found is None else self.value_of(t)
+        return None if value is None else self.value_of(t)
 
     def _alias(self, t: FakeTensor) -> Value:
         """The value of a fake tensor that no op returned, as C++ makes for factories and autograd."""
@@ -589,12 +589,12 @@ class ValueTable:
                     same.key = None
         self.by_id[id(changed)] = value
 
-    def follow(self, given: list[torch.Tensor], fakes: list[torch.Tensor], op: str) -> None:
-        """After an op gave some of `fakes` another storage or shape in place: the model's own tensors, `given`, too.
+    def follow(self, tensors: list[torch.Tensor], fakes: list[torch.Tensor], op: str) -> None:
+        """After an op gave some of `fakes` another storage or shape in place: the model's own tensors, `tensors`, too.
 
         Raises UnsupportedOpError where Python would go on to see the sizes and strides that a tensor had before.
         """
-        for t, fake in zip(given, fakes, strict=True):
+        for t, fake in zip(tensors, fakes, strict=True):
             before, now = self.by_id[id(t)], self.by_id[id(fake)]
             if t is fake or before is now:
                 continue
@@ -619,12 +619,12 @@ class ValueTable:
                 hint="read the tensor itself, or its detach()",
             )
 
-    def forget(self, made: Collection[Value], storages: set[int]) -> None:
-        """Values of a body are none outside: `made`, of which `storages` are of the body alone."""
-        for key in [key for key, v in self.by_id.items() if v in made]:
+    def forget(self, values: Collection[Value], storages: set[int]) -> None:
+        """Values of a body are none outside: `values`, of which `storages` are of the body alone."""
+        for key in [key for key, v in self.by_id.items() if v in values]:
             del self.by_id[key]
-        for storage in {v.storage for v in made}.intersection(self._by_storage):
-            self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in made]
+        for storage in {v.storage for v in values}.intersection(self._by_storage):
+            self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in values]
         self._of_bodies |= storages
 
 
@@ -696,9 +696,9 @@ class Templates:
 
     def _known(self, t: torch.Tensor) -> Any:
         """The value of a tensor in an object. One that no op has met yet gets none: that may put an op on the tape."""
-        found = self._values.by_id.get(id(t))
-        self._knows_all &= found is not None and found.storage == storage_id(t)
-        return found
+        value = self._values.by_id.get(id(t))
+        self._knows_all &= value is not None and value.storage == storage_id(t)
+        return value
 
 
 _MANY = 100  # objects inside of each other, beyond which they are no containers of a model

@@ -118,9 +118,9 @@ class CallRecorder:
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
 
     def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = other_path(module, args, kwargs, self._reads)
-        if found is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
-            problem, hint = found
+        refusal = other_path(module, args, kwargs, self._reads)
+        if refusal is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
+            problem, hint = refusal
             raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
@@ -160,12 +160,12 @@ class CallRecorder:
 
     def class_of(self, module: torch.nn.Module) -> type:
         """The class of a module. `torch.nn.utils.parametrize` makes one for each module: equal ones count as one."""
-        own = type(module)
-        if own.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
-            return own
+        kind = type(module)
+        if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
+            return kind
         lists: Any = module.parametrizations
         kinds = tuple((name, tuple(map(type, chain))) for name, chain in lists.items())
-        return self._classes.setdefault((parametrize.type_before_parametrizations(module), kinds), own)
+        return self._classes.setdefault((parametrize.type_before_parametrizations(module), kinds), kind)
 
     def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the Python of a call."""
@@ -197,8 +197,8 @@ class CallRecorder:
         call.leaf = True
 
         def finished() -> Any:
-            given = leaves_with_path((args, kwargs), "", self._object_types)
-            read = [(t, version_of(t)) for _, t in given if isinstance(t, torch.Tensor)]
+            arguments = leaves_with_path((args, kwargs), "", self._object_types)
+            read = [(t, version_of(t)) for _, t in arguments if isinstance(t, torch.Tensor)]
             with paused():
                 out = run(module, *args, **kwargs)
             name = call.fqn or f"_leaf_module{len(builder.tape.modules)}"
@@ -336,7 +336,7 @@ class NodeRunner(torch.fx.Interpreter):
         return self.run(*bound.args, *bound.kwargs.values())
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """As the base's."""
+        """Its op is recorded in the scope and at the stack trace of the node."""
         root = self.builder.state.current_scope
         kept = {key: n.meta[key] for key in GIVEN_META if n.meta.get(key)}
         with self.builder.from_node(root, scope_of_node(n, root), n.stack_trace, kept):
@@ -380,8 +380,8 @@ def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
 
     Dynamo writes `L['self'].layers[0]`, torch.export `layers.0`.
     """
-    found: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [(_fqn(path), _class_name(kind)) for path, kind in found.values()]
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(_fqn(path), _class_name(kind)) for path, kind in stack.values()]
 
 
 def _fqn(path: str) -> str:

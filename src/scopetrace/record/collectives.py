@@ -53,15 +53,15 @@ class CollectiveRecorder:
     def record(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a c10d op gives to the model. Raises UnsupportedOpError where there is no functional form."""
         form = _FORMS.get(schema_of(func).op_name)
-        given = [unboxed(a) for a in args]
-        problem = "has no functional form" if form is None else _problem(given)
+        operands = [unboxed(a) for a in args]
+        problem = "has no functional form" if form is None else _problem(operands)
         if form is None or problem is not None:
             raise UnsupportedOpError(
                 f"a collective that {problem}", op=str(func), **self._builder.where(), hint=_INSTEAD
             )
         pending = Pending(self, str(func))
         with torch.no_grad():
-            pending.parts = self._recorded(lambda: list(form(functional_collectives(), *given)))
+            pending.parts = self._recorded(lambda: list(form(functional_collectives(), *operands)))
         self._started.append(pending)
         for target in pending.targets():
             self._check_history(target, str(func))
@@ -92,8 +92,8 @@ class CollectiveRecorder:
         def run() -> None:
             for result, writes in pending.parts:
                 data = wait(result)
-                for target, made in writes:
-                    target.copy_(made(data))
+                for target, piece_of in writes:
+                    target.copy_(piece_of(data))
 
         for storage in [storage for storage, p in self._pending.items() if p is pending]:
             del self._pending[storage]
@@ -230,8 +230,8 @@ def _all_gather_into_coalesced(
 def _reduce_scatter(
     ops: Any, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], group: Group, op: Reduction, *_: Any
 ) -> Started:
-    for output, given in zip(outputs, inputs, strict=True):
-        yield ops.reduce_scatter_tensor(_flat(given), op.name, group.size, group.name), [_like(output)]
+    for output, pieces in zip(outputs, inputs, strict=True):
+        yield ops.reduce_scatter_tensor(_flat(pieces), op.name, group.size, group.name), [_like(output)]
 
 
 def _reduce_scatter_tensor(
@@ -258,13 +258,13 @@ def _all_to_all_single(
     *_: Any,
 ) -> Started:
     into = out_sizes or [output.size(0) // group.size] * group.size
-    given = in_sizes or [input.size(0) // group.size] * group.size
-    yield ops.all_to_all_single(input, into, given, group.name), [_like(output)]
+    send_sizes = in_sizes or [input.size(0) // group.size] * group.size
+    yield ops.all_to_all_single(input, into, send_sizes, group.name), [_like(output)]
 
 
 def _all_to_all(ops: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, *_: Any) -> Started:
-    received, given = [t.numel() for t in outputs], [t.numel() for t in inputs]
-    result = ops.all_to_all_single(_flat(inputs), received, given, group.name)
+    received, sent = [t.numel() for t in outputs], [t.numel() for t in inputs]
+    result = ops.all_to_all_single(_flat(inputs), received, sent, group.name)
     yield result, [_between(t, end) for t, end in zip(outputs, itertools.accumulate(received), strict=True)]
 
 
@@ -290,8 +290,8 @@ def _scatter(
     ops: Any, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], group: Group, root: int, *_: Any
 ) -> Started:
     (output,) = outputs
-    given = _flat(inputs[0]) if group.rank == root else output.new_zeros(group.size * output.numel())
-    result = ops.broadcast(given, root, group.name)
+    buffer = _flat(inputs[0]) if group.rank == root else output.new_zeros(group.size * output.numel())
+    result = ops.broadcast(buffer, root, group.name)
     yield result, [_piece(output, group.rank, group.size)]
 
 

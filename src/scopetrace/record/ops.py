@@ -135,11 +135,11 @@ _facts_of_torch = functools.cache(OpFacts)
 class OpCall:
     """One call of an op: what Python gave, and what of it goes on the tape."""
 
-    __slots__ = ("args", "facts", "given", "inputs", "kwargs")
+    __slots__ = ("args", "facts", "inputs", "kwargs", "python_arguments")
 
     def __init__(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.facts = facts
-        self.given = args, kwargs
+        self.python_arguments = args, kwargs
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.inputs: list[Value] = []
@@ -151,18 +151,18 @@ class OpCall:
 
     def written(self, positions: Iterable[tuple[int, str]]) -> list[Value]:
         """The values at these positions of the schema."""
-        found: list[Value] = []
+        values: list[Value] = []
         for position, name in positions:
             a = self.args[position] if position < len(self.args) else self.kwargs.get(name)
-            found += [v for v in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(v, Value)]
-        return found
+            values += [v for v in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(v, Value)]
+        return values
 
     def all_written(self, undeclared: Sequence[str]) -> list[Value]:
         """The values that it writes by its schema, and those of the parameters `undeclared`."""
-        found = self.written(self.facts.written)
+        values = self.written(self.facts.written)
         if undeclared:
-            found += self.written(p for p in self.facts.positions if p[1] in undeclared)
-        return found
+            values += self.written(p for p in self.facts.positions if p[1] in undeclared)
+        return values
 
 
 class OpRecorder:
@@ -244,8 +244,8 @@ class OpRecorder:
         with BelowAutograd(self.record):
             out = func(*args, **kwargs)
         if next_sequence_number() > first and len(self._builder.tape.ops) > start:
-            made = first, self._builder.tape.ops[start]
-            bisect.insort(self._builder.made_nodes, made, key=operator.itemgetter(0))
+            entry = first, self._builder.tape.ops[start]
+            bisect.insort(self._builder.made_nodes, entry, key=operator.itemgetter(0))
         for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
             v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
             if v.op.target is _aten._to_copy.default and v.fake.is_meta and not v.op.tensor(0).fake.is_meta:
@@ -283,10 +283,10 @@ class OpRecorder:
 
     def _differentiable(self, x: Any) -> Any:
         """A tensor of the model as the fake one by which autograd around a transform differentiates."""
-        own = unwrapped(x) if isinstance(x, torch.Tensor) else None
-        if own is None or isinstance(own, FakeTensor):
+        tensor = unwrapped(x) if isinstance(x, torch.Tensor) else None
+        if tensor is None or isinstance(tensor, FakeTensor):
             return x
-        if own is not x:
+        if tensor is not x:
             self.values.transformed = True
             return x
         with without_transforms():
@@ -361,8 +361,8 @@ class OpRecorder:
         if self.exact and self._needs_autograd(call):
             return self._run(call, None)
         key = self.inference.key_of_call(func, call.args, call.kwargs)
-        found = None if key is None else self._inferred(call, key)
-        return self._run(call, key) if found is None else self._append_inferred(call, *found)
+        inferred = None if key is None else self._inferred(call, key)
+        return self._run(call, key) if inferred is None else self._append_inferred(call, *inferred)
 
     def _note_state(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the state of autograd or autocast, which decides that this op runs, or what it gives."""
@@ -391,15 +391,15 @@ class OpRecorder:
         grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
         if not grad:
             return view and any(requires_grad_of(v.fake) for v in call.inputs)
-        return view or any(map(requires_grad_of, (*call.fakes(), *_tensors(call.given))))
+        return view or any(map(requires_grad_of, (*call.fakes(), *_tensors(call.python_arguments))))
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
         func = call.facts.func
         answer = self.data.answer(func, call.args, call.kwargs)
-        if answer is NotImplemented and func is _aten.is_nonzero.default and call.given[0][0].numel() == 1:
+        if answer is NotImplemented and func is _aten.is_nonzero.default and call.python_arguments[0][0].numel() == 1:
             with self._builder.run_by_torch(func):
-                number = self.recorded(call.given[0][0].item)
+                number = self.recorded(call.python_arguments[0][0].item)
             return self.data.is_true(func, number)
         return answer
 
@@ -529,14 +529,14 @@ class OpRecorder:
         facts = call.facts
         undeclared = undeclared_writes(facts.func, call.args, call.kwargs) if facts.may_write_undeclared else ()
         if undeclared and undeclared_variant(facts.func, call.args, call.kwargs) is None and can_decompose(facts.func):
-            args, kwargs = call.given  # instance_norm: its parts say what they write
+            args, kwargs = call.python_arguments  # instance_norm: its parts say what they write
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
         known = self._append_known_write(call, key, undeclared, unseen=unseen)
         if known is not None:
             return _given(known, call) if facts.keeps_layout else known
         fake_of = self.values.fake_of
-        args, kwargs = map_argument(lambda x: fake_of(x) if isinstance(x, torch.Tensor) else x, call.given)
+        args, kwargs = map_argument(lambda x: fake_of(x) if isinstance(x, torch.Tensor) else x, call.python_arguments)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
         before = _BeforeWrite(call, _tensors((args, kwargs)), undeclared)
@@ -549,23 +549,25 @@ class OpRecorder:
             self.values.freeze(value, layout)
         written = before.written()
         unbacked = self.factory.unbacked_bindings(out)
-        given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
+        returned = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
         follows = (facts.updates or before.is_undeclared_alone()) if written else facts.inferable
         if key is not None and unbacked is None and follows:
             # Python may hold an input as another object than its value does
-            self.inference.cache_result(key, call.inputs, given[0].fake if given else out)
+            self.inference.cache_result(key, call.inputs, returned[0].fake if returned else out)
             cached = self._append_cached(call, key, undeclared, before.tracked if written else None)
             if cached is not None:
                 return cached
         if not (written or unbacked is not None or out is None or _tensors(out)):
             return out  # a question about metadata, answered
-        results = self.values.new_same(out, 0, given[0]) if given and not written else self.values.new_results(out)
+        results = (
+            self.values.new_same(out, 0, returned[0]) if returned and not written else self.values.new_results(out)
+        )
         self._append(call, results, written, unbacked, before.tracked)
         if self.exact and next_sequence_number() > first:
             self._builder.made_nodes.append((first, self._builder.tape.ops[-1]))
         if moved:
-            self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
-        return _given(out, call) if given else out
+            self.values.follow(_tensors(call.python_arguments), before.fakes, str(facts.func))
+        return _given(out, call) if returned else out
 
     def _append_cached(
         self, call: OpCall, key: Any, undeclared: Sequence[str], tracked: tuple[Value, ...] | None
@@ -574,13 +576,13 @@ class OpRecorder:
 
         `tracked` is None for an op that has written nothing.
         """
-        found = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
-        if found is None:
+        cached = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        if cached is None:
             return None
         if tracked is None:
-            return self._append_inferred(call, *found)
+            return self._append_inferred(call, *cached)
         is_known = self._is_known_update(call, undeclared)
-        return self._append_update(call, *found, undeclared, tracked) if is_known else None
+        return self._append_update(call, *cached, undeclared, tracked) if is_known else None
 
     def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
@@ -598,13 +600,13 @@ class OpRecorder:
             return self._append_in_place(call, target) if is_known else None
         if not self._is_known_update(call, undeclared):
             return None
-        found = self.inference.cached(key, facts.func, call.args, call.kwargs, call.inputs)
-        if found is None:
+        cached = self.inference.cached(key, facts.func, call.args, call.kwargs, call.inputs)
+        if cached is None:
             return None
         for v in dict.fromkeys(call.written(facts.written)):
             torch.autograd.graph.increment_version(v.fake)
         tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
-        return self._append_update(call, *found, undeclared, tuple(tracked))
+        return self._append_update(call, *cached, undeclared, tuple(tracked))
 
     def _is_known_update(self, call: OpCall, undeclared: Sequence[str]) -> bool:
         """Whether the results of an op that writes beside them follow from metadata."""
@@ -622,8 +624,8 @@ class OpRecorder:
         tracked: tuple[Value, ...],
     ) -> Any:
         written = tuple(dict.fromkeys(call.all_written(undeclared)))
-        made = self.values.new_inferred(outputs, fakes, call.inputs)
-        self._append(call, outputs.contained(made), written, None, tracked)
+        results = self.values.new_inferred(outputs, fakes, call.inputs)
+        self._append(call, outputs.contained(results), written, None, tracked)
         return outputs.contained(fakes)
 
     def _append_in_place(self, call: OpCall, target: Value) -> Any:
@@ -688,8 +690,8 @@ class OpRecorder:
             return False
         if _grad_enabled() and any(requires_grad_of(v.fake) for v in call.inputs):
             return False
-        found = self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs)
-        return found is not None and not _overlaps(call)
+        inferred = self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        return inferred is not None and not _overlaps(call)
 
     def _note_squeeze(self, call: OpCall) -> None:
         """Where an op squeezes, calls with size 1 would lose a dimension."""
@@ -755,14 +757,14 @@ class _BeforeWrite:
     def written(self) -> tuple[Value, ...]:
         """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""
         call = self._call
-        found = call.all_written(self._undeclared)
-        storages = {v.storage for v in found}  # views in these have the same version counter
-        found += [
+        values = call.all_written(self._undeclared)
+        storages = {v.storage for v in values}  # views in these have the same version counter
+        values += [
             value
             for value, t, old in zip(call.inputs, self.fakes, self._versions, strict=True)
             if _version(t) != old and value.storage not in storages
         ]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(values))
 
 
 def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
@@ -795,9 +797,9 @@ def _refuse_other_dtypes(call: OpCall) -> None:
     fakes = [t for t in call.fakes() if t.device.type != "meta"]
     others = dict.fromkeys(t.dtype for t in fakes)
     if len(others) > 1:
-        found = " and ".join(map(str, others))
+        dtypes = " and ".join(map(str, others))
         hint = f"convert the input, as by x.to({fakes[-1].dtype}), or the model"
-        raise RuntimeError(f"{call.facts.func} takes tensors of one dtype, and is given {found}: {hint}")
+        raise RuntimeError(f"{call.facts.func} takes tensors of one dtype, and is given {dtypes}: {hint}")
 
 
 def _has_default_dtype(call: OpCall, outputs: Any) -> bool:
@@ -807,13 +809,13 @@ def _has_default_dtype(call: OpCall, outputs: Any) -> bool:
             return False
     if type(outputs) is not Value:
         return False
-    given = (*call.args, *call.given[1].values())
-    return outputs.fake.dtype.is_floating_point and not any(type(a) is torch.dtype for a in given)
+    operands = (*call.args, *call.python_arguments[1].values())
+    return outputs.fake.dtype.is_floating_point and not any(type(a) is torch.dtype for a in operands)
 
 
 def _given(fake: torch.Tensor, call: OpCall) -> torch.Tensor:
     """The tensor that Python gave to an op and that the op returned, as `weight.to(weight.dtype)` does."""
-    pairs = zip(_tensors(call.given), call.inputs, strict=True)
+    pairs = zip(_tensors(call.python_arguments), call.inputs, strict=True)
     return next((t for t, value in pairs if value.fake is fake), fake)
 
 

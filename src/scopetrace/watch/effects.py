@@ -106,7 +106,8 @@ class EffectWatch:
 
     def _follow_contents(self) -> None:
         """Follow the functions, classes and modules to which contents lead, until there are none."""
-        contents, depth = self._contents, 0
+        contents = self._contents
+        depth: int | None = 0
         while depth is not None:
             while contents.functions or contents.modules or contents.classes:
                 classes, contents.classes = contents.classes, {}

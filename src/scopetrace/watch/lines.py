@@ -21,7 +21,7 @@ import torch
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.sources import is_users
 from scopetrace.containers.contents import Change, form_of
-from scopetrace.guards.attributes import current_attributes
+from scopetrace.guards.attributes import MODULE_TABLES, current_attributes
 from scopetrace.ir.scopes import user_line
 
 
@@ -109,6 +109,6 @@ def _ids(x: Any) -> _Ids:
 
 
 def _of_module(module: torch.nn.Module, name: str) -> Any:
-    own = current_attributes(module)
-    tables = (own, *(own.get(table, {}) for table in ("_buffers", "_parameters", "_modules")))
+    attributes = current_attributes(module)
+    tables = (attributes, *(attributes.get(table, {}) for table in MODULE_TABLES))
     return next((table[name] for table in tables if name in table), MISSING)

@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
-from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
+from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, MODULE_TABLES, AttributeWatch
 from scopetrace.guards.reach import OF_ALL, Reach, functions_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
     ALL_MODULES,
@@ -220,13 +220,13 @@ class StateReads:
 
     @staticmethod
     def _place(module: torch.nn.Module, key: str) -> InTable | InTables:
-        own = module.__dict__
-        tables = [own, *[t for t in map(own.get, ("_parameters", "_buffers", "_modules")) if isinstance(t, dict)]]
+        module_dict = module.__dict__
+        tables = [module_dict, *[t for t in map(module_dict.get, MODULE_TABLES) if isinstance(t, dict)]]
         return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
 
     def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """Classes and methods of modules that were used, hooks of those that were called, and of all of the process."""
-        tape, path = self._builder.tape, self._builder.tape.root.path
+        path = self._builder.tape.root.path
         plain = [m for m in self._used.values() if not isinstance(m, torch.jit.ScriptModule)]
         saved = [(self._model.saved(m), m) for m in plain]
         named = tuple([(s.name.removeprefix("self.") if s is not None else type(m).__name__, m) for s, m in saved])
