@@ -74,7 +74,7 @@ from scopetrace.ir.reads import numbers_read
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
 from scopetrace.record.calls import (
     CallRecorder,
     NodeRunner,
@@ -102,6 +102,7 @@ from scopetrace.record.model import Model, named_arguments, signature_of_forward
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
+from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch
 from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads

@@ -19,9 +19,10 @@ from scopetrace._compat.tensors import requires_grad_of, set_requires_grad
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, OfTensor, Place
 from scopetrace.ir.tape import Value
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.values import ValueTable
 
 
 @dataclasses.dataclass

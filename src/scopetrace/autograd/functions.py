@@ -28,8 +28,9 @@ from scopetrace.ir.segment import TapeSegment, body_tape, captured
 from scopetrace.ir.tape import BodyTape, Value
 from scopetrace.ops.higher_order import written_inputs
 from scopetrace.ops.history import ONCE_DIFFERENTIABLE
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.higher_order import BodyRecorder
+from scopetrace.record.values import ValueTable
 
 _apply = torch.ops.higher_order.autograd_function_apply
 _ONCE = once_differentiable(lambda *_: None).__code__

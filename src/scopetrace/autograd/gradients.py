@@ -53,10 +53,11 @@ from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, Of
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
 from scopetrace.record.explanations import sparse_gradient
 from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.values import ValueTable
 
 _SET_DATA = torch.ops.aten.set_.source_Tensor
 Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]

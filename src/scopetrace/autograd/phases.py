@@ -21,7 +21,8 @@ import torch
 from scopetrace._compat.gradients import current_node, is_function, nodes_of, sequence_number
 from scopetrace._compat.ops import in_transform, unwrapped
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, flat
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.values import ValueTable
 
 OTHER = Phase("other")
 

@@ -37,7 +37,7 @@ from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import GIVEN_META, Call
-from scopetrace.record.builder import TapeBuilder, Templates, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
@@ -45,6 +45,8 @@ from scopetrace.record.python_values import PythonValues
 from scopetrace.record.questions import report_questions
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import NESTED
+from scopetrace.record.templates import Templates
+from scopetrace.record.values import ValueTable
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""

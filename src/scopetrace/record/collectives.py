@@ -23,7 +23,8 @@ from scopetrace._compat.gradients import saved_storages
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.values import ValueTable
 
 Write = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """A tensor that a collective writes, and its new data made of the result of the functional op."""

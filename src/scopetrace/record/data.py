@@ -32,8 +32,9 @@ from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.reads import Asked
 from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat, map_argument
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
 _Wanted = tuple[Any, int]

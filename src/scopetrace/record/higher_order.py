@@ -25,7 +25,8 @@ from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
 from scopetrace.ir.tape import BodyTape, Op, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
-from scopetrace.record.builder import TapeBuilder, ValueTable, body_error
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.values import ValueTable, body_error
 
 _hops = torch.ops.higher_order
 

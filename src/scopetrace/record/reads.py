@@ -39,8 +39,9 @@ from scopetrace.ir.reads import (
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model
+from scopetrace.record.values import ValueTable
 
 Noted = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""

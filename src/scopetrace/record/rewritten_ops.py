@@ -18,8 +18,8 @@ from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import attention_kernels, default_dtype
 from scopetrace._compat.tensors import is_symbolic, run_parts
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.record.builder import ValueTable
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
