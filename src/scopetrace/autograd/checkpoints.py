@@ -198,7 +198,7 @@ class CheckpointedRegion:
                 storages = {v.storage for v in op.values()}
                 written = (other for other in ops[i + 1 :] if any(v.storage in storages for v in other.writes))
                 for other in written:
-                    self._refuse("writes to what its policy keeps", other, "write out of place")
+                    _refuse("writes to what its policy keeps", other, "write out of place")
                 yield op
             elif op.kind != "call_function" or not is_op(op.target) or op.unbacked or _draws(op):
                 yield op
@@ -211,28 +211,25 @@ class CheckpointedRegion:
             value, after = self._value(saved), self._after(saved)
             i, op = last.get(_counted_with(value), (-1, None))
             if op is not None and (i >= after or (i == after - 1 and saved.value and _reads_beside(op, value.storage))):
-                self._refuse("writes to what autograd has saved in it", op, "write out of place")
+                _refuse("writes to what autograd has saved in it", op, "write out of place")
         for t, version in self._arguments:
             if version_of(self._values.value_of(t).fake) != version:
                 op = next(op for op in reversed(self._tape.ops) if self._values.value_of(t) in op.values())
-                self._refuse("has an argument that is written before backward needs it", op, "write out of place")
-
-    def _refuse(self, what: str, op: Op, hint: str) -> NoReturn:
-        raise UnsupportedOpError(
-            f"a checkpointed region (torch.utils.checkpoint) {what}",
-            **place_of(op),
-            hint=hint,
-        )
+                _refuse("has an argument that is written before backward needs it", op, "write out of place")
 
     def _refuse_written(self, ops: list[Op], kept: set[Op], storages: set[int]) -> None:
         """Refuse where what is kept was there before the region, or is written after it."""
-        of_region = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
+        of_region = _new_storages(ops)
         after = itertools.islice(self._tape.ops, self._last(), None)
         later = (op for op in after if any(v.storage in storages for v in op.writes))
         first = next((op for op in kept if any(v.storage not in of_region for v in op.writes)), next(later, None))
         if first is not None:
             hint = "clone() it before it is written; or trace the model without checkpointing"
-            self._refuse("keeps a tensor, which is written outside of it", first, hint)
+            _refuse("keeps a tensor, which is written outside of it", first, hint)
+
+
+def _refuse(what: str, op: Op, hint: str) -> NoReturn:
+    raise UnsupportedOpError(f"a checkpointed region (torch.utils.checkpoint) {what}", **place_of(op), hint=hint)
 
 
 def refuse_recomputed(
@@ -256,9 +253,7 @@ def refuse_recomputed(
         ran_again = in_backward and (region.start, region.stop) in run_again
         for what, op, hint in _different_again(tape, region, in_backward=in_backward, ran_again=ran_again):
             if region.requires_grad(tape):
-                raise UnsupportedOpError(
-                    f"a checkpointed region (torch.utils.checkpoint) {what}", **place_of(op), hint=hint
-                )
+                _refuse(what, op, hint)
             without = without or op
     return without
 
@@ -300,8 +295,7 @@ def _written_again(tape: RecordedTape, region: Region, *, within_forward: bool) 
     A tensor that is read counts as written where it is an attribute that is bound to another one at the end.
     """
     ops = tape.ops[region.start : region.stop]
-    inner = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
-    read = {v.storage for op in ops for v in op.inputs()} - inner
+    read = {v.storage for op in ops for v in op.inputs()} - _new_storages(ops)
     later: Iterable[Op] = tape.ops[region.start :]
     if within_forward:
         later = itertools.takewhile(lambda op: op.phase is None, later)
@@ -318,6 +312,11 @@ def _bound_again(tape: RecordedTape, ops: Iterable[Op]) -> tuple[str, Value | No
     if isinstance(tape.outputs, Returned):
         bound += [("".join(e.path[1:]), v) for e in tape.outputs.effects for v in leaves(e.content, Value)]
     return next(((name, value) for name, value in bound if value in inside), ("", None))
+
+
+def _new_storages(ops: Iterable[Op]) -> set[int]:
+    """The memory that some ops of a region make."""
+    return {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
 
 
 def _is_alias(v: Value, op: Op) -> bool:

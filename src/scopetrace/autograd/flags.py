@@ -69,8 +69,8 @@ class FlagRecorder:
 
     def value_of(self, t: torch.Tensor) -> Value:
         """The value of a tensor, whether it is frozen or not."""
-        entry, now = self._flagged.get(id(t)), self._values.value_of(t)
-        return now if entry is None or now.storage != entry.value.storage else entry.value
+        entry, current = self._flagged.get(id(t)), self._values.value_of(t)
+        return current if entry is None or current.storage != entry.value.storage else entry.value
 
     def without_frozen(self, by: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the leaves of autograd's graph into whose `grad` it adds now."""

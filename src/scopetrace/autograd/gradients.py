@@ -74,8 +74,8 @@ class _Gradient:
     added: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """What was added to it, while nobody knows what it was before."""
     is_known: bool = False
-    """Whether the forward has read or set it, so that it is `now`."""
-    now: torch.Tensor | None = None
+    """Whether the forward has read or set it, so that it is `current`."""
+    current: torch.Tensor | None = None
     before: torch.Tensor | None = None
     """Where the forward has read it, what it was before, as a tensor of the trace."""
     is_read: bool = False
@@ -154,7 +154,7 @@ class GradientRecorder:
         params = [(p, t) for t in by if isinstance(p := self._outside(t), torch.nn.Parameter)]
         known = [p for p, _ in params]
         places = tuple([(self._model.owner(p), p) for p in known])
-        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_now, places, kind="hooks"))
+        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_at, places, kind="hooks"))
         for p, t in params:
             give_hooks(p, t)
         grad_outputs = list(grad_outputs)
@@ -211,12 +211,12 @@ class GradientRecorder:
         run_after_accumulation(entry.tensor)
 
     def _add_to(self, entry: _Gradient, gradient: torch.Tensor, *, create_graph: bool = False) -> None:
-        if entry.is_known and entry.now is not None:
-            entry.now = entry.now + gradient if create_graph else entry.now.add_(gradient)
+        if entry.is_known and entry.current is not None:
+            entry.current = entry.current + gradient if create_graph else entry.current.add_(gradient)
             return
         gradient = self._in_memory_of_its_own(gradient, entry.value.fake)
         if entry.is_known:
-            entry.now = gradient
+            entry.current = gradient
         else:
             entry.added.append(gradient)
 
@@ -253,14 +253,14 @@ class GradientRecorder:
         entry = self._of(t)
         if not entry.is_known:
             self._read(entry)
-        return entry.now
+        return entry.current
 
     def set(self, t: torch.Tensor, new: torch.Tensor | None) -> bool:
         """`t.grad = new`. False for a tensor that the forward made."""
         if not self._values.is_outside(t):
             return False
         entry = self._of(t)
-        entry.is_known, entry.now, entry.added = True, new, []
+        entry.is_known, entry.current, entry.added = True, new, []
         if new is not None:
             self._taken.add(self._values.value_of(new).storage)
         return True
@@ -304,7 +304,7 @@ class GradientRecorder:
                 if entry.value in self._tape.inputs:
                     place = GradientOfInput(self._tape.inputs.index(entry.value), before)
                 self._reads.note_once(f"{self._words(entry)}.grad as the same tensor", True, place)
-            entry.before = entry.now = self._values.value_of(before).fake
+            entry.before = entry.current = self._values.value_of(before).fake
         added, entry.added = entry.added, []
         with torch.no_grad():
             for gradient in added:
@@ -339,11 +339,11 @@ class GradientRecorder:
             name, value = self._name(entry), entry.value
             inputs = self._tape.inputs
             of = GraphInput(inputs.index(value), value.op.name) if value in inputs else StateRef(value.op.name)
-            new = [] if entry.now is None or entry.now is entry.before else [entry.now]
+            new = [] if entry.current is None or entry.current is entry.before else [entry.current]
             for t in [*entry.added, *new]:
                 write = AttributeWrite(None, name, "grad", self._values.value_of(t), of, bool(entry.added))
                 self._tape.attribute_writes.append(write)
-            if entry.is_known and entry.now is None and (entry.before is not None or not entry.is_read):
+            if entry.is_known and entry.current is None and (entry.before is not None or not entry.is_read):
                 self._tape.cleared.append(of)
 
     def _look_for_shared(self) -> None:
@@ -427,7 +427,7 @@ class GradientRecorder:
 
     def _refuse_other_settings(self) -> None:
         """Raise where the forward has changed what an optimizer stepped by, after it is put back."""
-        changed = [s for s in self._settings if not (s[3] is (now := setting_of(*s[:3])) or same(s[3], now))]
+        changed = [s for s in self._settings if not (s[3] is (current := setting_of(*s[:3])) or same(s[3], current))]
         for optimizer, i, key, setting in reversed(changed):
             optimizer.param_groups[i][key] = setting
         if changed:
@@ -591,7 +591,9 @@ class GradientRecorder:
         raise UnsupportedOpError(problem, op=op, **self._builder.where(), hint=hint)
 
 
-def _hooks_now(*places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor]) -> list[list[Callable[..., Any]]]:
+def _hooks_at(
+    *places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor],
+) -> list[list[Callable[..., Any]]]:
     """The hooks on the gradients of parameters, of which the model may have put others at their names."""
     current = [t if owner is None else getattr(owner[1], owner[2], None) for owner, t in places]
     return hooks_of(*(t for t in current if isinstance(t, torch.Tensor)))

@@ -68,10 +68,6 @@ class PhaseRecorder:
         finally:
             self._builder.phase = before
 
-    def of_op(self, op: Op) -> Phase:
-        """The phase of the backward of an op."""
-        return self._of_op(op)
-
     def of_value(self, value: Value) -> Phase:
         """The phase of what backward does with the gradient of a value, such as to add it to `grad`."""
         return self._of_op(value.op)

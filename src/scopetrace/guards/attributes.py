@@ -193,12 +193,12 @@ class AttributeWatch:
 
 def _put_back(module: torch.nn.Module, before: dict[str, Any], watched: WatchedDict) -> None:
     """Give a module the `__dict__` that it had, with what it holds now."""
-    now = watched.current()
-    if now.keys() != before.keys() or any(now[key] is not x for key, x in before.items()):
-        order = [key for key in before if key in now] + [key for key in dict.keys(watched) if key not in before]
-        before_now = {key: now[key] for key in order}
+    current = watched.current()
+    if current.keys() != before.keys() or any(current[key] is not x for key, x in before.items()):
+        order = [key for key in before if key in current] + [key for key in dict.keys(watched) if key not in before]
+        ordered = {key: current[key] for key in order}
         before.clear()
-        before.update(before_now)
+        before.update(ordered)
     object.__setattr__(module, "__dict__", before)
 
 

@@ -178,7 +178,7 @@ class CallRecorder:
             if call.parent is None:
                 self.result_types = tensor_holders(out)
                 kinds = self._object_types | self.result_types
-                map_structure(self._values.set_apart_result, out, torch.Tensor, kinds)
+                map_structure(self._values.detach_result_alias, out, torch.Tensor, kinds)
                 self._at_end()
             call.outputs = self.templates.of(out)
             self.templates.belong_to(call)

@@ -267,10 +267,10 @@ class SavedModule:
 
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
-        now, before = self.module.__dict__.get("_parameters"), self.tables[1]
-        if not isinstance(now, dict) or not before:  # a scripted module makes them anew each time
+        current, before = self.module.__dict__.get("_parameters"), self.tables[1]
+        if not isinstance(current, dict) or not before:  # a scripted module makes them anew each time
             return ()
-        changed = [name for name, p in before.items() if p is not None and now.get(name) is not p]
+        changed = [name for name, p in before.items() if p is not None and current.get(name) is not p]
         return tuple([f"{self.fqn}.{name}" if self.fqn else name for name in changed])
 
     def tensor_tables(self) -> Iterable[Mapping[str, Any]]:

@@ -51,9 +51,9 @@ class OpFacts:
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
         self.positions = tuple(enumerate(schema.names))
-        self.comes_apart = can_decompose(func)
+        self.is_composite = can_decompose(func)
         """Whether it is a composition of others."""
-        self.is_atomic = not self.is_custom and (not self.comes_apart or has_kernel_of_its_own(func))
+        self.is_atomic = not self.is_custom and (not self.is_composite or has_kernel_of_its_own(func))
         """Whether autograd runs it as this op, and its schema says which results lie in the memory of an argument."""
         self.may_alias = not self.is_atomic or any(a.aliases for a in schema.arguments)
         self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)

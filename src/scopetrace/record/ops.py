@@ -48,17 +48,14 @@ from scopetrace._compat.tensors import (
     requires_grad_of,
     run_op,
     run_parts,
-    runs_in_python,
     storage_id,
 )
-from scopetrace.containers.structure import leaves
-from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomStateError, UnsupportedOpError
+from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
-from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.data import DataReader
@@ -66,11 +63,11 @@ from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.op_call import BeforeWrite, OpCall, OpFacts, facts_of, tensors_in, version_counter
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.rewritten_ops import refuse_lost_dropout
 from scopetrace.record.transforms import TransformRecorder
 from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
-_flex_attention = torch.ops.higher_order.flex_attention
 _Parameter = torch.nn.Parameter
 
 RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
@@ -196,7 +193,7 @@ class OpRecorder:
                 hint="write the branch or loop so that Python decides it"
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
-        recorder = FlexRecorder if hop is _flex_attention else BodyRecorder
+        recorder = FlexRecorder if hop is torch.ops.higher_order.flex_attention else BodyRecorder
         return recorder(self._builder, self.values, self.factory, hop, args, self.run_callable).run()
 
     def run_callable(self, fn: Any, args: Any) -> Any:
@@ -222,21 +219,21 @@ class OpRecorder:
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put an op on the tape. Returns what it gives to the model."""
         facts = self._facts.get(id(func)) or self._facts.setdefault(id(func), facts_of(func))
-        if facts.is_fast_path or (facts.may_be_cast and self.reads.awaits_cast):
-            self._note_state(facts, args, kwargs)
+        if facts.may_be_cast and (self.reads.awaits_cast or facts.is_fast_path):
+            self.reads.on_cast_op()
+        if facts.is_fast_path:
+            self.reads.on_fast_path(tensors_in((args, kwargs)))
         if facts.rewrite is not None:
             out = facts.rewrite(self, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        apart = facts.comes_apart and self._builder.differentiates and not in_transform()  # which takes it apart itself
-        if apart and _requires_grad(args, kwargs):
-            self._refuse_lost_dropout(func, args)
+        decomposes = facts.is_composite and self._builder.differentiates and not in_transform()  # which decomposes it
+        if decomposes and _requires_grad(args, kwargs):
+            refuse_lost_dropout(self._builder, func, args)
             return self.recorded(lambda: run_parts(func, *args, **kwargs))
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
             return args[0]
         call = self._lifted(facts, args, kwargs)
-        if func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
-            self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
         if facts.reads:
             answer = self._answer(call)
             if answer is not NotImplemented:
@@ -246,25 +243,6 @@ class OpRecorder:
         key = self.inference.key_of_call(func, call.args, call.kwargs)
         inferred = None if key is None else self._inferred(call, key)
         return self._run(call, key) if inferred is None else self._append_inferred(call, *inferred)
-
-    def _note_state(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the state of autograd or autocast, which decides that this op runs, or what it gives."""
-        if facts.may_be_cast:
-            self.reads.on_cast_op()
-        if facts.is_fast_path:
-            self.reads.on_fast_path(tensors_in((args, kwargs)))
-
-    def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Raise where torch takes an op apart in Python, and forgets its dropout."""
-        tensors = leaves(list(args[:2]), torch.Tensor)
-        if not drops_between_layers(func, args) or not runs_in_python(func, tensors):
-            return
-        problem = "the forward differentiates through a recurrent layer with dropout"
-        hint = "make a module for each layer with nn.Dropout between them"
-        if any(map(is_symbolic, tensors)):
-            hint = f"trace with fixed sizes, or {hint}"
-            raise DynamicShapeError(f"{problem}, of dynamic sizes", op=str(func), **self.where(), hint=hint)
-        raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **self.where(), hint=hint)
 
     def _needs_autograd(self, call: OpCall) -> bool:
         """Whether autograd may keep something of the op; under no_grad, a view of what requires grad.
@@ -294,10 +272,10 @@ class OpRecorder:
             if self.values.are_one_view(*args):
                 return True
             self._refuse_memory_given_away(*args)
-        self._set_apart_reshaped(facts, args, kwargs)
+        self._detach_reshaped_aliases(facts, args, kwargs)
         return False
 
-    def _set_apart_reshaped(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _detach_reshaped_aliases(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Aliases that Python made outside of the dispatcher get values of their own before their shape changes."""
         for position, name in facts.written:
             a = args[position] if position < len(args) else kwargs.get(name)
@@ -305,7 +283,7 @@ class OpRecorder:
                 if isinstance(t, FakeTensor):
                     if facts.func is not _aten.set_.source_Tensor:
                         self._refuse_lost_shape(t, str(facts.func))
-                    self.values.set_apart(t)
+                    self.values.detach_alias(t)
 
     def _refuse_memory_given_away(self, t: torch.Tensor, source: torch.Tensor) -> None:
         """A tensor gets the memory of another. That one counts as the same tensor from then on, and stays there."""
@@ -347,6 +325,8 @@ class OpRecorder:
         for value in call.inputs if self._pending else ():
             if value.storage in self._pending:
                 self._pending[value.storage].finish()
+        if facts.func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
+            self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
         if facts.takes_one_dtype:
             call.refuse_other_dtypes()
         return call

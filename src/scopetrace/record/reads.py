@@ -96,7 +96,7 @@ class ReadRecorder:
     def note_once(
         self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None
     ) -> None:
-        """Note what the forward read, once for each place; frames and scope are those of now where not given."""
+        """Note what the forward read, once for each place; frames and scope default to the current ones."""
         if place not in self._known:
             self._known.add(place)
             self._note(name, value, place, frames, path)
@@ -192,7 +192,7 @@ class ReadRecorder:
         outside = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
         leaves = dict.fromkeys([*outside, *map(self._values.value_of, self._values.made_leaves())], 1)
         frozen = [v for v in state if isinstance(v.real, torch.nn.Parameter) and v not in leaves]
-        leaves |= {v: 2 << i for i, v in enumerate(frozen)}  # which may learn in a call
+        leaves |= {v: 2 << i for i, v in enumerate(frozen)}  # which may require grad in a call
         sources = {v.op for v in leaves}
         used = [op for op in ops if not self._grad or op in sources or _is_source_or_alias(op)]
         history = History(used, leaves, assumed=True)

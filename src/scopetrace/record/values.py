@@ -304,19 +304,19 @@ class ValueTable:
 
     # ---------------------------------------------------------------- aliases that Python makes
 
-    def set_apart(self, t: FakeTensor) -> None:
+    def detach_alias(self, t: FakeTensor) -> None:
         """Give a detached alias a value of its own: `x.data.t_()` changes the shape of `x.data`, not that of x."""
         value = self.value_of(t)
         if value.fake is not t and value.fake.layout is torch.strided:
             self.append_op(_aten.detach.default, (value,), t)
 
-    def set_apart_result(self, t: torch.Tensor) -> None:
+    def detach_result_alias(self, t: torch.Tensor) -> None:
         """Give a result of the program a value of its own where it is `.data` of another tensor."""
         if not isinstance(t, FakeTensor):
             return
         value = self.value_of(t)
         if value.op.kind in ("placeholder", "get_attr") or value.op.target is _aten.detach.default:
-            self.set_apart(t)
+            self.detach_alias(t)
 
     def data_source(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor whose `.data` is to be read for `t.data`.

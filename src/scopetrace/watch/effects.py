@@ -149,8 +149,8 @@ class EffectWatch:
 
     def _of_tags(self) -> Iterator[Change]:
         for path, t, before in self._tagged:
-            now = vars(t)
-            if now and isinstance(t, torch.Tensor):
-                now = tags_of(t)
-            if now or before:
-                yield from changed_attributes(path, t, before, now, lambda t, key, x: put_entry(vars(t), key, x))
+            current = vars(t)
+            if current and isinstance(t, torch.Tensor):
+                current = tags_of(t)
+            if current or before:
+                yield from changed_attributes(path, t, before, current, lambda t, key, x: put_entry(vars(t), key, x))

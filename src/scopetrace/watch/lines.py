@@ -68,10 +68,10 @@ class _Value:
 
     def has_changed(self) -> bool:
         """Whether it holds something else than when it was asked last."""
-        now = self._get()
-        is_plain = type(now) is type(self._last) and type(now) in (int, _Ids)  # a stand-in would be asked
-        is_other = now is not self._last and not (is_plain and now == self._last)
-        self._last = now
+        value = self._get()
+        is_plain = type(value) is type(self._last) and type(value) in (int, _Ids)  # a stand-in would be asked
+        is_other = value is not self._last and not (is_plain and value == self._last)
+        self._last = value
         return is_other
 
 

@@ -257,8 +257,8 @@ class StateReads:
             return
         frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
         places = WhichInputs(), WhichOfModel(tuple(of_model) if code is None else self._model.owners)
-        now = CallInputs((), {}, self._examples)
-        which = WhichOfModel(tuple(of_model)).current(now)
+        call = CallInputs((), {}, self._examples)
+        which = WhichOfModel(tuple(of_model)).current(call)
         if code is not None and which:
             raise UnsupportedOpError(
                 f"{tape.input_paths[which[0][0]]} is a tensor of the model, and the forward compares objects (`is`, "
@@ -268,7 +268,7 @@ class StateReads:
                 hint="give x.clone() to the trace",
             )
         if code is not None:
-            yield Read("which arguments are one tensor", places[0].current(now), places[0], frames, path)
+            yield Read("which arguments are one tensor", places[0].current(call), places[0], frames, path)
         yield Read("which arguments are tensors of the model", which, places[1], frames, path)
 
     def _of_members(self, held: Sequence[_Held]) -> Iterator[Read]:
