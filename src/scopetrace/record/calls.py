@@ -345,7 +345,7 @@ class NodeRunner(torch.fx.Interpreter):
             return super().run_node(n)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """As the base's; the checks of an exported program are no module call."""
+        """What a node that calls a module gives; the checks of an exported program are no module call."""
         module = self.fetch_attr(target)
         return module.forward(*args, **kwargs) if is_guard(module) else super().call_module(target, args, kwargs)
 

@@ -99,7 +99,7 @@ class Model:
         if self.root is not None:
             self._visit("", self.root, set())
         else:
-            for name, module in _found_around(fn, torch.nn.Module, arguments):
+            for name, module in _reachable(fn, torch.nn.Module, arguments):
                 self._visit(name, module, set())
 
     def _visit(self, fqn: str, module: torch.nn.Module, path: set[int]) -> None:
@@ -148,7 +148,7 @@ class Model:
     @functools.cached_property
     def variables(self) -> dict[int, str]:
         """By id, the names in source of tensors that are in no module: `w`, `scales[0]`."""
-        tensors = _found_around(self._fn, torch.Tensor)
+        tensors = _reachable(self._fn, torch.Tensor)
         return {id(t): re.sub(r"\.(\d+)", r"[\1]", path) for path, t in reversed(tensors)}
 
     def names_of_tensors(self, tensors: Iterable[torch.Tensor]) -> list[str]:
@@ -349,16 +349,16 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return "function" if name == "<lambda>" else name
 
 
-def _found_around(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, T]]:
+def _reachable(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, T]]:
     """The modules, or tensors, that a function can reach by name, itself and by the functions that it refers to."""
-    reached = {path: each for name, x in arguments for path, each in _found_in(_as_submodule(name), x, kind)}
+    reached = {path: each for name, x in arguments for path, each in _items_of_kind(_as_submodule(name), x, kind)}
     functions, known = [("", fn)], {id(fn)}
     for around, function in functions:  # which grows meanwhile
         for name, x in _variables(function):
             if type(x) is types.FunctionType and is_users_class(x) and id(x) not in known:
                 known.add(id(x))
                 functions.append((f"{around}{name}.", x))
-            for path, each in _found_in(name, x, kind):
+            for path, each in _items_of_kind(name, x, kind):
                 if reached.setdefault(path, each) is not each:
                     reached.setdefault(around + path, each)
     return [*reached.items()]
@@ -401,13 +401,13 @@ def _parameters(fn: Any) -> list[str]:
     return [] if code is None or isinstance(fn, types.MethodType) else [*code.co_varnames[: code.co_argcount]]
 
 
-def _found_in(name: str, x: Any, kind: type[T], depth: int = 2) -> Iterator[tuple[str, T]]:
+def _items_of_kind(name: str, x: Any, kind: type[T], depth: int = 2) -> Iterator[tuple[str, T]]:
     """The modules, or tensors, in lists, dicts and users' objects, with names as of submodules."""
     if isinstance(x, kind):
         yield name, x
     elif depth and not isinstance(x, torch.nn.Module) and (items := _named_items(x)):
         for key, item in items:
-            yield from _found_in(f"{name}.{key}", item, kind, depth - 1)
+            yield from _items_of_kind(f"{name}.{key}", item, kind, depth - 1)
 
 
 def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:
