@@ -94,7 +94,6 @@ from scopetrace.record.dynamic_shapes import (
     refuse_shared,
     symbolic_strides,
 )
-from scopetrace.record.effects import refuse_tags, settings_left
 from scopetrace.record.explanations import explain, explained
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
@@ -103,7 +102,7 @@ from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable
-from scopetrace.watch.effects import EffectWatch
+from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
 from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
 

@@ -22,8 +22,7 @@ from scopetrace._compat.tensors import version_of
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
-from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.effects import place_of
+from scopetrace.record.builder import TapeBuilder, place_of
 from scopetrace.record.regions import CHECKPOINT, Region
 from scopetrace.record.values import ValueTable
 

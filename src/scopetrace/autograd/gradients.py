@@ -120,7 +120,7 @@ class GradientRecorder:
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_Step] = []  # those that have begun, the innermost last
-        self._made: list[torch.optim.Optimizer] = []  # in the forward
+        self._new_optimizers: list[torch.optim.Optimizer] = []  # in the forward
         self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
 
     # ---------------------------------------------------------------- differentiating
@@ -365,10 +365,7 @@ class GradientRecorder:
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The forward has made an optimizer: what it keeps is of this call alone."""
-        self._made.append(optimizer)
-
-    def _is_made_inside(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(optimizer is inner for inner in self._made)
+        self._new_optimizers.append(optimizer)
 
     def on_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
@@ -380,7 +377,7 @@ class GradientRecorder:
         self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, (), kind="hooks"))
         inner = Asked(hooks_of_optimizer, (optimizer,), kind="hooks")
         self._reads.note_once(f"the hooks of {type(optimizer).__name__}", hooks_of_optimizer(optimizer), inner)
-        step = _Step(optimizer, self._is_made_inside(optimizer))
+        step = _Step(optimizer, optimizer in self._new_optimizers)
         self._stepping.append(step)
         if not step.is_inside:
             self._note_settings(optimizer)
@@ -453,7 +450,7 @@ class GradientRecorder:
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer sets the gradients of its parameters to None."""
-        if not self._is_made_inside(optimizer):
+        if optimizer not in self._new_optimizers:
             self._note_held(optimizer)
 
     def _note_held(self, optimizer: torch.optim.Optimizer) -> None:
@@ -491,7 +488,7 @@ class GradientRecorder:
         self, optimizer: torch.optim.Optimizer, found_infs: Iterable[torch.Tensor], step: Callable[[], Any]
     ) -> Any:
         """A scaler lets an optimizer step where gradients are finite: its ops run, and take back what they wrote."""
-        if not self._is_made_inside(optimizer):  # else its state is not there before the step, and not after the call
+        if optimizer not in self._new_optimizers:  # else its state is not there before the step, and not after the call
             self._make_state(optimizer)
         settings = [setting_of(optimizer, i, key) for i, key in settings_of(optimizer)]
         kept = [list(x.values()) if isinstance(x, dict) else x for x in optimizer.state.values()]

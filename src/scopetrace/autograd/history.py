@@ -21,7 +21,7 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
-from scopetrace.record.effects import place_of
+from scopetrace.record.builder import place_of
 
 _KEPT, _MADE = 1, 2
 

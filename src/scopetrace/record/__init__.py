@@ -10,11 +10,9 @@ higher_order    torch.cond and its kind
 reads           what the forward reads beside its arguments
 questions       which questions to torch are heard
 python_values   what Python takes out of tensors where no op runs
-effects         what it does that no op says: Python objects, draws
 uses            what its source does with a name
 builder         the tape under construction
 values          which value of the tape each tensor is
-templates       what calls take and return
 model           names of the traced model, and its state before the trace
 dynamic_shapes  sizes that may differ from call to call
 """

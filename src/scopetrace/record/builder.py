@@ -219,3 +219,8 @@ class TapeBuilder:
             yield
         finally:
             self._origin = outer
+
+
+def place_of(op: Op) -> dict[str, str | None]:
+    """`op`, `module` and `source` for an error about an op."""
+    return {"op": str(op.target), "module": str(op.scope), "source": source_of(op.frames)}
