@@ -26,7 +26,7 @@ from scopetrace.infer.inference import Inference, _Cache
 from scopetrace.infer.rules import Rule
 from scopetrace.ir.tape import Value, values_in
 from scopetrace.record.dynamic_shapes import symbolic_strides
-from scopetrace.record.ops import OpFacts
+from scopetrace.record.op_call import OpFacts
 
 aten = torch.ops.aten
 

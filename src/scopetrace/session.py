@@ -74,7 +74,7 @@ from scopetrace.ir.reads import numbers_read
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
 from scopetrace.record.calls import (
     CallRecorder,
     NodeRunner,
@@ -94,7 +94,6 @@ from scopetrace.record.dynamic_shapes import (
     refuse_shared,
     symbolic_strides,
 )
-from scopetrace.record.effects import refuse_tags, settings_left
 from scopetrace.record.explanations import explain, explained
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.maybe_views import expect_copies
@@ -102,7 +101,8 @@ from scopetrace.record.model import Model, named_arguments, signature_of_forward
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
-from scopetrace.watch.effects import EffectWatch
+from scopetrace.record.values import ValueTable
+from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
 from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
 

@@ -22,9 +22,9 @@ from scopetrace._compat.tensors import version_of
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
-from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.effects import place_of
+from scopetrace.record.builder import TapeBuilder, place_of
 from scopetrace.record.regions import CHECKPOINT, Region
+from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
 
@@ -113,22 +113,22 @@ class CheckpointedRegion:
         saved = self._saved[number]
         if current_node() is None:
             return saved.tensor
-        found = self.again().get(self._value(saved))
-        return saved.tensor if found is None else found.fake
+        repeated = self.again().get(self._value(saved))
+        return saved.tensor if repeated is None else repeated.fake
 
     def _value(self, saved: _Saved) -> Value:
         if saved.value is not None:
             return saved.value
         after = itertools.islice(self._tape.ops, saved.before, None)
-        found = next((v for op in after for v in op.values() if v.fake is saved.tensor), None)
-        return self._values.value_of(saved.tensor) if found is None else found
+        value = next((v for op in after for v in op.values() if v.fake is saved.tensor), None)
+        return self._values.value_of(saved.tensor) if value is None else value
 
     def _after(self, saved: _Saved) -> int:
         """The position after the op that ran when autograd saved a tensor."""
         ops = self._tape.ops
-        made = [self._value(saved).op] if saved.value is None else []
-        found = (i for i in range(saved.before, len(ops)) if ops[i].target is saved.running or ops[i] in made)
-        return 1 + next(found, saved.before - 1)
+        makers = [self._value(saved).op] if saved.value is None else []
+        positions = (i for i in range(saved.before, len(ops)) if ops[i].target is saved.running or ops[i] in makers)
+        return 1 + next(positions, saved.before - 1)
 
     def again(self) -> dict[Value, Value]:
         """What the region makes when it runs again in this backward, by what it made in the forward."""
@@ -145,22 +145,22 @@ class CheckpointedRegion:
         return self._again
 
     def _repeat(self, op: Op) -> None:
-        def given(x: Any) -> Any:
+        def fake_of(x: Any) -> Any:
             return self._again.get(x, x).fake if isinstance(x, Value) else x
 
         before = len(self._tape.ops)
         with torch.set_grad_enabled(op.grad and torch.is_grad_enabled()):  # it is in a backward with `create_graph`
-            out = self._record(op.target, *map_argument(given, (op.args, op.kwargs)))
+            out = self._record(op.target, *map_argument(fake_of, (op.args, op.kwargs)))
         place = (0 if op.call is None else op.call.position, op.scope)
         if op.phase is not None and op.phase.scope is not None:  # of a backward inside of the region
             place = op.phase.call, op.phase.scope
         phase = Phase("backward", *place, recomputed=True)
         for i in range(before, len(self._tape.ops)):
-            made = self._tape.ops[i]
+            repeated = self._tape.ops[i]
             kept = {"phase": phase, "frames": op.frames, "meta": op.meta, "autocast": op.autocast}
-            self._tape.ops[i] = made.replace(**kept)
-            for v in made.values():
-                v.op = self._tape.ops[i] if v.op is made else v.op
+            self._tape.ops[i] = repeated.replace(**kept)
+            for v in repeated.values():
+                v.op = self._tape.ops[i] if v.op is repeated else v.op
         for old, new in zip(flat(op.outputs), flat(out), strict=True):
             if isinstance(old, Value):
                 self._again[old] = self._values.value_of(new)
@@ -197,7 +197,7 @@ class CheckpointedRegion:
                 storages = {v.storage for v in op.values()}
                 written = (other for other in ops[i + 1 :] if any(v.storage in storages for v in other.writes))
                 for other in written:
-                    self._refuse("writes to what its policy keeps", other, "write out of place")
+                    _refuse("writes to what its policy keeps", other, "write out of place")
                 yield op
             elif op.kind != "call_function" or not is_op(op.target) or op.unbacked or _draws(op):
                 yield op
@@ -210,28 +210,25 @@ class CheckpointedRegion:
             value, after = self._value(saved), self._after(saved)
             i, op = last.get(_counted_with(value), (-1, None))
             if op is not None and (i >= after or (i == after - 1 and saved.value and _reads_beside(op, value.storage))):
-                self._refuse("writes to what autograd has saved in it", op, "write out of place")
+                _refuse("writes to what autograd has saved in it", op, "write out of place")
         for t, version in self._arguments:
             if version_of(self._values.value_of(t).fake) != version:
                 op = next(op for op in reversed(self._tape.ops) if self._values.value_of(t) in op.values())
-                self._refuse("has an argument that is written before backward needs it", op, "write out of place")
-
-    def _refuse(self, what: str, op: Op, hint: str) -> NoReturn:
-        raise UnsupportedOpError(
-            f"a checkpointed region (torch.utils.checkpoint) {what}",
-            **place_of(op),
-            hint=hint,
-        )
+                _refuse("has an argument that is written before backward needs it", op, "write out of place")
 
     def _refuse_written(self, ops: list[Op], kept: set[Op], storages: set[int]) -> None:
         """Refuse where what is kept was there before the region, or is written after it."""
-        made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
+        of_region = _new_storages(ops)
         after = itertools.islice(self._tape.ops, self._last(), None)
         later = (op for op in after if any(v.storage in storages for v in op.writes))
-        first = next((op for op in kept if any(v.storage not in made for v in op.writes)), next(later, None))
+        first = next((op for op in kept if any(v.storage not in of_region for v in op.writes)), next(later, None))
         if first is not None:
             hint = "clone() it before it is written; or trace the model without checkpointing"
-            self._refuse("keeps a tensor, which is written outside of it", first, hint)
+            _refuse("keeps a tensor, which is written outside of it", first, hint)
+
+
+def _refuse(what: str, op: Op, hint: str) -> NoReturn:
+    raise UnsupportedOpError(f"a checkpointed region (torch.utils.checkpoint) {what}", **place_of(op), hint=hint)
 
 
 def refuse_recomputed(
@@ -255,9 +252,7 @@ def refuse_recomputed(
         ran_again = in_backward and (region.start, region.stop) in run_again
         for what, op, hint in _different_again(tape, region, in_backward=in_backward, ran_again=ran_again):
             if region.requires_grad(tape):
-                raise UnsupportedOpError(
-                    f"a checkpointed region (torch.utils.checkpoint) {what}", **place_of(op), hint=hint
-                )
+                _refuse(what, op, hint)
             without = without or op
     return without
 
@@ -299,8 +294,7 @@ def _written_again(tape: RecordedTape, region: Region, *, within_forward: bool) 
     A tensor that is read counts as written where it is an attribute that is bound to another one at the end.
     """
     ops = tape.ops[region.start : region.stop]
-    made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
-    read = {v.storage for op in ops for v in op.inputs()} - made
+    read = {v.storage for op in ops for v in op.inputs()} - _new_storages(ops)
     later: Iterable[Op] = tape.ops[region.start :]
     if within_forward:
         later = itertools.takewhile(lambda op: op.phase is None, later)
@@ -319,6 +313,11 @@ def _bound_again(tape: RecordedTape, ops: Iterable[Op]) -> tuple[str, Value | No
     return next(((name, value) for name, value in bound if value in inside), ("", None))
 
 
+def _new_storages(ops: Iterable[Op]) -> set[int]:
+    """The memory that some ops of a region make."""
+    return {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
+
+
 def _is_alias(v: Value, op: Op) -> bool:
     return any(i.storage == v.storage for i in op.inputs())
 
@@ -331,8 +330,8 @@ def _draws(op: Op) -> bool:
     if not is_random(op.target):
         return op.target is torch.ops.aten.mkldnn_rnn_layer.default
     names = schema_of(op.target).names
-    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
-    return given.get("train") is not False and 0 not in (given.get("dropout_p"), given.get("p"))
+    arguments = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    return arguments.get("train") is not False and 0 not in (arguments.get("dropout_p"), arguments.get("p"))
 
 
 _UNSAFE_SPLITS = (_aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default, _aten.unsafe_chunk.default)
@@ -360,5 +359,5 @@ def _declared_writes(op: Op) -> Iterator[Value]:
     if schema is None or (schema.returns and not any(r.is_written or r.is_out for r in schema.returns)):
         return
     for i, argument in enumerate(schema.arguments):
-        given = op.args[i] if i < len(op.args) else op.kwargs.get(argument.name)
-        yield from values_in(given) if argument.is_written else ()
+        operand = op.args[i] if i < len(op.args) else op.kwargs.get(argument.name)
+        yield from values_in(operand) if argument.is_written else ()

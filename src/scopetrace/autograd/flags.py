@@ -19,9 +19,10 @@ from scopetrace._compat.tensors import requires_grad_of, set_requires_grad
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, OfTensor, Place
 from scopetrace.ir.tape import Value
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.values import ValueTable
 
 
 @dataclasses.dataclass
@@ -68,21 +69,21 @@ class FlagRecorder:
 
     def value_of(self, t: torch.Tensor) -> Value:
         """The value of a tensor, whether it is frozen or not."""
-        entry, now = self._flagged.get(id(t)), self._values.value_of(t)
-        return now if entry is None or now.storage != entry.value.storage else entry.value
+        entry, current = self._flagged.get(id(t)), self._values.value_of(t)
+        return current if entry is None or current.storage != entry.value.storage else entry.value
 
     def without_frozen(self, by: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the leaves of autograd's graph into whose `grad` it adds now."""
         real = {id(e.value.fake): e.tensor for e in self._flagged.values()}
-        found = [t for t in by if requires_grad_of(real.get(id(t), t))]
+        differentiable = [t for t in by if requires_grad_of(real.get(id(t), t))]
         late = [t for leaf in by if not requires_grad_of(t := real.get(id(leaf), leaf))]
-        if late and (not found or any(map(any, hooks_of(*late)))):
+        if late and (not differentiable or any(map(any, hooks_of(*late)))):
             self._refuse(
                 "the forward freezes tensors with hooks, or all that requires grad, between what was computed from "
                 "them and its backward",
                 "freeze after backward()",
             )
-        return found
+        return differentiable
 
     def finish(self) -> None:
         """Refuse flags that are not put back."""

@@ -28,8 +28,9 @@ from scopetrace.ir.segment import TapeSegment, body_tape, captured
 from scopetrace.ir.tape import BodyTape, Value
 from scopetrace.ops.higher_order import written_inputs
 from scopetrace.ops.history import ONCE_DIFFERENTIABLE
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.higher_order import BodyRecorder
+from scopetrace.record.values import ValueTable
 
 _apply = torch.ops.higher_order.autograd_function_apply
 _ONCE = once_differentiable(lambda *_: None).__code__
@@ -62,7 +63,7 @@ class FunctionRecorder(BodyRecorder):
         with torch.no_grad():
             forward, results = self._cut(self._run_forward, "forward", "fwd_body")
             sets = self._gradients_given()
-            recorded = [self._recorded_backward(given, sets[-1]) for given in sets]
+            recorded = [self._recorded_backward(indices, sets[-1]) for indices in sets]
         backwards = [segment for segment in recorded if segment is not None]
         saved = captured(backwards)
         marked = {self.values.value_of(t) for t in self._ctx.saved_tensors if isinstance(t, torch.Tensor)}
@@ -81,8 +82,8 @@ class FunctionRecorder(BodyRecorder):
         out = self._give_out(body, [*self.operands, *operands], kwargs["non_differentiable_idx"])
         self._append_op((body, *of_gradients, *self.operands, *operands), kwargs, tuple(out))
         left = iter(out)
-        found = [next(left) if isinstance(x, torch.Tensor) else x for x in self._results]
-        return found[0] if self._is_one else tuple(found)
+        returned = [next(left) if isinstance(x, torch.Tensor) else x for x in self._results]
+        return returned[0] if self._is_one else tuple(returned)
 
     # ---------------------------------------------------------------- running both parts
 
@@ -102,7 +103,7 @@ class FunctionRecorder(BodyRecorder):
         sets = range(1, 2 ** len(chosen))
         return [[result for i, result in enumerate(chosen) if bits >> i & 1] for bits in sets]
 
-    def _recorded_backward(self, given: list[int], all_given: list[int]) -> TapeSegment | None:
+    def _recorded_backward(self, indices: list[int], all_indices: list[int]) -> TapeSegment | None:
         """A run of backward with the gradients of these results. None where it raises without the others."""
         raised = self.builder.raised
         noted, fails = len(raised), False
@@ -110,9 +111,9 @@ class FunctionRecorder(BodyRecorder):
         def run() -> tuple[list[Any], None]:
             nonlocal fails
             try:
-                return self._run_backward(given)
+                return self._run_backward(indices)
             except (AttributeError, TypeError):  # of None
-                if given is all_given:
+                if indices is all_indices:
                     raise
                 del raised[noted:]
                 fails = True
@@ -122,11 +123,11 @@ class FunctionRecorder(BodyRecorder):
         return None if fails else segment
 
     def _run_forward(self) -> tuple[list[Any], list[torch.Tensor]]:
-        given = iter([self._placeholder(i, x, group) for i, (x, group) in enumerate(self.given)])
-        inside = [next(given) if isinstance(a, torch.Tensor) else a for a in self._arguments]
-        found = self.recorded(self._forward, (self._ctx, *inside))
-        self._is_one = not isinstance(found, tuple)
-        self._results = (found,) if self._is_one else found
+        placeholders = iter([self._placeholder(i, x, group) for i, (x, group) in enumerate(self.grouped_operands)])
+        inside = [next(placeholders) if isinstance(a, torch.Tensor) else a for a in self._arguments]
+        returned = self.recorded(self._forward, (self._ctx, *inside))
+        self._is_one = not isinstance(returned, tuple)
+        self._results = (returned,) if self._is_one else returned
         if self._ctx.dirty_tensors:
             self._refuse("writes to its arguments (mark_dirty)", "return a new tensor")
         results = [t for t in self._results if isinstance(t, torch.Tensor)]
@@ -139,20 +140,20 @@ class FunctionRecorder(BodyRecorder):
         floating = t.is_floating_point() or t.is_complex()
         return floating and all(t is not other for other in self._ctx.non_differentiable)
 
-    def _run_backward(self, given: list[int]) -> tuple[list[Any], None]:
+    def _run_backward(self, indices: list[int]) -> tuple[list[Any], None]:
         grads: list[Any] = [None for _ in self._results]
-        for i in given:
+        for i in indices:
             t = self._results[i]
             grad = self._like(self.values.value_of(t).fake)
             self.values.append_body_input(f"grad_{i}", grad)
             if self._is_differentiable(t) or self._ctx.materialize_grads:
                 grads[i] = grad
-        found = self.recorded(self._backward, (self._ctx, *grads))
-        found = found if isinstance(found, tuple) else (found,)
+        gradients = self.recorded(self._backward, (self._ctx, *grads))
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         count = len(self._arguments)
-        if len(found) < count or any(x is not None for x in found[count:]):
-            self._refuse(f"returns {len(found)} gradients for {count} arguments", "return one for each")
-        needed = zip(found[:count], self._ctx.needs_input_grad, self._arguments, strict=True)
+        if len(gradients) < count or any(x is not None for x in gradients[count:]):
+            self._refuse(f"returns {len(gradients)} gradients for {count} arguments", "return one for each")
+        needed = zip(gradients[:count], self._ctx.needs_input_grad, self._arguments, strict=True)
         results = [grad if is_needed else None for grad, is_needed, a in needed if isinstance(a, torch.Tensor)]
         if getattr(self._backward, "__code__", None) is _ONCE:
             taken = [grad for grad in grads if grad is not None]
@@ -173,20 +174,20 @@ class FunctionRecorder(BodyRecorder):
     def _give_out(self, forward: BodyTape, operands: list[Any], constant: list[int]) -> list[torch.Tensor]:
         """The results: new tensors, or aliases of operands where forward returns a view."""
         placeholders = [op.outputs for op in forward.ops if op.kind == "placeholder"]
-        given = {v.storage: (v, x) for v, x in zip(placeholders, operands, strict=True) if isinstance(v, Value)}
-        found: list[torch.Tensor] = []
+        sources = {v.storage: (v, x) for v, x in zip(placeholders, operands, strict=True) if isinstance(v, Value)}
+        outputs: list[torch.Tensor] = []
         taken: set[int] = set()
         for i, v in enumerate(forward.outputs[0]):
-            if v.storage not in given:
+            if v.storage not in sources:
                 if v.storage in taken:
                     self._refuse("returns two results that share memory", "clone() one of them")
                 taken.add(v.storage)
-                found.append(self._like(v.fake))
+                outputs.append(self._like(v.fake))
             else:
-                found.append(self._alias(v, *given[v.storage]))
+                outputs.append(self._alias(v, *sources[v.storage]))
             if i not in constant:
-                self._give_grad(found[-1:])
-        return found
+                self._give_grad(outputs[-1:])
+        return outputs
 
     def _alias(self, v: Value, placeholder: Value, operand: Value) -> torch.Tensor:
         if v.fake.dtype != operand.fake.dtype:
@@ -195,8 +196,8 @@ class FunctionRecorder(BodyRecorder):
         mode, base = self.factory.mode, operand.fake
         alias = run_fake(mode, torch.ops.aten.detach.default, (base,), {})
         args = (alias, list(v.fake.size()), list(v.fake.stride()), offset)
-        found: torch.Tensor = run_fake(mode, torch.ops.aten.as_strided.default, args, {}, grad=True)
-        return found
+        view: torch.Tensor = run_fake(mode, torch.ops.aten.as_strided.default, args, {}, grad=True)
+        return view
 
 
 def _error(path: str, problem: str, hint: str, builder: TapeBuilder) -> UnsupportedOpError:
@@ -209,7 +210,7 @@ def _error(path: str, problem: str, hint: str, builder: TapeBuilder) -> Unsuppor
 def refuse_dirty_view(cls: Any, tensors: Sequence[torch.Tensor], builder: TapeBuilder) -> None:
     """Raise where torch runs a function that may write to a view: autograd does not show it in the view's history."""
     names = [names_of(f.__code__).all for f in (cls.forward, cls.setup_context) if isinstance(f, FunctionType)]
-    if any("mark_dirty" in found for found in names) and any(base_of(t) is not None for t in tensors):
+    if any("mark_dirty" in of_method for of_method in names) and any(base_of(t) is not None for t in tensors):
         path = f"{cls.__module__}.{cls.__qualname__}"
         raise _error(path, "writes to its arguments (mark_dirty), one of which is a view", "clone() it first", builder)
 

@@ -54,10 +54,11 @@ from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, Of
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
 from scopetrace.record.explanations import sparse_gradient
 from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.values import ValueTable
 
 _SET_DATA = torch.ops.aten.set_.source_Tensor
 Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
@@ -74,8 +75,8 @@ class _Gradient:
     added: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """What was added to it, while nobody knows what it was before."""
     is_known: bool = False
-    """Whether the forward has read or set it, so that it is `now`."""
-    now: torch.Tensor | None = None
+    """Whether the forward has read or set it, so that it is `current`."""
+    current: torch.Tensor | None = None
     before: torch.Tensor | None = None
     """Where the forward has read it, what it was before, as a tensor of the trace."""
     is_read: bool = False
@@ -120,7 +121,7 @@ class GradientRecorder:
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_Step] = []  # those that have begun, the innermost last
-        self._made: list[torch.optim.Optimizer] = []  # in the forward
+        self._new_optimizers: list[torch.optim.Optimizer] = []  # in the forward
         self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
 
     # ---------------------------------------------------------------- differentiating
@@ -129,14 +130,14 @@ class GradientRecorder:
         self,
         run: Differentiate,
         outputs: Sequence[torch.Tensor],
-        given: Iterable[torch.Tensor | None],
+        grad_outputs: Iterable[torch.Tensor | None],
         inputs: Sequence[torch.Tensor],
         *,
         accumulates: bool,
         create_graph: bool,
         keeps_graph: bool,
     ) -> Any:
-        """The forward differentiates `outputs`, with `given` as their gradients.
+        """The forward differentiates `outputs`, with `grad_outputs` as their gradients.
 
         That is by `inputs`; with `accumulates`, into their `grad`, or that of all leaves where there are none.
         """
@@ -154,23 +155,23 @@ class GradientRecorder:
         params = [(p, t) for t in by if isinstance(p := self._outside(t), torch.nn.Parameter)]
         known = [p for p, _ in params]
         places = tuple([(self._model.owner(p), p) for p in known])
-        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_now, places, kind="hooks"))
+        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_at, places, kind="hooks"))
         for p, t in params:
             give_hooks(p, t)
-        given = list(given)
-        with self._phases.backward(outputs, given, keeps_graph=keeps_graph):
-            found = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
+        grad_outputs = list(grad_outputs)
+        with self._phases.backward(outputs, grad_outputs, keeps_graph=keeps_graph):
+            gradients = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
         if not accumulates:
-            return found
-        self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
+            return gradients
+        self._taken |= {self._values.value_of(t).storage for t in grad_outputs if t is not None}
         self._hooks_keep = bool(self._builder.hooked) or any(map(has_gradient_hooks, by))
-        self._accumulate(by, found, create_graph=create_graph)
+        self._accumulate(by, gradients, create_graph=create_graph)
         return None
 
     def _accumulate(
-        self, by: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None], *, create_graph: bool
+        self, by: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, create_graph: bool
     ) -> None:
-        for t, gradient in zip(by, found, strict=True):
+        for t, gradient in zip(by, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradient("Tensor.backward", **self._builder.where())
             if gradient is not None:
@@ -179,8 +180,8 @@ class GradientRecorder:
 
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor in autograd's graph of the forward: of a parameter, its fake tensor."""
-        own = unwrapped(t)
-        return t if own is not t or isinstance(own, FakeTensor) else self._values.value_of(t).fake
+        tensor = unwrapped(t)
+        return t if tensor is not t or isinstance(tensor, FakeTensor) else self._values.value_of(t).fake
 
     def _outside(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor from outside that a fake tensor stands for; itself where the forward made it."""
@@ -211,12 +212,12 @@ class GradientRecorder:
         run_after_accumulation(entry.tensor)
 
     def _add_to(self, entry: _Gradient, gradient: torch.Tensor, *, create_graph: bool = False) -> None:
-        if entry.is_known and entry.now is not None:
-            entry.now = entry.now + gradient if create_graph else entry.now.add_(gradient)
+        if entry.is_known and entry.current is not None:
+            entry.current = entry.current + gradient if create_graph else entry.current.add_(gradient)
             return
         gradient = self._in_memory_of_its_own(gradient, entry.value.fake)
         if entry.is_known:
-            entry.now = gradient
+            entry.current = gradient
         else:
             entry.added.append(gradient)
 
@@ -253,40 +254,40 @@ class GradientRecorder:
         entry = self._of(t)
         if not entry.is_known:
             self._read(entry)
-        return entry.now
+        return entry.current
 
     def set(self, t: torch.Tensor, new: torch.Tensor | None) -> bool:
         """`t.grad = new`. False for a tensor that the forward made."""
         if not self._values.is_outside(t):
             return False
         entry = self._of(t)
-        entry.is_known, entry.now, entry.added = True, new, []
+        entry.is_known, entry.current, entry.added = True, new, []
         if new is not None:
             self._taken.add(self._values.value_of(new).storage)
         return True
 
     def _of(self, t: torch.Tensor) -> _Gradient:
         value = self._first(self._flags.value_of(t))
-        found = self._gradients.get(id(value.fake))
-        if found is None:
+        gradient = self._gradients.get(id(value.fake))
+        if gradient is None:
             tensor = t if value.real is None else value.real
-            found = self._gradients[id(value.fake)] = _Gradient(tensor, value)
-        return found
+            gradient = self._gradients[id(value.fake)] = _Gradient(tensor, value)
+        return gradient
 
     def _first(self, value: Value) -> Value:
         """What a tensor from outside was before the forward wrote it in place."""
         if value.op.kind != "call_function":
             return value
         outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
-        found = next((v for v in outside if v.fake is value.fake), None)
-        if found is None and (self._values.is_outside(value.fake) or value.op.target is _SET_DATA):
+        first = next((v for v in outside if v.fake is value.fake), None)
+        if first is None and (self._values.is_outside(value.fake) or value.op.target is _SET_DATA):
             raise UnsupportedOpError(
                 "the forward asks for the gradient of a tensor of which it has set `.data`, or adds to it",
                 op="Tensor.grad",
                 **self._builder.where(),
                 hint="do so before, or write the tensor in place: `p.data.copy_(new)`",
             )
-        return value if found is None else found
+        return value if first is None else first
 
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
@@ -304,7 +305,7 @@ class GradientRecorder:
                 if entry.value in self._tape.inputs:
                     place = GradientOfInput(self._tape.inputs.index(entry.value), before)
                 self._reads.note_once(f"{self._words(entry)}.grad as the same tensor", True, place)
-            entry.before = entry.now = self._values.value_of(before).fake
+            entry.before = entry.current = self._values.value_of(before).fake
         added, entry.added = entry.added, []
         with torch.no_grad():
             for gradient in added:
@@ -339,11 +340,11 @@ class GradientRecorder:
             name, value = self._name(entry), entry.value
             inputs = self._tape.inputs
             of = GraphInput(inputs.index(value), value.op.name) if value in inputs else StateRef(value.op.name)
-            new = [] if entry.now is None or entry.now is entry.before else [entry.now]
+            new = [] if entry.current is None or entry.current is entry.before else [entry.current]
             for t in [*entry.added, *new]:
                 write = AttributeWrite(None, name, "grad", self._values.value_of(t), of, bool(entry.added))
                 self._tape.attribute_writes.append(write)
-            if entry.is_known and entry.now is None and (entry.before is not None or not entry.is_read):
+            if entry.is_known and entry.current is None and (entry.before is not None or not entry.is_read):
                 self._tape.cleared.append(of)
 
     def _look_for_shared(self) -> None:
@@ -365,10 +366,7 @@ class GradientRecorder:
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The forward has made an optimizer: what it keeps is of this call alone."""
-        self._made.append(optimizer)
-
-    def _is_made_inside(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(optimizer is made for made in self._made)
+        self._new_optimizers.append(optimizer)
 
     def on_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
@@ -380,7 +378,7 @@ class GradientRecorder:
         self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, (), kind="hooks"))
         inner = Asked(hooks_of_optimizer, (optimizer,), kind="hooks")
         self._reads.note_once(f"the hooks of {type(optimizer).__name__}", hooks_of_optimizer(optimizer), inner)
-        step = _Step(optimizer, self._is_made_inside(optimizer))
+        step = _Step(optimizer, optimizer in self._new_optimizers)
         self._stepping.append(step)
         if not step.is_inside:
             self._note_settings(optimizer)
@@ -391,9 +389,9 @@ class GradientRecorder:
 
         def run() -> Any:
             step.stack.close()
-            found = closure()
+            loss = closure()
             self._resume(step)
-            return found
+            return loss
 
         return run
 
@@ -427,7 +425,7 @@ class GradientRecorder:
 
     def _refuse_other_settings(self) -> None:
         """Raise where the forward has changed what an optimizer stepped by, after it is put back."""
-        changed = [s for s in self._settings if not (s[3] is (now := setting_of(*s[:3])) or same(s[3], now))]
+        changed = [s for s in self._settings if not (s[3] is (current := setting_of(*s[:3])) or same(s[3], current))]
         for optimizer, i, key, setting in reversed(changed):
             optimizer.param_groups[i][key] = setting
         if changed:
@@ -453,7 +451,7 @@ class GradientRecorder:
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer sets the gradients of its parameters to None."""
-        if not self._is_made_inside(optimizer):
+        if optimizer not in self._new_optimizers:
             self._note_held(optimizer)
 
     def _note_held(self, optimizer: torch.optim.Optimizer) -> None:
@@ -469,8 +467,8 @@ class GradientRecorder:
             self._stepping.pop().flags.close()
 
     def _refuse_new_state(self, optimizer: torch.optim.Optimizer, before: dict[tuple[int, str], int]) -> NoReturn:
-        name, made = type(optimizer).__name__, [key for key in state_of(optimizer) if key not in before]
-        if made:
+        name, new_keys = type(optimizer).__name__, [key for key in state_of(optimizer) if key not in before]
+        if new_keys:
             problem, hint = f"{name} makes its state in its first step", "run optimizer.step() once before the trace"
         else:
             problem, hint = f"{name} puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
@@ -480,25 +478,25 @@ class GradientRecorder:
         """Make the state that an optimizer does not have yet, and name it."""
         params = [p for group in optimizer.param_groups for p in group["params"] if self.get(p) is not None]
         with eager():
-            made = new_state(optimizer, params)
-        for p, state in made.items():
+            states = new_state(optimizer, params)
+        for p, state in states.items():
             optimizer.state[p] = state
             self._model.contents.accept(optimizer.state, p)
         for p, key, x in state_tensors(optimizer):
             self._model.name_state(x, p, key)
 
     def on_scaled_step(
-        self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], step: Callable[[], Any]
+        self, optimizer: torch.optim.Optimizer, found_infs: Iterable[torch.Tensor], step: Callable[[], Any]
     ) -> Any:
         """A scaler lets an optimizer step where gradients are finite: its ops run, and take back what they wrote."""
-        if not self._is_made_inside(optimizer):  # else its state is not there before the step, and not after the call
+        if optimizer not in self._new_optimizers:  # else its state is not there before the step, and not after the call
             self._make_state(optimizer)
         settings = [setting_of(optimizer, i, key) for i, key in settings_of(optimizer)]
         kept = [list(x.values()) if isinstance(x, dict) else x for x in optimizer.state.values()]
         state = leaves([kept, settings], torch.Tensor)
         tensors = [*(p for group in optimizer.param_groups for p in group["params"]), *state]
         with self._of_optimizer(optimizer), torch.no_grad():
-            skips = {d: torch.stack([n.to(d) for n in found]).sum() != 0 for d in {t.device for t in tensors}}
+            skips = {d: torch.stack([n.to(d) for n in found_infs]).sum() != 0 for d in {t.device for t in tensors}}
             before = {id(t): (t, t.clone()) for t in tensors}
         start = len(self._tape.ops)
         out = step()
@@ -556,7 +554,7 @@ class GradientRecorder:
     def _refuse_other(self, by: list[torch.Tensor], *, accumulates: bool) -> None:
         """Refuse where derivatives are not what the ops say: autograd knows more of the tensors from outside."""
         examples = list(self._values.examples.items())
-        given = [t for _, t in examples]
+        example_inputs = [t for _, t in examples]
         if accumulates and any(t.grad_fn is not None for t in by if not isinstance(t, FakeTensor)):
             self._refuse_beyond()
         by = [t for t in by if unwrapped(t) is t and not isinstance(t, FakeTensor)]
@@ -574,7 +572,7 @@ class GradientRecorder:
         objects = {(v.storage, id(v.fake)) for v, _ in examples if v.storage in brought}
         depends = depends or len(objects) > len({storage for storage, _ in objects})  # in eager all have what one gets
         with paused() if not depends else contextlib.nullcontext():
-            depends = depends or has_other_gradient(by, [*given, *self._tape.attributes.values()])
+            depends = depends or has_other_gradient(by, [*example_inputs, *self._tape.attributes.values()])
         if depends:
             self._refuse(
                 "the forward differentiates by an input that has a hook, or by a parameter or an input from which "
@@ -591,7 +589,9 @@ class GradientRecorder:
         raise UnsupportedOpError(problem, op=op, **self._builder.where(), hint=hint)
 
 
-def _hooks_now(*places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor]) -> list[list[Callable[..., Any]]]:
+def _hooks_at(
+    *places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor],
+) -> list[list[Callable[..., Any]]]:
     """The hooks on the gradients of parameters, of which the model may have put others at their names."""
-    found = [t if owner is None else getattr(owner[1], owner[2], None) for owner, t in places]
-    return hooks_of(*(t for t in found if isinstance(t, torch.Tensor)))
+    current = [t if owner is None else getattr(owner[1], owner[2], None) for owner, t in places]
+    return hooks_of(*(t for t in current if isinstance(t, torch.Tensor)))

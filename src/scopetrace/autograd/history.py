@@ -21,7 +21,7 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
-from scopetrace.record.effects import place_of
+from scopetrace.record.builder import place_of
 
 _KEPT, _MADE = 1, 2
 
@@ -41,18 +41,18 @@ def refuse_lost_gradients(
     """
     ops = tape.ops
     late = [v for op in ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
-    given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
+    function_results = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
         quiet = [op for op in ops if op.kind == "call_function" and not op.grad]
-        given = [v for op in quiet for v in op.values() if v.requires_grad_now]
+        function_results = [v for op in quiet for v in op.values() if v.requires_grad_now]
     written = tape.written_storages()
-    functions = ((v, node) for v in given for node in _functions(v, behind_writes=v.storage in written))
+    functions = ((v, node) for v in function_results for node in _functions(v, behind_writes=v.storage in written))
     if differentiated is None:
         unseen = next((v for v, _ in functions), None)
     else:
-        found = [(v, sequence_number(node)) for v, node in functions]
-        reached = _reached_from_outside(tape, results) if found else ()
-        unseen = next((v for v, number in found if number in reached and number not in differentiated), None)
+        numbered = [(v, sequence_number(node)) for v, node in functions]
+        reached = _reached_from_outside(tape, results) if numbered else ()
+        unseen = next((v for v, number in numbered if number in reached and number not in differentiated), None)
     if unseen is not None and differentiated is not None:
         raise UnsupportedOpError(
             "the forward differentiates, and has autograd_function_apply of tensors that require grad, through which "
@@ -72,14 +72,14 @@ def refuse_lost_gradients(
     outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
     tracked = {v.storage for op in tape.ops if op.grad for v in op.writes}  # what is outside is no leaf after that
     candidates = (v for v in late if v.storage not in tracked or v not in outside)
-    made = [v for v in candidates if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
-    made += former
-    if not made:
+    new_leaves = [v for v in candidates if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
+    new_leaves += former
+    if not new_leaves:
         return
-    leaves = {v: _KEPT for v in outside if v.requires_grad} | dict.fromkeys(made, _MADE)
+    leaves = {v: _KEPT for v in outside if v.requires_grad} | dict.fromkeys(new_leaves, _MADE)
     history = History(tape.ops, leaves, _KEPT)
     bound = [w.value for w in tape.attribute_writes]
-    for value in (*results, *bound, *(v for v in outside if v not in made)):
+    for value in (*results, *bound, *(v for v in outside if v not in new_leaves)):
         if history.of(value) == _MADE and value not in former:
             raise UnsupportedOpError(
                 "the forward itself makes a tensor require grad (requires_grad_(), requires_grad=True, nn.Parameter), "
@@ -112,12 +112,12 @@ def refuse_lost_hooks(
     """
     if hooked:
         bound = [w.value for w in tape.attribute_writes]
-        found = [v.fake for v in (*results, *bound) if requires_grad_of(v.fake)]
-        numbers = [n for n in map(sequence_number, nodes_of(found)) if n not in differentiated]
+        tensors = [v.fake for v in (*results, *bound) if requires_grad_of(v.fake)]
+        numbers = [n for n in map(sequence_number, nodes_of(tensors)) if n not in differentiated]
         for number in numbers:
             if number in hooked:
                 raise hooked[number]
-        if any(t.retains_grad for t in found):  # a write may have given it another node since
+        if any(t.retains_grad for t in tensors):  # a write may have given it another node since
             raise next(iter(hooked.values()))
 
 
@@ -165,35 +165,35 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
 
     @functools.cache
     def sharing() -> dict[int, int]:
-        found: dict[int, int] = collections.defaultdict(int)
+        by_storage: dict[int, int] = collections.defaultdict(int)
         for v in [v for op in ops for v in op.values()]:
-            found[v.storage] |= history.of(v)
-        return found
+            by_storage[v.storage] |= history.of(v)
+        return by_storage
 
     left = dict.fromkeys((False, True), (1 << len(bits)) - 1)
     for op in other:
         if not left[op.grad]:
             continue
-        found = 0
+        hidden = 0
         for v in op.inputs() if op.grad != tape.grad else ():
-            found |= history.of(v)
+            hidden |= history.of(v)
         for v in op.writes:
             is_hidden = op.grad != tape.grad or history.is_detached(v) or op.target in DETACHED
-            found |= sharing()[v.storage] if is_hidden else 0
-        found &= left[op.grad]
-        left[op.grad] &= ~found
-        if found:
-            yield from ((leaf, op) for leaf, bit in bits.items() if found & bit)
+            hidden |= sharing()[v.storage] if is_hidden else 0
+        hidden &= left[op.grad]
+        left[op.grad] &= ~hidden
+        if hidden:
+            yield from ((leaf, op) for leaf, bit in bits.items() if hidden & bit)
 
 
-def _up_to_last(tape: RecordedTape, found: list[Op]) -> list[Op]:
+def _up_to_last(tape: RecordedTape, recorded: list[Op]) -> list[Op]:
     """The ops of a tape up to the last of those which were found among the recorded ones.
 
     All of them where one of these writes, since later ones may share its memory.
     """
-    if any(op.writes for op in found):
+    if any(op.writes for op in recorded):
         return tape.ops
-    wanted = set(found)
+    wanted = set(recorded)
     last = max(i for i, op in enumerate(tape.ops) if op in wanted)
     return tape.ops[: last + 1]
 

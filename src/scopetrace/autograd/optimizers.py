@@ -66,15 +66,15 @@ def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) 
     step. Raises UnsupportedOpError where the first step is not like the others.
     """
     wanted = {id(p) for p in params if not optimizer.state.get(p)}
-    made: dict[torch.Tensor, dict[str, Any]] = {}
+    states: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups if wanted and is_torchs(optimizer) else ():
         for p in (p for p in group["params"] if id(p) in wanted):
             state = first_state(optimizer, group, p)
             if type(optimizer) is torch.optim.SGD and group["momentum"]:
                 state = {"momentum_buffer": _momentum(p, group["dampening"])}
             if state:
-                made[p] = state
-    return made
+                states[p] = state
+    return states
 
 
 def _momentum(p: torch.Tensor, dampening: float) -> torch.Tensor:

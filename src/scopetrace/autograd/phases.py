@@ -21,7 +21,8 @@ import torch
 from scopetrace._compat.gradients import current_node, is_function, nodes_of, sequence_number
 from scopetrace._compat.ops import in_transform, unwrapped
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, flat
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.values import ValueTable
 
 OTHER = Phase("other")
 
@@ -40,12 +41,12 @@ class PhaseRecorder:
 
     @contextlib.contextmanager
     def backward(
-        self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], *, keeps_graph: bool
+        self, outputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor | None], *, keeps_graph: bool
     ) -> Iterator[None]:
         """Inside, torch differentiates `outputs`; with `keeps_graph`, what led to them may be differentiated again."""
-        ops, own = self._builder.tape.ops, {self._values.value_of(t).op for t in given if t is not None}
-        for i in range(max(0, len(ops) - len(given)), len(ops)):
-            if ops[i] in own and ops[i].target is torch.ops.aten.ones_like.default:
+        ops, seeds = self._builder.tape.ops, {self._values.value_of(t).op for t in grad_outputs if t is not None}
+        for i in range(max(0, len(ops) - len(grad_outputs)), len(ops)):
+            if ops[i] in seeds and ops[i].target is torch.ops.aten.ones_like.default:
                 ops[i] = ops[i].replace(phase=self._of_op(ops[i].tensor(0).op))
                 ops[i].result.op = ops[i]
         self._builder.tape.backwards.append([])
@@ -66,10 +67,6 @@ class PhaseRecorder:
             yield
         finally:
             self._builder.phase = before
-
-    def of_op(self, op: Op) -> Phase:
-        """The phase of the backward of an op."""
-        return self._of_op(op)
 
     def of_value(self, value: Value) -> Phase:
         """The phase of what backward does with the gradient of a value, such as to add it to `grad`."""
@@ -92,16 +89,16 @@ class PhaseRecorder:
         op = None if hasattr(node, "variable") else self._maker_of(number)
         has_saved, is_python = number in self._builder.saving, is_function(node)
 
-        def ended(found: Any, given: Any) -> None:
+        def ended(grad_inputs: Any, grad_outputs: Any) -> None:
             if not keeps_graph:
                 self._builder.differentiated.add(number)
             if isinstance(op, Op):
                 freed = not (keeps_graph or in_transform())  # a transform frees the graph of its own level
                 tape.backwards[-1].append(BackwardNode(op, len(tape.ops), has_saved, freed))
             if is_python:
-                known = (self._values.by_id.get(id(t)) for t in (*found, *given))
+                known = (self._values.by_id.get(id(t)) for t in (*grad_inputs, *grad_outputs))
                 self.seen.update([v.storage for v in known if v is not None])
-            pairs = zip(found, after, strict=True)
+            pairs = zip(grad_inputs, after, strict=True)
             self._ended = number, {id(t): target for t, (target, _) in pairs if isinstance(t, torch.Tensor)}
 
         return ended
@@ -119,11 +116,11 @@ class PhaseRecorder:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             return self.of_value(self._values.value_of(unwrapped(leaf)))
-        found = self._maker_of(sequence_number(node))
-        return found if isinstance(found, Phase) else self._of_op(found or self._builder.tape.ops[-1])
+        maker = self._maker_of(sequence_number(node))
+        return maker if isinstance(maker, Phase) else self._of_op(maker or self._builder.tape.ops[-1])
 
     def _maker_of(self, number: int) -> Op | Phase | None:
         """What made a node."""
-        made = self._builder.made_nodes
-        i = bisect.bisect_right(made, number, key=operator.itemgetter(0)) - 1
-        return made[i][1] if i >= 0 else None
+        nodes = self._builder.made_nodes
+        i = bisect.bisect_right(nodes, number, key=operator.itemgetter(0)) - 1
+        return nodes[i][1] if i >= 0 else None

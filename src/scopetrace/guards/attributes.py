@@ -28,7 +28,7 @@ Note = Callable[[torch.nn.Module, str], bool]
 
 Returns whether the forward asks, rather than the recorder: only then Python finds the attribute from then on."""
 
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 """The attributes of a module by which nn.Module works, and no model."""
 ALL_SUBMODULES = "_modules"
@@ -49,14 +49,17 @@ class WatchedDict(dict[str, Any]):
             value = self.hidden[name]
             self._show_one(name)
             return value
-        for table in _MODULE_TABLES:
-            entries = dict.get(self, table) or self.hidden.get(table) or {}
-            if name in entries:
+        for table in self.tables():
+            if name in table:
                 self._tell(self.module, name)
-                return entries[name]
+                return table[name]
         if name[:2] != "__":
             self._tell(self.module, name)
         return MISSING
+
+    def tables(self) -> list[dict[str, Any]]:
+        """Parameters, buffers and submodules, without being noted."""
+        return [dict.get(self, name) or self.hidden.get(name) or {} for name in MODULE_TABLES]
 
     def current(self) -> dict[str, Any]:
         """All attributes, in no order, without being noted."""
@@ -136,8 +139,8 @@ for _name in (
 
 def current_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """The `__dict__` of a module, for reading by the recorder: nothing is noted."""
-    own = module.__dict__
-    return own.current() if type(own) is WatchedDict else own
+    attributes = module.__dict__
+    return attributes.current() if type(attributes) is WatchedDict else attributes
 
 
 def is_watchable(module: torch.nn.Module) -> bool:
@@ -190,28 +193,28 @@ class AttributeWatch:
 
 def _put_back(module: torch.nn.Module, before: dict[str, Any], watched: WatchedDict) -> None:
     """Give a module the `__dict__` that it had, with what it holds now."""
-    now = watched.current()
-    if now.keys() != before.keys() or any(now[key] is not x for key, x in before.items()):
-        order = [key for key in before if key in now] + [key for key in dict.keys(watched) if key not in before]
-        before_now = {key: now[key] for key in order}
+    current = watched.current()
+    if current.keys() != before.keys() or any(current[key] is not x for key, x in before.items()):
+        order = [key for key in before if key in current] + [key for key in dict.keys(watched) if key not in before]
+        ordered = {key: current[key] for key in order}
         before.clear()
-        before.update(before_now)
+        before.update(ordered)
     object.__setattr__(module, "__dict__", before)
 
 
 def _getattr(ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
     def __getattr__(self: torch.nn.Module, name: str) -> Any:
-        own = self.__dict__
-        if type(own) is not WatchedDict:
+        attributes = self.__dict__
+        if type(attributes) is not WatchedDict:
             return ask(self, name)
         if not mine():  # another thread, or the recorder itself
-            for table in (own.hidden, *(dict.get(own, t) or own.hidden.get(t) or {} for t in _MODULE_TABLES)):
+            for table in (attributes.hidden, *attributes.tables()):
                 if name in table:
                     return table[name]
         elif name == ALL_SUBMODULES and (asker := sys._getframe(1)).f_code.co_name == "__delattr__":
-            own.show_deleted(asker.f_locals.get("name"))
-            return own.hidden[name]
-        elif (value := own.ask(name)) is not MISSING:
+            attributes.show_deleted(asker.f_locals.get("name"))
+            return attributes.hidden[name]
+        elif (value := attributes.ask(name)) is not MISSING:
             return value
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 

@@ -201,11 +201,11 @@ class Reach:
         for name, attribute in names.dotted:
             module = table.get(name)
             if isinstance(module, types.ModuleType) and not is_library(module.__name__):
-                own = vars(module)
-                if attribute in own and (id(own), attribute) not in self.variables:
-                    self.variables[id(own), attribute] = own, attribute
-                    place = functools.partial(put_entry, own, attribute)
-                    self._look_at(f"{module.__name__}.{attribute}", own[attribute], depth, place)
+                namespace = vars(module)
+                if attribute in namespace and (id(namespace), attribute) not in self.variables:
+                    self.variables[id(namespace), attribute] = namespace, attribute
+                    place = functools.partial(put_entry, namespace, attribute)
+                    self._look_at(f"{module.__name__}.{attribute}", namespace[attribute], depth, place)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self.cells:
                 self.cells[id(cell)] = name, cell

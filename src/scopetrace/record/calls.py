@@ -13,11 +13,12 @@ arrives here too: seeding, modes, collectives of Python objects.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -28,16 +29,20 @@ from scopetrace._compat.export import is_guard
 from scopetrace._compat.function_mode import On
 from scopetrace._compat.ops import eager, paused
 from scopetrace._compat.questions import Mine, Replace
-from scopetrace._compat.tensors import (
-    version_of,
+from scopetrace._compat.tensors import storage_id, version_of
+from scopetrace.containers.structure import (
+    OpaqueContainer,
+    is_plain_object,
+    leaves_with_path,
+    map_structure,
+    tensor_holders,
 )
-from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import GIVEN_META, Call
-from scopetrace.record.builder import TapeBuilder, Templates, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
@@ -45,6 +50,7 @@ from scopetrace.record.python_values import PythonValues
 from scopetrace.record.questions import report_questions
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import NESTED
+from scopetrace.record.values import ValueTable
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
@@ -118,9 +124,9 @@ class CallRecorder:
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
 
     def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = other_path(module, args, kwargs, self._reads)
-        if found is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
-            problem, hint = found
+        refusal = other_path(module, args, kwargs, self._reads)
+        if refusal is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
+            problem, hint = refusal
             raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
@@ -160,12 +166,12 @@ class CallRecorder:
 
     def class_of(self, module: torch.nn.Module) -> type:
         """The class of a module. `torch.nn.utils.parametrize` makes one for each module: equal ones count as one."""
-        own = type(module)
-        if own.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
-            return own
+        kind = type(module)
+        if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
+            return kind
         lists: Any = module.parametrizations
         kinds = tuple((name, tuple(map(type, chain))) for name, chain in lists.items())
-        return self._classes.setdefault((parametrize.type_before_parametrizations(module), kinds), own)
+        return self._classes.setdefault((parametrize.type_before_parametrizations(module), kinds), kind)
 
     def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the Python of a call."""
@@ -176,7 +182,7 @@ class CallRecorder:
             if call.parent is None:
                 self.result_types = tensor_holders(out)
                 kinds = self._object_types | self.result_types
-                map_structure(self._values.set_apart_result, out, torch.Tensor, kinds)
+                map_structure(self._values.detach_result_alias, out, torch.Tensor, kinds)
                 self._at_end()
             call.outputs = self.templates.of(out)
             self.templates.belong_to(call)
@@ -197,8 +203,8 @@ class CallRecorder:
         call.leaf = True
 
         def finished() -> Any:
-            given = leaves_with_path((args, kwargs), "", self._object_types)
-            read = [(t, version_of(t)) for _, t in given if isinstance(t, torch.Tensor)]
+            arguments = leaves_with_path((args, kwargs), "", self._object_types)
+            read = [(t, version_of(t)) for _, t in arguments if isinstance(t, torch.Tensor)]
             with paused():
                 out = run(module, *args, **kwargs)
             name = call.fqn or f"_leaf_module{len(builder.tape.modules)}"
@@ -318,6 +324,85 @@ def _no_leaf(pattern: str, names: list[str]) -> LeafPatternError:
     return LeafPatternError(f"leaf_modules: no module is named {pattern!r}; the model has {some}, …")
 
 
+# Templates of what calls take and return: a value of the tape in place of each tensor ---------------------------------
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Noted:
+    """Stands in a template for an object of which only the end of the forward says whether its class is opened."""
+
+    original: Any
+    contents: Any
+    """The template of what it held."""
+
+
+def _opened(template: Any, kinds: Collection[type]) -> Any:
+    """A template with the contents of its objects of `kinds`; the others are leaves."""
+
+    def settled(noted: _Noted) -> Any:
+        return _opened(noted.contents, kinds) if type(noted.original) in kinds else noted.original
+
+    return map_structure(settled, template, _Noted)
+
+
+class Templates:
+    """Makes the templates of the arguments and results of calls.
+
+    An object may get its first tensors after a call has taken it, as an empty cache does. So what an object of an
+    unknown class holds is noted when a call takes it, and `settle` says at the end which of them were containers.
+    """
+
+    def __init__(self, values: ValueTable, object_types: frozenset[type], *, notes_objects: bool) -> None:
+        """`object_types` are the classes whose instances are known to hold tensors; see `containers.structure`."""
+        self._values = values
+        self._object_types = object_types
+        self._is_plain: dict[type, bool] = {}
+        self._noted: dict[int, Any] = {}  # by id, those in the template that is being made
+        self._unsettled: list[Call] = []
+        """The calls whose templates have some."""
+        self._knows_all = notes_objects
+
+    def of(self, x: Any) -> Any:
+        """The template of a value of the user; `belong_to` says of which call it is."""
+        return map_structure(self._values.value_of, x, torch.Tensor, self._object_types, self._note)
+
+    def belong_to(self, call: Call) -> None:
+        """The templates that were made last are those of `call`."""
+        if self._noted:
+            self._noted.clear()
+            self._unsettled.append(call)
+
+    def settle(self, kinds: Collection[type]) -> bool:
+        """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""
+
+        for call in self._unsettled:
+            call.args, call.kwargs, call.outputs = _opened((call.args, call.kwargs, call.outputs), kinds)
+        return self._knows_all
+
+    def _note(self, x: Any) -> Any:
+        kind = type(x)
+        if kind not in self._is_plain:
+            self._is_plain[kind] = is_plain_object(x)
+        self._knows_all &= len(self._noted) < _MANY
+        if not (self._is_plain[kind] and self._knows_all):
+            return x
+        if id(x) not in self._noted:
+            self._noted[id(x)] = x  # for those inside of it that lead back to it
+            keys, values = [f".{name}" for name in vars(x)], [*vars(x).values()]
+            items = map_structure(self._known, values, torch.Tensor, self._object_types, self._note)
+            self._noted[id(x)] = _Noted(x, OpaqueContainer(kind, None, keys, items))
+        return self._noted[id(x)]
+
+    def _known(self, t: torch.Tensor) -> Any:
+        """The value of a tensor in an object. One that no op has met yet gets none: that may put an op on the tape."""
+        value = self._values.by_id.get(id(t))
+        self._knows_all &= value is not None and value.storage == storage_id(t)
+        return value
+
+
+_MANY = 100  # objects inside of each other, beyond which they are no containers of a model
+
+
 # Graphs whose nodes know their modules -------------------------------------------------------------------------------
 
 
@@ -336,14 +421,14 @@ class NodeRunner(torch.fx.Interpreter):
         return self.run(*bound.args, *bound.kwargs.values())
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """As the base's."""
+        """Its op is recorded in the scope and at the stack trace of the node."""
         root = self.builder.state.current_scope
         kept = {key: n.meta[key] for key in GIVEN_META if n.meta.get(key)}
         with self.builder.from_node(root, scope_of_node(n, root), n.stack_trace, kept):
             return super().run_node(n)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """As the base's; the checks of an exported program are no module call."""
+        """What a node that calls a module gives; the checks of an exported program are no module call."""
         module = self.fetch_attr(target)
         return module.forward(*args, **kwargs) if is_guard(module) else super().call_module(target, args, kwargs)
 
@@ -380,8 +465,8 @@ def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
 
     Dynamo writes `L['self'].layers[0]`, torch.export `layers.0`.
     """
-    found: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [(_fqn(path), _class_name(kind)) for path, kind in found.values()]
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(_fqn(path), _class_name(kind)) for path, kind in stack.values()]
 
 
 def _fqn(path: str) -> str:

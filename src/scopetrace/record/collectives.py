@@ -23,7 +23,10 @@ from scopetrace._compat.gradients import saved_storages
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.values import ValueTable
+
+Tensors = list[torch.Tensor]
 
 Write = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """A tensor that a collective writes, and its new data made of the result of the functional op."""
@@ -53,15 +56,15 @@ class CollectiveRecorder:
     def record(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a c10d op gives to the model. Raises UnsupportedOpError where there is no functional form."""
         form = _FORMS.get(schema_of(func).op_name)
-        given = [unboxed(a) for a in args]
-        problem = "has no functional form" if form is None else _problem(given)
+        operands = [unboxed(a) for a in args]
+        problem = "has no functional form" if form is None else _problem(operands)
         if form is None or problem is not None:
             raise UnsupportedOpError(
                 f"a collective that {problem}", op=str(func), **self._builder.where(), hint=_INSTEAD
             )
-        pending = Pending(self, str(func))
+        pending = Pending(self)
         with torch.no_grad():
-            pending.parts = self._recorded(lambda: list(form(functional_collectives(), *given)))
+            pending.parts = self._recorded(lambda: list(form(functional_collectives(), *operands)))
         self._started.append(pending)
         for target in pending.targets():
             self._check_history(target, str(func))
@@ -92,8 +95,8 @@ class CollectiveRecorder:
         def run() -> None:
             for result, writes in pending.parts:
                 data = wait(result)
-                for target, made in writes:
-                    target.copy_(made(data))
+                for target, piece_of in writes:
+                    target.copy_(piece_of(data))
 
         for storage in [storage for storage, p in self._pending.items() if p is pending]:
             del self._pending[storage]
@@ -120,9 +123,8 @@ class CollectiveRecorder:
 class Pending:
     """A collective under way."""
 
-    def __init__(self, recorder: CollectiveRecorder, op: str) -> None:
+    def __init__(self, recorder: CollectiveRecorder) -> None:
         self.parts: list[tuple[torch.Tensor, list[Write]]] = []
-        self.op = op
         self._recorder = recorder
         self._finished = False
 
@@ -150,7 +152,8 @@ def _problem(args: list[Any]) -> str | None:
         return "scales before it sums (PREMUL_SUM)"
     if any(t.layout is not torch.strided for t in tensors):
         return "takes a sparse tensor"
-    if any(isinstance(a, list) and a and isinstance(a[0], list) and not _equal_sizes(a) for a in args):
+    lists = [tensors for a in args if isinstance(a, list) for tensors in a if isinstance(tensors, list)]
+    if any(len({t.numel() for t in tensors}) != 1 for tensors in lists):
         return "takes tensors of different sizes in a list"
     return None
 
@@ -161,22 +164,19 @@ def _tensors(x: Any) -> list[torch.Tensor]:
     return [t for item in x for t in _tensors(item)] if type(x) is list else []
 
 
-def _equal_sizes(lists: list[list[torch.Tensor]]) -> bool:
-    return all(len({t.numel() for t in tensors}) == 1 for tensors in lists)
-
-
 # The functional form of each op, with the op's own parameters --------------------------------------------------------
 
 
 def _like(target: torch.Tensor) -> Write:
-    return target, lambda data: _reshaped(data, target)
+    return target, lambda data: data if data.shape == target.shape else data.reshape(target.shape)
 
 
-def _reshaped(data: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return data if data.shape == target.shape else data.reshape(target.shape)
+def _each(results: Tensors, targets: Tensors) -> Started:
+    """One result for each target."""
+    return ((result, [_like(t)]) for result, t in zip(results, targets, strict=True))
 
 
-def _pieces(targets: list[torch.Tensor]) -> list[Write]:
+def _pieces(targets: Tensors) -> list[Write]:
     """Equal pieces of the result, one for each target."""
     return [_piece(t, i, len(targets)) for i, t in enumerate(targets)]
 
@@ -194,23 +194,20 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
     return t if t.dim() else t.reshape(1)
 
 
-def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _flat(tensors: Tensors) -> torch.Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _all_reduce(ops: Any, tensors: list[torch.Tensor], group: Group, op: Reduction, *_: Any) -> Started:
+def _all_reduce(ops: Any, tensors: Tensors, group: Group, op: Reduction, *_: Any) -> Started:
     for t in tensors:
         yield ops.all_reduce(t, op.name, group.name), [_like(t)]
 
 
-def _all_reduce_coalesced(ops: Any, tensors: list[torch.Tensor], group: Group, op: Reduction, *_: Any) -> Started:
-    for result, t in zip(ops.all_reduce_coalesced(tensors, op.name, group.name), tensors, strict=True):
-        yield result, [_like(t)]
+def _all_reduce_coalesced(ops: Any, tensors: Tensors, group: Group, op: Reduction, *_: Any) -> Started:
+    return _each(ops.all_reduce_coalesced(tensors, op.name, group.name), tensors)
 
 
-def _all_gather(
-    ops: Any, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Group, *_: Any
-) -> Started:
+def _all_gather(ops: Any, outputs: list[Tensors], inputs: Tensors, group: Group, *_: Any) -> Started:
     for into, t in zip(outputs, inputs, strict=True):
         yield ops.all_gather_into_tensor(_rows(t), group.size, group.name), _pieces(into)
 
@@ -219,19 +216,13 @@ def _all_gather_into(ops: Any, output: torch.Tensor, input: torch.Tensor, group:
     yield ops.all_gather_into_tensor(_rows(input), group.size, group.name), [_like(output)]
 
 
-def _all_gather_into_coalesced(
-    ops: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, *_: Any
-) -> Started:
-    results = ops.all_gather_into_tensor_coalesced([_rows(t) for t in inputs], group.size, group.name)
-    for result, output in zip(results, outputs, strict=True):
-        yield result, [_like(output)]
+def _all_gather_into_coalesced(ops: Any, outputs: Tensors, inputs: Tensors, group: Group, *_: Any) -> Started:
+    return _each(ops.all_gather_into_tensor_coalesced([_rows(t) for t in inputs], group.size, group.name), outputs)
 
 
-def _reduce_scatter(
-    ops: Any, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], group: Group, op: Reduction, *_: Any
-) -> Started:
-    for output, given in zip(outputs, inputs, strict=True):
-        yield ops.reduce_scatter_tensor(_flat(given), op.name, group.size, group.name), [_like(output)]
+def _reduce_scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Group, op: Reduction, *_: Any) -> Started:
+    for output, pieces in zip(outputs, inputs, strict=True):
+        yield ops.reduce_scatter_tensor(_flat(pieces), op.name, group.size, group.name), [_like(output)]
 
 
 def _reduce_scatter_tensor(
@@ -241,11 +232,9 @@ def _reduce_scatter_tensor(
 
 
 def _reduce_scatter_coalesced(
-    ops: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, op: Reduction, *_: Any
+    ops: Any, outputs: Tensors, inputs: Tensors, group: Group, op: Reduction, *_: Any
 ) -> Started:
-    results = ops.reduce_scatter_tensor_coalesced(inputs, op.name, group.size, group.name)
-    for result, output in zip(results, outputs, strict=True):
-        yield result, [_like(output)]
+    return _each(ops.reduce_scatter_tensor_coalesced(inputs, op.name, group.size, group.name), outputs)
 
 
 def _all_to_all_single(
@@ -258,49 +247,43 @@ def _all_to_all_single(
     *_: Any,
 ) -> Started:
     into = out_sizes or [output.size(0) // group.size] * group.size
-    given = in_sizes or [input.size(0) // group.size] * group.size
-    yield ops.all_to_all_single(input, into, given, group.name), [_like(output)]
+    send_sizes = in_sizes or [input.size(0) // group.size] * group.size
+    yield ops.all_to_all_single(input, into, send_sizes, group.name), [_like(output)]
 
 
-def _all_to_all(ops: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, *_: Any) -> Started:
-    received, given = [t.numel() for t in outputs], [t.numel() for t in inputs]
-    result = ops.all_to_all_single(_flat(inputs), received, given, group.name)
+def _all_to_all(ops: Any, outputs: Tensors, inputs: Tensors, group: Group, *_: Any) -> Started:
+    received, sent = [t.numel() for t in outputs], [t.numel() for t in inputs]
+    result = ops.all_to_all_single(_flat(inputs), received, sent, group.name)
     yield result, [_between(t, end) for t, end in zip(outputs, itertools.accumulate(received), strict=True)]
 
 
-def _broadcast(ops: Any, tensors: list[torch.Tensor], group: Group, root: int, index: int = 0, *_: Any) -> Started:
+def _broadcast(ops: Any, tensors: Tensors, group: Group, root: int, index: int = 0, *_: Any) -> Started:
     yield ops.broadcast(tensors[index], root, group.name), [_like(t) for t in tensors]
 
 
-def _reduce(
-    ops: Any, tensors: list[torch.Tensor], group: Group, op: Reduction, root: int, index: int = 0, *_: Any
-) -> Started:
+def _reduce(ops: Any, tensors: Tensors, group: Group, op: Reduction, root: int, index: int = 0, *_: Any) -> Started:
     target = tensors[index]
     yield ops.all_reduce(target, op.name, group.name), [_like(target)] if group.rank == root else []
 
 
-def _gather(
-    ops: Any, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Group, root: int, *_: Any
-) -> Started:
+def _gather(ops: Any, outputs: list[Tensors], inputs: Tensors, group: Group, root: int, *_: Any) -> Started:
     result = ops.all_gather_into_tensor(_rows(inputs[0]), group.size, group.name)
     yield result, _pieces(outputs[0]) if group.rank == root else []
 
 
-def _scatter(
-    ops: Any, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], group: Group, root: int, *_: Any
-) -> Started:
+def _scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Group, root: int, *_: Any) -> Started:
     (output,) = outputs
-    given = _flat(inputs[0]) if group.rank == root else output.new_zeros(group.size * output.numel())
-    result = ops.broadcast(given, root, group.name)
+    buffer = _flat(inputs[0]) if group.rank == root else output.new_zeros(group.size * output.numel())
+    result = ops.broadcast(buffer, root, group.name)
     yield result, [_piece(output, group.rank, group.size)]
 
 
-def _send(ops: Any, tensors: list[torch.Tensor], group: Group, to: int, tag: int) -> Started:
+def _send(ops: Any, tensors: Tensors, group: Group, to: int, tag: int) -> Started:
     for t in tensors:
         yield ops.isend(t, to, tag, group.name), []
 
 
-def _receive(ops: Any, tensors: list[torch.Tensor], group: Group, source: int, tag: int) -> Started:
+def _receive(ops: Any, tensors: Tensors, group: Group, source: int, tag: int) -> Started:
     for t in tensors:
         yield ops.irecv(t, source, tag, group.name), [_like(t)]
 

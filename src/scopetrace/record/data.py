@@ -32,8 +32,9 @@ from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.reads import Asked
 from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat, map_argument
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
 _Wanted = tuple[Any, int]
@@ -98,16 +99,16 @@ class DataReader:
         if func in _OF_STORED:
             self._refuse_unknown_count(func, args[0])
             return NotImplemented
-        found = self._example.constant(func, args, kwargs)
-        if found is NotImplemented and func in (_aten.equal.default, _aten.allclose.default):
+        constant = self._example.constant(func, args, kwargs)
+        if constant is NotImplemented and func in (_aten.equal.default, _aten.allclose.default):
             answer = self._factory.shape_env.create_unbacked_symbool()
             unbacked = self._factory.unbacked_bindings(answer)
             self._builder.append("call_function", func, args, kwargs, answer, unbacked=unbacked)
             return self.is_true(func, answer)
         is_python_bool = _aten.is_nonzero.default in (func, self._builder.running)
-        if found is NotImplemented and args[0].fake.dtype is torch.bool and not is_python_bool:
+        if constant is NotImplemented and args[0].fake.dtype is torch.bool and not is_python_bool:
             self._refuse_identity(func)
-        return found
+        return constant
 
     def _refuse_identity(self, func: Any) -> None:
         """Raise where code that takes the number of a bool tensor asks whether something `is True`."""
@@ -187,14 +188,14 @@ class DataReader:
 
         It is noted as a specialization.
         """
-        call, found = self._builder.call, self._builder.tape.specializations
+        call, specializations = self._builder.call, self._builder.tape.specializations
         fqn, op = (call.fqn if call is not None else None), self.reader(expr, self._builder.running)
         where: dict[str, Any] = {"op": op, "fqn": fqn, **self._builder.where()}
         value = self._example.number(expr)
         value = value if isinstance(value, (bool, float)) else int(value)
         known = Specialization(str(expr), value, **where)
-        if known not in found:
-            found.append(known)
+        if known not in specializations:
+            specializations.append(known)
         return value, known.message
 
 
@@ -227,9 +228,9 @@ class ExampleRun:
         ops = self._leading_to(wanted, self._is_constant)
         if ops is None:
             return NotImplemented
-        found = [self._tape.ops[i] for i in ops]
-        literals = {op.tensor(0) for op in found if op.target in _LITERAL}
-        for op in found:
+        needed = [self._tape.ops[i] for i in ops]
+        literals = {op.tensor(0) for op in needed if op.target in _LITERAL}
+        for op in needed:
             if op.kind == "get_attr" and op.result not in literals:
                 self._on_constant(op.name, self._tape.attributes[op.name])
         self._run(wanted)
@@ -257,8 +258,8 @@ class ExampleRun:
 
     def maker(self, expr: Any) -> Op | None:
         """The last op that made a symbol of an expression."""
-        made = self._deciding(expr)
-        return self._tape.ops[max(made)] if made else None
+        deciding = self._deciding(expr)
+        return self._tape.ops[max(deciding)] if deciding else None
 
     # ---------------------------------------------------------------- which ops
 
@@ -267,19 +268,19 @@ class ExampleRun:
 
         Without `may`, ops that have run and all that leads to them are left out.
         """
-        found: set[int] = set()
+        positions: set[int] = set()
         work = list(wanted)
         while work:
             a, before = work.pop()
             for i in self._deciding(a):
-                if i >= before or i in found or (may is None and i in self._done):
+                if i >= before or i in positions or (may is None and i in self._done):
                     continue
                 op = self._tape.ops[i]
                 if may is not None and not may(op):
                     return None
-                found.add(i)
+                positions.add(i)
                 work += [(read, i) for read in flat((op.args, op.kwargs)) if isinstance(read, (Value, *Symbolic))]
-        return sorted(found)
+        return sorted(positions)
 
     def _deciding(self, a: Any) -> list[int]:
         """The ops that make or write a tensor's memory, or that make the symbols of a number."""

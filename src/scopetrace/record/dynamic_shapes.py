@@ -139,16 +139,16 @@ class Argument:
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Argument]:
     """The arguments in the order of the signature, which is that of torch.export's `dynamic_shapes`."""
-    found = []
+    arguments = []
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            found.append(Argument(name, {f"{name}[{i}]": x for i, x in enumerate(value)}, tuple))
+            arguments.append(Argument(name, {f"{name}[{i}]": x for i, x in enumerate(value)}, tuple))
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            found.append(Argument(name, dict(value), dict))
+            arguments.append(Argument(name, dict(value), dict))
         else:
-            found.append(Argument(name, {name: value}))
-    return found
+            arguments.append(Argument(name, {name: value}))
+    return arguments
 
 
 def collected(collection: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +178,7 @@ def read_dynamic_shapes(spec: Any, arguments: list[Argument], object_types: Coll
         raise DynamicShapeError(
             f"dynamic_shapes is a {type(spec).__name__}: pass a dict or a tuple, as to torch.export"
         )
-    return [found for path, x, s in items for found in _walk(x, s, path, object_types)]
+    return [entry for path, x, s in items for entry in _walk(x, s, path, object_types)]
 
 
 def _by_position(spec: Any, arguments: list[Argument]) -> list[Spec]:
@@ -327,10 +327,10 @@ def symbolic_strides(real: torch.Tensor, sizes: list[Any]) -> list[Any]:
     return strides
 
 
-def refuse_shared(dynamic: list[torch.Tensor], given: list[Any]) -> None:
+def refuse_shared(dynamic: list[torch.Tensor], inputs: list[Any]) -> None:
     """Raise DynamicShapeError for a tensor with dynamic sizes that shares its memory with another input."""
     others: dict[int, set[int]] = {}
-    for t in given:
+    for t in inputs:
         if isinstance(t, torch.Tensor) and t.layout is torch.strided:
             others.setdefault(storage_id(t), set()).add(id(t))
     for t in dynamic:

@@ -49,20 +49,20 @@ class FlexRecorder(BodyRecorder):
 
         def run() -> tuple[list[Any], None]:
             numbers = [self._number(name) for name in names]
-            given = [self._placeholder(i, x, g) for i, (x, g) in enumerate(self.given) if g == group]
+            placeholders = [self._placeholder(i, x, g) for i, (x, g) in enumerate(self.grouped_operands) if g == group]
             with indexing_as_op():
-                found = self.recorded(function, (*numbers, *given))
-            return [self.values.value_of(found)], None
+                result = self.recorded(function, (*numbers, *placeholders))
+            return [self.values.value_of(result)], None
 
         segment, _ = self._cut(run, parameter, graph)
-        found = captured([segment])
-        body = body_tape(self.builder.tape, segment, found)
-        self._forget([segment], found)
+        free_values = captured([segment])
+        body = body_tape(self.builder.tape, segment, free_values)
+        self._forget([segment], free_values)
         if written_inputs(body):
             self._refuse(f"{parameter} writes to a tensor", "give it a tensor that does not change")
         if any(op.bodies() for op in body.ops):  # a table that requires grad is indexed by a torch.autograd.Function
             self._refuse(f"{parameter} indexes a tensor that requires grad", "detach() it, or trace under no_grad()")
-        return body, (*(self.operands[i] for i, (_, g) in enumerate(self.given) if g == group), *found)
+        return body, (*(self.operands[i] for i, (_, g) in enumerate(self.grouped_operands) if g == group), *free_values)
 
     def _number(self, name: str) -> torch.Tensor:
         """What a body gets for a score, or for one of its indices."""

@@ -25,7 +25,8 @@ from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
 from scopetrace.ir.tape import BodyTape, Op, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
-from scopetrace.record.builder import TapeBuilder, ValueTable, body_error
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.values import ValueTable, body_error
 
 _hops = torch.ops.higher_order
 
@@ -51,9 +52,9 @@ class BodyRecorder:
         self.form = FORMS[hop]
         self.recorded = recorded
         self.args = self.form.gathered(args)
-        self.given = [(x, i) for i in self.form.operands for x in self.args[i]]
+        self.grouped_operands = [(x, i) for i in self.form.operands for x in self.args[i]]
         """The operands as Python gave them, each with the position of its group in the arguments."""
-        self.operands = [self._lifted(x) for x, _ in self.given]
+        self.operands = [self._lifted(x) for x, _ in self.grouped_operands]
 
     def _lifted(self, x: Any) -> Any:
         """An argument with values for tensors."""
@@ -91,8 +92,8 @@ class BodyRecorder:
         """Run a callable and take what it recorded off the tape; also, how pytree puts its results together."""
 
         def run() -> tuple[list[Any], Any]:
-            given = [self._placeholder(i, x, group) for i, (x, group) in enumerate(self.given)]
-            flat, spec = pytree.tree_flatten(self.recorded(self.args[position], given))
+            placeholders = [self._placeholder(i, x, group) for i, (x, group) in enumerate(self.grouped_operands)]
+            flat, spec = pytree.tree_flatten(self.recorded(self.args[position], placeholders))
             return [self._output(leaf, parameter) for leaf in flat], spec
 
         return self._cut(run, parameter, graph)
@@ -157,9 +158,9 @@ class BodyRecorder:
 
     def _forget(self, segments: list[TapeSegment], captured: list[Any]) -> None:
         """What the segments made is unknown outside. `captured` is what they read from there."""
-        made = {v for segment in segments for op in segment.kept() for v in op.values()}
+        body_values = {v for segment in segments for op in segment.kept() for v in op.values()}
         outside = {v.storage for v in (*self.operands, *captured) if isinstance(v, Value)}
-        self.values.forget(made, {v.storage for v in made} - outside)
+        self.values.forget(body_values, {v.storage for v in body_values} - outside)
 
     # ---------------------------------------------------------------- what torch does not allow
 
@@ -174,8 +175,8 @@ class BodyRecorder:
     def _written(self, bodies: list[BodyTape], inputs: list[Any]) -> list[Value]:
         """The inputs that bodies write to."""
         indices = dict.fromkeys(i for body in bodies for i in written_inputs(body))
-        found: list[Value] = [inputs[i] for i in sorted(indices)]
-        if not found:
+        written: list[Value] = [inputs[i] for i in sorted(indices)]
+        if not written:
             return []
         if not self.form.runs_once:
             self._refuse("a body that runs several times writes to a tensor from outside", "clone() it first")
@@ -184,9 +185,9 @@ class BodyRecorder:
         storages = [v.storage for v in inputs if isinstance(v, Value)]
         if any(is_metadata_only(op.target) for body in bodies for op in body.ops if _writes_to(op, body)):
             self._refuse("a body changes the shape or memory of a tensor from outside", "clone() it first")
-        if any(storages.count(v.storage) > 1 for v in found):
+        if any(storages.count(v.storage) > 1 for v in written):
             self._refuse("a body writes to memory that several of its operands share", "clone() it first")
-        return found
+        return written
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         raise ControlFlowError(f"{self.hop}: {problem}", op=str(self.hop), hint=hint, **self.builder.where())

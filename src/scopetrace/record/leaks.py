@@ -18,6 +18,7 @@ import torch
 
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.errors import OpaqueOutputError
+from scopetrace.guards.attributes import MODULE_TABLES
 
 _MOST = 10_000
 """So many objects behind a result are looked at."""
@@ -28,9 +29,9 @@ _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 def refuse_leaks(results: Iterable[tuple[str, Any]]) -> None:
     """Raise OpaqueOutputError where a result refers to a tensor of the trace. `results` are with their paths."""
     for path, x in results:
-        found = next(filter(_is_of_the_trace, itertools.islice(_reached(x), _MOST)), None)
-        if found is not None:
-            what = "a tensor" if isinstance(found, torch.Tensor) else "the storage of a tensor"
+        leak = next(filter(_is_of_the_trace, itertools.islice(_reached(x), _MOST)), None)
+        if leak is not None:
+            what = "a tensor" if isinstance(leak, torch.Tensor) else "the storage of a tensor"
             raise OpaqueOutputError(
                 f"the result{path} is a {type(x).__name__} that holds {what}, which no call of a trace can make again",
                 hint="return the tensors that are in it",
@@ -44,9 +45,9 @@ def _is_of_the_trace(x: Any) -> bool:
 def _reached(x: Any) -> Iterator[Any]:
     """What an object refers to, each once, nearest first."""
     pending, seen = [x], {id(x): x}
-    for found in pending:
-        yield found
-        for inner in _referents(found):
+    for reached in pending:
+        yield reached
+        for inner in _referents(reached):
             if id(inner) not in seen:
                 seen[id(inner)] = inner
                 pending.append(inner)
@@ -58,9 +59,7 @@ def _referents(x: Any) -> Iterable[Any]:
     if isinstance(x, types.FunctionType):  # without its globals
         return *(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), vars(x)
     if isinstance(x, torch.nn.Module):  # what attributes of the model's hold is real again after the trace
-        return [
-            member for table in ("_parameters", "_buffers", "_modules") for member in vars(x).get(table, {}).values()
-        ]
+        return [member for table in MODULE_TABLES for member in vars(x).get(table, {}).values()]
     if isinstance(x, weakref.ref):
         return (x(),)
     return gc.get_referents(x)

@@ -24,8 +24,8 @@ _MAYBE_VIEWS = frozenset(
 
 def expect_copies(tape: RecordedTape, env: WatchedShapeEnv) -> None:
     """Record that a call has no size 1 where the program depends on it that such an op copies."""
-    found = [(i, op, _source(op)) for i, op in enumerate(tape.ops)]
-    copies = [(i, op, v) for i, op, v in found if v and is_symbolic(v.fake) and op.result.storage != v.storage]
+    sources = [(i, op, _source(op)) for i, op in enumerate(tape.ops)]
+    copies = [(i, op, v) for i, op, v in sources if v and is_symbolic(v.fake) and op.result.storage != v.storage]
     if not copies:
         return
     writes, last_read = _uses(tape)

@@ -36,12 +36,11 @@ from scopetrace.containers.contents import (
     same_entries,
     write_dict,
 )
-from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_watchable
+from scopetrace.guards.attributes import BOOKKEEPING, MODULE_TABLES, current_attributes, is_watchable
 from scopetrace.ir.reads import HOOKS
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 
-_TABLES = ("_parameters", "_buffers", "_modules")
 RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 """They list their parameters anew where these are others than at the last call, as under `functional_call`."""
 
@@ -51,11 +50,11 @@ def bookkeeping_of(kind: type) -> frozenset[str]:
     return BOOKKEEPING | RECURRENT if issubclass(kind, torch.nn.RNNBase) else BOOKKEEPING
 
 
-def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
+def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Of the `__dict__` of a module: what is neither tensors, modules nor nn.Module's own bookkeeping."""
     return {
         name: x
-        for name, x in own.items()
+        for name, x in attributes.items()
         if name not in _NOT_OWN and name[0] != "_" and (type(x) in _PLAIN or not isinstance(x, _OTHERS))
     }
 
@@ -100,7 +99,7 @@ class Model:
         if self.root is not None:
             self._visit("", self.root, set())
         else:
-            for name, module in _found_around(fn, torch.nn.Module, arguments):
+            for name, module in _reachable(fn, torch.nn.Module, arguments):
                 self._visit(name, module, set())
 
     def _visit(self, fqn: str, module: torch.nn.Module, path: set[int]) -> None:
@@ -135,10 +134,10 @@ class Model:
         """Save a module that is not in the model's tree, and those in it; `name` is that in source. Returns them."""
         if id(module) in self._saved:
             return []
-        found = [(inner, m) for inner, m in module.named_modules() if id(m) not in self._saved]
-        for inner, m in found:
+        unsaved = [(inner, m) for inner, m in module.named_modules() if id(m) not in self._saved]
+        for inner, m in unsaved:
             self._saved[id(m)] = SavedModule("", m, self.contents, f"{name}.{inner}" if inner else name)
-        return [m for _, m in found]
+        return [m for _, m in unsaved]
 
     def name_state(self, t: torch.Tensor, of: torch.Tensor, key: str) -> None:
         """Name a tensor of an optimizer's state after the parameter that it belongs to."""
@@ -149,8 +148,8 @@ class Model:
     @functools.cached_property
     def variables(self) -> dict[int, str]:
         """By id, the names in source of tensors that are in no module: `w`, `scales[0]`."""
-        found = _found_around(self._fn, torch.Tensor)
-        return {id(t): re.sub(r"\.(\d+)", r"[\1]", path) for path, t in reversed(found)}
+        tensors = _reachable(self._fn, torch.Tensor)
+        return {id(t): re.sub(r"\.(\d+)", r"[\1]", path) for path, t in reversed(tensors)}
 
     def names_of_tensors(self, tensors: Iterable[torch.Tensor]) -> list[str]:
         """The first fqns of tensors of the model."""
@@ -190,7 +189,7 @@ class Model:
     def registered(self) -> Registered:
         """All names of the modules and parameters, in the order of registration."""
         modules: dict[str, RegisteredModule] = {}
-        found: dict[int, tuple[list[str], torch.Tensor]] = {}
+        parameters: dict[int, tuple[list[str], torch.Tensor]] = {}
         for module in self.modules:
             fqns, kind = self.names_of(module), type(module)
             of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
@@ -198,9 +197,9 @@ class Model:
             modules[fqns[0]] = RegisteredModule(tuple(fqns), kind.__name__, has_forward)
             for name, p in (module.__dict__.get("_parameters") or _EMPTY).items():
                 if p is not None:
-                    names, _ = found.setdefault(id(p), ([], p))
+                    names, _ = parameters.setdefault(id(p), ([], p))
                     names.extend([f"{fqn}.{name}" if fqn else name for fqn in fqns])
-        params = [RegisteredParam(tuple(names), tuple(p.shape), p.dtype) for names, p in found.values()]
+        params = [RegisteredParam(tuple(names), tuple(p.shape), p.dtype) for names, p in parameters.values()]
         return Registered(modules, {param.names[0]: param for param in params})
 
     @property
@@ -252,26 +251,26 @@ class SavedModule:
         self.name = name
         self.is_watched = is_watchable(module)
         """Whether reads of its attributes are seen."""
-        own = module.__dict__
-        self.live = own, *[table if isinstance(table, dict) else _EMPTY for table in map(own.get, _TABLES)]
+        module_dict = module.__dict__
+        self.live = module_dict, *[t if isinstance(t, dict) else _EMPTY for t in map(module_dict.get, MODULE_TABLES)]
         """Its attributes, parameters, buffers and modules, as the tables that it had before the trace."""
         self.tables = [table.copy() if table else _EMPTY for table in self.live]
         """What `live` held."""
-        self.unsaved = frozenset(own.get("_non_persistent_buffers_set") or _NOTHING)
-        self.contents = {k: x for k, x in own.items() if type(x) not in ATOMS and k not in _NOT_OWN} or _EMPTY
+        self.unsaved = frozenset(module_dict.get("_non_persistent_buffers_set") or _NOTHING)
+        self.contents = {k: x for k, x in module_dict.items() if type(x) not in ATOMS and k not in _NOT_OWN} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
-            contents.add(f"{name}.{key}", x, module, functools.partial(put_entry, own, key))
-        self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)} or _EMPTY
+            contents.add(f"{name}.{key}", x, module, functools.partial(put_entry, module_dict, key))
+        self.hooks = {table: module_dict[table].copy() for table in _HOOK_TABLES if module_dict.get(table)} or _EMPTY
         for hook in [hook for table in HOOKS for hook in self.hooks.get(table, _EMPTY).values()]:
             contents.add(f"{name}'s hook", hook)
 
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
-        now, before = self.module.__dict__.get("_parameters"), self.tables[1]
-        if not isinstance(now, dict) or not before:  # a scripted module makes them anew each time
+        current, before = self.module.__dict__.get("_parameters"), self.tables[1]
+        if not isinstance(current, dict) or not before:  # a scripted module makes them anew each time
             return ()
-        changed = [name for name, p in before.items() if p is not None and now.get(name) is not p]
+        changed = [name for name, p in before.items() if p is not None and current.get(name) is not p]
         return tuple([f"{self.fqn}.{name}" if self.fqn else name for name in changed])
 
     def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
@@ -282,21 +281,21 @@ class SavedModule:
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
-        found: list[Change] = []
+        changes: list[Change] = []
         for table, old in zip(self.live, self.tables, strict=True):
             if not same_entries(table, old):
-                found += self._changes(table, old)
+                changes += self._changes(table, old)
                 write_dict(table, old)
         unsaved = self.live[0].get("_non_persistent_buffers_set")
         if unsaved is not None and unsaved != self.unsaved:
             unsaved.clear()
             unsaved.update(self.unsaved)
-        return [*found, *self._restore_hooks()]
+        return [*changes, *self._restore_hooks()]
 
     def _restore_hooks(self) -> Iterator[Change]:
-        own = self.module.__dict__
+        module_dict = self.module.__dict__
         for name in _HOOK_TABLES:
-            table, old = own.get(name), self.hooks.get(name, {})
+            table, old = module_dict.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
                     hooks, put = HOOKS[name], self._put_hooks(name)
@@ -305,14 +304,14 @@ class SavedModule:
 
     def _put_hooks(self, name: str) -> Callable[[dict[Any, Any]], None]:
         """Gives the module such hooks, and says how each is called, as before or after the forward."""
-        own = self.module.__dict__
-        ways = [t for t in (f"{name}_with_kwargs", f"{name}_always_called") if t in own]
-        entries = {way: {**self.hooks.get(way, {}), **own[way]} for way in ways}
+        module_dict = self.module.__dict__
+        ways = [t for t in (f"{name}_with_kwargs", f"{name}_always_called") if t in module_dict]
+        entries = {way: {**self.hooks.get(way, {}), **module_dict[way]} for way in ways}
 
         def put(hooks: dict[Any, Any]) -> None:
-            write_dict(own[name], hooks)
+            write_dict(module_dict[name], hooks)
             for way, known in entries.items():
-                write_dict(own[way], {key: x for key, x in known.items() if key in hooks})
+                write_dict(module_dict[way], {key: x for key, x in known.items() if key in hooks})
 
         return put
 
@@ -350,19 +349,19 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return "function" if name == "<lambda>" else name
 
 
-def _found_around(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, T]]:
+def _reachable(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, T]]:
     """The modules, or tensors, that a function can reach by name, itself and by the functions that it refers to."""
-    found = {path: each for name, x in arguments for path, each in _found_in(_as_submodule(name), x, kind)}
+    reached = {path: each for name, x in arguments for path, each in _items_of_kind(_as_submodule(name), x, kind)}
     functions, known = [("", fn)], {id(fn)}
     for around, function in functions:  # which grows meanwhile
         for name, x in _variables(function):
             if type(x) is types.FunctionType and is_users_class(x) and id(x) not in known:
                 known.add(id(x))
                 functions.append((f"{around}{name}.", x))
-            for path, each in _found_in(name, x, kind):
-                if found.setdefault(path, each) is not each:
-                    found.setdefault(around + path, each)
-    return [*found.items()]
+            for path, each in _items_of_kind(name, x, kind):
+                if reached.setdefault(path, each) is not each:
+                    reached.setdefault(around + path, each)
+    return [*reached.items()]
 
 
 def _as_submodule(name: str) -> str:
@@ -372,26 +371,28 @@ def _as_submodule(name: str) -> str:
 
 def _variables(fn: Any) -> list[tuple[str, Any]]:
     """What a function can reach by name, or the attributes of a callable object."""
-    found: list[tuple[str, Any]] = []
+    variables: list[tuple[str, Any]] = []
     if isinstance(fn, functools.partial):
         names = _parameters(fn.func)
-        found += [(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(fn.args)]
-        found += fn.keywords.items()
+        variables += [(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(fn.args)]
+        variables += fn.keywords.items()
         fn = fn.func
     fn = getattr(fn, "__wrapped__", fn)
     code = getattr(fn, "__code__", None)
     if isinstance(fn, torch.nn.Module):
-        found.append(("func", fn))
+        variables.append(("func", fn))
     elif code is None:
-        found += attributes_and_slots(fn).items()
+        variables += attributes_and_slots(fn).items()
     else:
-        found += [(name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)]
+        variables += [
+            (name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)
+        ]
         defaults = fn.__defaults__ or ()
-        found += zip(_parameters(fn)[::-1], defaults[::-1], strict=False)
-        found += (fn.__kwdefaults__ or {}).items()
-        found += [(name, fn.__globals__.get(name)) for name in code.co_names]
-    found += attributes_and_slots(fn.__self__).items() if isinstance(fn, types.MethodType) else ()
-    return found
+        variables += zip(_parameters(fn)[::-1], defaults[::-1], strict=False)
+        variables += (fn.__kwdefaults__ or {}).items()
+        variables += [(name, fn.__globals__.get(name)) for name in code.co_names]
+    variables += attributes_and_slots(fn.__self__).items() if isinstance(fn, types.MethodType) else ()
+    return variables
 
 
 def _parameters(fn: Any) -> list[str]:
@@ -400,13 +401,13 @@ def _parameters(fn: Any) -> list[str]:
     return [] if code is None or isinstance(fn, types.MethodType) else [*code.co_varnames[: code.co_argcount]]
 
 
-def _found_in(name: str, x: Any, kind: type[T], depth: int = 2) -> Iterator[tuple[str, T]]:
+def _items_of_kind(name: str, x: Any, kind: type[T], depth: int = 2) -> Iterator[tuple[str, T]]:
     """The modules, or tensors, in lists, dicts and users' objects, with names as of submodules."""
     if isinstance(x, kind):
         yield name, x
     elif depth and not isinstance(x, torch.nn.Module) and (items := _named_items(x)):
         for key, item in items:
-            yield from _found_in(f"{name}.{key}", item, kind, depth - 1)
+            yield from _items_of_kind(f"{name}.{key}", item, kind, depth - 1)
 
 
 def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:

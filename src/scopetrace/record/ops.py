@@ -13,11 +13,10 @@ view of them; then `Retrace` ends the recording, and it starts again with torch 
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,23 +29,16 @@ from scopetrace._compat.ops import (
     BelowAutograd,
     PreDispatchMode,
     autocast_dtype,
-    autocast_may_change,
     autocast_rule,
     can_decompose,
     custom_function_call,
     function_in_transform,
-    has_kernel_of_its_own,
     in_transform,
     interrupts,
-    is_op,
-    schema_of,
-    unwrapped,
     with_mode,
-    without_transforms,
 )
 from scopetrace._compat.questions import attention_kernels, autocast_enabled
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
-from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
     RECURRENT,
     FakeFactory,
@@ -56,113 +48,29 @@ from scopetrace._compat.tensors import (
     requires_grad_of,
     run_op,
     run_parts,
-    runs_in_python,
     storage_id,
-    version_of,
 )
-from scopetrace.containers.structure import leaves
-from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomStateError, UnsupportedOpError
-from scopetrace.infer.inference import Inference, Inferred, may_infer
-from scopetrace.infer.rules import Identity, Outputs, is_elementwise
+from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
+from scopetrace.infer.inference import Inference, Inferred
+from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
-from scopetrace.ops.functional_variants import (
-    MAY_WRITE_UNDECLARED,
-    is_metadata_only,
-    undeclared_variant,
-    undeclared_writes,
-)
+from scopetrace.ops.functional_variants import undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
-from scopetrace.ops.recurrent import drops_between_layers
-from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.collectives import CollectiveRecorder, Pending
-from scopetrace.record.data import READERS, DataReader
+from scopetrace.record.data import DataReader
 from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.higher_order import BodyRecorder
-from scopetrace.record.reads import FAST_PATH, ReadRecorder
-from scopetrace.record.rewritten_ops import REWRITES
+from scopetrace.record.op_call import BeforeWrite, OpCall, OpFacts, facts_of, tensors_in, version_counter
+from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.rewritten_ops import refuse_lost_dropout
+from scopetrace.record.transforms import TransformRecorder
+from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
-_flex_attention = torch.ops.higher_order.flex_attention
 _Parameter = torch.nn.Parameter
 
 RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
-
-
-class OpFacts:
-    """What recording needs to know of an op, looked up once: of one that is not torch's, once in a trace."""
-
-    def __init__(self, func: Any) -> None:
-        schema = schema_of(func)
-        self.func = func  # also keeps its id from being used again
-        collective = schema.name.startswith("c10d::")
-        self.rewrite = functools.partial(_collective, func) if collective else REWRITES.get(func)
-        self.reads = func in READERS
-        self.inferable = may_infer(func)
-        self.convolves = "conv" in schema.name
-        self.is_custom = not schema.name.startswith(("aten::", "prim"))
-        self.reshapes = torch.Tag.inplace_view in func.tags
-        self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
-        self.positions = tuple(enumerate(schema.names))
-        self.comes_apart = can_decompose(func)
-        """Whether it is a composition of others."""
-        self.is_atomic = not self.is_custom and (not self.comes_apart or has_kernel_of_its_own(func))
-        """Whether autograd runs it as this op, and its schema says which results lie in the memory of an argument."""
-        self.may_alias = not self.is_atomic or any(a.aliases for a in schema.arguments)
-        self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
-        """Whether it writes to arguments that it does not return, as batch_norm to its statistics."""
-        self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
-        writes_one = torch.Tag.inplace in func.tags and len(self.written) == 1 and self.is_atomic
-        self.keeps_layout = self.in_place or (writes_one and not (self.reshapes or is_metadata_only(func)))
-        """Whether it is an op in place that changes nothing but elements of its first argument."""
-        self.is_new = schema.name.startswith("aten::new_")
-        """Whether it makes a tensor of the dtype and device of its first argument."""
-        self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
-        self.squeezes = schema.name.startswith("aten::squeeze")
-        self.may_be_cast = autocast_may_change(func)
-        self.is_fast_path = schema.name == FAST_PATH
-        self.may_write_undeclared = schema.name in MAY_WRITE_UNDECLARED
-        self.takes_one_dtype = schema.op_name in _OF_ONE_DTYPE
-
-
-def _facts_of(func: Any) -> OpFacts:
-    is_torchs = is_op(func) and func.namespace in ("aten", "prims")
-    return _facts_of_torch(func) if is_torchs else OpFacts(func)
-
-
-_facts_of_torch = functools.cache(OpFacts)
-
-
-class OpCall:
-    """One call of an op: what Python gave, and what of it goes on the tape."""
-
-    __slots__ = ("args", "facts", "given", "inputs", "kwargs")
-
-    def __init__(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.facts = facts
-        self.given = args, kwargs
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.inputs: list[Value] = []
-        """The values in `args` and `kwargs`, in order."""
-
-    def fakes(self) -> list[torch.Tensor]:
-        """The fake tensors of `inputs`."""
-        return [v.fake for v in self.inputs]
-
-    def written(self, positions: Iterable[tuple[int, str]]) -> list[Value]:
-        """The values at these positions of the schema."""
-        found: list[Value] = []
-        for position, name in positions:
-            a = self.args[position] if position < len(self.args) else self.kwargs.get(name)
-            found += [v for v in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(v, Value)]
-        return found
-
-    def all_written(self, undeclared: Sequence[str]) -> list[Value]:
-        """The values that it writes by its schema, and those of the parameters `undeclared`."""
-        found = self.written(self.facts.written)
-        if undeclared:
-            found += self.written(p for p in self.facts.positions if p[1] in undeclared)
-        return found
 
 
 class OpRecorder:
@@ -208,6 +116,11 @@ class OpRecorder:
         self._at_end.enter_context(recorder.finishing())
         return recorder
 
+    @functools.cached_property
+    def transforms(self) -> TransformRecorder:
+        """Records ops inside of torch.vmap, grad and their kind."""
+        return TransformRecorder(self._builder, self.values, self.record)
+
     def finishing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, at whose end collectives that are under way are finished."""
 
@@ -228,37 +141,15 @@ class OpRecorder:
         outer, builder.op_frames = builder.op_frames, builder.frames()
         try:
             if in_transform():
-                return self._on_op_in_transform(func, args, kwargs)
+                return self.transforms.record(func, args, kwargs)
             if autocast_enabled():
                 return self._on_op_under_autocast(func, args, kwargs)
             return self.record(func, args, kwargs)
         finally:
             builder.op_frames = outer
 
-    def _on_op_in_transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._builder.expect_history("a transform such as torch.vmap runs")
-        args, kwargs = map_argument(self._differentiable, (args, kwargs))
-        if func in _OF_NUMBERS and isinstance(args[1], _NUMBERS):
-            func = _OF_NUMBERS[func]
-        start, first = len(self._builder.tape.ops), next_sequence_number()
-        with BelowAutograd(self.record):
-            out = func(*args, **kwargs)
-        if next_sequence_number() > first and len(self._builder.tape.ops) > start:
-            made = first, self._builder.tape.ops[start]
-            bisect.insort(self._builder.made_nodes, made, key=operator.itemgetter(0))
-        for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
-            v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
-            if v.op.target is _aten._to_copy.default and v.fake.is_meta and not v.op.tensor(0).fake.is_meta:
-                self._builder.loses_device = UnsupportedOpError(
-                    "torch computes this derivative in forward mode with a tensor of zeros that is on no device",
-                    op=str(func),
-                    **self.where(),
-                    hint="use a derivative in reverse mode (torch.func.grad, vjp, jacrev), or compute it outside",
-                )
-        return out
-
     def _on_op_under_autocast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = next((t.device.type for t in _tensors((args, kwargs))), "cpu")
+        device = next((t.device.type for t in tensors_in((args, kwargs))), "cpu")
         dtype = autocast_dtype(device)
         if dtype is None:
             return self.record(func, args, kwargs)
@@ -266,7 +157,7 @@ class OpRecorder:
         before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
         try:
             casts_inside = func in CASTS_INSIDE or (func in RECURRENT and device == "cuda")
-            if casts_inside and any(t.dtype is not torch.float64 for t in _tensors((args, kwargs))):
+            if casts_inside and any(t.dtype is not torch.float64 for t in tensors_in((args, kwargs))):
                 raise self._casts_inside(func, device)
             if rule is None:
                 return self.record(func, args, kwargs)
@@ -276,21 +167,10 @@ class OpRecorder:
 
     def _casts_inside(self, func: Any, device: str) -> UnsupportedOpError:
         hint = f"put it under torch.autocast({device!r}, enabled=False), and cast its inputs"
-        if _facts_of(func).is_fast_path:
+        if facts_of(func).is_fast_path:
             hint = "call torch.backends.mha.set_fastpath_enabled(False), so that torch.nn runs its parts"
         problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
         return UnsupportedOpError(problem, op=str(func), **self.where(), hint=hint)
-
-    def _differentiable(self, x: Any) -> Any:
-        """A tensor of the model as the fake one by which autograd around a transform differentiates."""
-        own = unwrapped(x) if isinstance(x, torch.Tensor) else None
-        if own is None or isinstance(own, FakeTensor):
-            return x
-        if own is not x:
-            self.values.transformed = True
-            return x
-        with without_transforms():
-            return self.values.value_of(x).fake
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind arrive."""
@@ -313,7 +193,7 @@ class OpRecorder:
                 hint="write the branch or loop so that Python decides it"
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
-        recorder = FlexRecorder if hop is _flex_attention else BodyRecorder
+        recorder = FlexRecorder if hop is torch.ops.higher_order.flex_attention else BodyRecorder
         return recorder(self._builder, self.values, self.factory, hop, args, self.run_callable).run()
 
     def run_callable(self, fn: Any, args: Any) -> Any:
@@ -338,22 +218,22 @@ class OpRecorder:
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put an op on the tape. Returns what it gives to the model."""
-        facts = self._facts.get(id(func)) or self._facts.setdefault(id(func), _facts_of(func))
-        if facts.is_fast_path or (facts.may_be_cast and self.reads.awaits_cast):
-            self._note_state(facts, args, kwargs)
+        facts = self._facts.get(id(func)) or self._facts.setdefault(id(func), facts_of(func))
+        if facts.may_be_cast and (self.reads.awaits_cast or facts.is_fast_path):
+            self.reads.on_cast_op()
+        if facts.is_fast_path:
+            self.reads.on_fast_path(tensors_in((args, kwargs)))
         if facts.rewrite is not None:
             out = facts.rewrite(self, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        apart = facts.comes_apart and self._builder.differentiates and not in_transform()  # which takes it apart itself
-        if apart and _requires_grad(args, kwargs):
-            self._refuse_lost_dropout(func, args)
+        decomposes = facts.is_composite and self._builder.differentiates and not in_transform()  # which decomposes it
+        if decomposes and _requires_grad(args, kwargs):
+            refuse_lost_dropout(self._builder, func, args)
             return self.recorded(lambda: run_parts(func, *args, **kwargs))
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
             return args[0]
         call = self._lifted(facts, args, kwargs)
-        if func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
-            self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
         if facts.reads:
             answer = self._answer(call)
             if answer is not NotImplemented:
@@ -361,27 +241,8 @@ class OpRecorder:
         if self.exact and self._needs_autograd(call):
             return self._run(call, None)
         key = self.inference.key_of_call(func, call.args, call.kwargs)
-        found = None if key is None else self._inferred(call, key)
-        return self._run(call, key) if found is None else self._append_inferred(call, *found)
-
-    def _note_state(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the state of autograd or autocast, which decides that this op runs, or what it gives."""
-        if facts.may_be_cast:
-            self.reads.on_cast_op()
-        if facts.is_fast_path:
-            self.reads.on_fast_path(_tensors((args, kwargs)))
-
-    def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Raise where torch takes an op apart in Python, and forgets its dropout."""
-        tensors = leaves(list(args[:2]), torch.Tensor)
-        if not drops_between_layers(func, args) or not runs_in_python(func, tensors):
-            return
-        problem = "the forward differentiates through a recurrent layer with dropout"
-        hint = "make a module for each layer with nn.Dropout between them"
-        if any(map(is_symbolic, tensors)):
-            hint = f"trace with fixed sizes, or {hint}"
-            raise DynamicShapeError(f"{problem}, of dynamic sizes", op=str(func), **self.where(), hint=hint)
-        raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **self.where(), hint=hint)
+        inferred = None if key is None else self._inferred(call, key)
+        return self._run(call, key) if inferred is None else self._append_inferred(call, *inferred)
 
     def _needs_autograd(self, call: OpCall) -> bool:
         """Whether autograd may keep something of the op; under no_grad, a view of what requires grad.
@@ -391,15 +252,15 @@ class OpRecorder:
         grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
         if not grad:
             return view and any(requires_grad_of(v.fake) for v in call.inputs)
-        return view or any(map(requires_grad_of, (*call.fakes(), *_tensors(call.given))))
+        return view or any(map(requires_grad_of, (*call.fakes(), *tensors_in(call.python_arguments))))
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
         func = call.facts.func
         answer = self.data.answer(func, call.args, call.kwargs)
-        if answer is NotImplemented and func is _aten.is_nonzero.default and call.given[0][0].numel() == 1:
+        if answer is NotImplemented and func is _aten.is_nonzero.default and call.python_arguments[0][0].numel() == 1:
             with self._builder.run_by_torch(func):
-                number = self.recorded(call.given[0][0].item)
+                number = self.recorded(call.python_arguments[0][0].item)
             return self.data.is_true(func, number)
         return answer
 
@@ -411,10 +272,10 @@ class OpRecorder:
             if self.values.are_one_view(*args):
                 return True
             self._refuse_memory_given_away(*args)
-        self._set_apart_reshaped(facts, args, kwargs)
+        self._detach_reshaped_aliases(facts, args, kwargs)
         return False
 
-    def _set_apart_reshaped(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _detach_reshaped_aliases(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Aliases that Python made outside of the dispatcher get values of their own before their shape changes."""
         for position, name in facts.written:
             a = args[position] if position < len(args) else kwargs.get(name)
@@ -422,7 +283,7 @@ class OpRecorder:
                 if isinstance(t, FakeTensor):
                     if facts.func is not _aten.set_.source_Tensor:
                         self._refuse_lost_shape(t, str(facts.func))
-                    self.values.set_apart(t)
+                    self.values.detach_alias(t)
 
     def _refuse_memory_given_away(self, t: torch.Tensor, source: torch.Tensor) -> None:
         """A tensor gets the memory of another. That one counts as the same tensor from then on, and stays there."""
@@ -464,8 +325,10 @@ class OpRecorder:
         for value in call.inputs if self._pending else ():
             if value.storage in self._pending:
                 self._pending[value.storage].finish()
+        if facts.func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
+            self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
         if facts.takes_one_dtype:
-            _refuse_other_dtypes(call)
+            call.refuse_other_dtypes()
         return call
 
     def _lift(self, a: Any, inputs: list[Value]) -> Any:
@@ -499,7 +362,7 @@ class OpRecorder:
         """Put the op on the tape with results that were made without running it."""
         self._append(call, outputs.contained(self.values.new_inferred(outputs, fakes, call.inputs)))
         if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
-            return _given(fakes[0], call)
+            return call.python_tensor(fakes[0])
         return outputs.contained(fakes)
 
     def _append(self, call: OpCall, outputs: Any, *rest: Any) -> None:
@@ -514,7 +377,7 @@ class OpRecorder:
             )
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
             kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
-        if self.reads.minds_default_dtype() and _has_default_dtype(call, outputs):
+        if self.reads.minds_default_dtype() and call.takes_default_dtype(outputs):
             self.reads.on_default_dtype(call.facts.func if call.inputs else None)
         if self.reads.awaits_default_device and call.facts.has_dtype and not call.inputs:
             self.reads.on_default_device(kwargs.get("device"))
@@ -529,17 +392,17 @@ class OpRecorder:
         facts = call.facts
         undeclared = undeclared_writes(facts.func, call.args, call.kwargs) if facts.may_write_undeclared else ()
         if undeclared and undeclared_variant(facts.func, call.args, call.kwargs) is None and can_decompose(facts.func):
-            args, kwargs = call.given  # instance_norm: its parts say what they write
+            args, kwargs = call.python_arguments  # instance_norm: its parts say what they write
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
         known = self._append_known_write(call, key, undeclared, unseen=unseen)
         if known is not None:
-            return _given(known, call) if facts.keeps_layout else known
+            return call.python_tensor(known) if facts.keeps_layout else known
         fake_of = self.values.fake_of
-        args, kwargs = map_argument(lambda x: fake_of(x) if isinstance(x, torch.Tensor) else x, call.given)
+        args, kwargs = map_argument(lambda x: fake_of(x) if isinstance(x, torch.Tensor) else x, call.python_arguments)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
-        before = _BeforeWrite(call, _tensors((args, kwargs)), undeclared)
+        before = BeforeWrite(call, tensors_in((args, kwargs)), undeclared)
         first = next_sequence_number() if self.exact else 0
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(call, args, kwargs, key)
@@ -549,23 +412,25 @@ class OpRecorder:
             self.values.freeze(value, layout)
         written = before.written()
         unbacked = self.factory.unbacked_bindings(out)
-        given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
+        returned = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
         follows = (facts.updates or before.is_undeclared_alone()) if written else facts.inferable
         if key is not None and unbacked is None and follows:
             # Python may hold an input as another object than its value does
-            self.inference.cache_result(key, call.inputs, given[0].fake if given else out)
+            self.inference.cache_result(key, call.inputs, returned[0].fake if returned else out)
             cached = self._append_cached(call, key, undeclared, before.tracked if written else None)
             if cached is not None:
                 return cached
-        if not (written or unbacked is not None or out is None or _tensors(out)):
+        if not (written or unbacked is not None or out is None or tensors_in(out)):
             return out  # a question about metadata, answered
-        results = self.values.new_same(out, 0, given[0]) if given and not written else self.values.new_results(out)
+        results = (
+            self.values.new_same(out, 0, returned[0]) if returned and not written else self.values.new_results(out)
+        )
         self._append(call, results, written, unbacked, before.tracked)
         if self.exact and next_sequence_number() > first:
             self._builder.made_nodes.append((first, self._builder.tape.ops[-1]))
         if moved:
-            self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
-        return _given(out, call) if given else out
+            self.values.follow(tensors_in(call.python_arguments), before.fakes, str(facts.func))
+        return call.python_tensor(out) if returned else out
 
     def _append_cached(
         self, call: OpCall, key: Any, undeclared: Sequence[str], tracked: tuple[Value, ...] | None
@@ -574,13 +439,13 @@ class OpRecorder:
 
         `tracked` is None for an op that has written nothing.
         """
-        found = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
-        if found is None:
+        cached = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        if cached is None:
             return None
         if tracked is None:
-            return self._append_inferred(call, *found)
+            return self._append_inferred(call, *cached)
         is_known = self._is_known_update(call, undeclared)
-        return self._append_update(call, *found, undeclared, tracked) if is_known else None
+        return self._append_update(call, *cached, undeclared, tracked) if is_known else None
 
     def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
@@ -598,20 +463,20 @@ class OpRecorder:
             return self._append_in_place(call, target) if is_known else None
         if not self._is_known_update(call, undeclared):
             return None
-        found = self.inference.cached(key, facts.func, call.args, call.kwargs, call.inputs)
-        if found is None:
+        cached = self.inference.cached(key, facts.func, call.args, call.kwargs, call.inputs)
+        if cached is None:
             return None
         for v in dict.fromkeys(call.written(facts.written)):
             torch.autograd.graph.increment_version(v.fake)
         tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
-        return self._append_update(call, *found, undeclared, tuple(tracked))
+        return self._append_update(call, *cached, undeclared, tuple(tracked))
 
     def _is_known_update(self, call: OpCall, undeclared: Sequence[str]) -> bool:
         """Whether the results of an op that writes beside them follow from metadata."""
         facts = call.facts
         if not (facts.updates or (undeclared and not facts.written)):
             return False
-        return not (facts.is_custom or any(map(is_inference_of, call.fakes())) or _overlaps(call, undeclared))
+        return not (facts.is_custom or any(map(is_inference_of, call.fakes())) or call.overlaps(undeclared))
 
     def _append_update(
         self,
@@ -622,8 +487,8 @@ class OpRecorder:
         tracked: tuple[Value, ...],
     ) -> Any:
         written = tuple(dict.fromkeys(call.all_written(undeclared)))
-        made = self.values.new_inferred(outputs, fakes, call.inputs)
-        self._append(call, outputs.contained(made), written, None, tracked)
+        results = self.values.new_inferred(outputs, fakes, call.inputs)
+        self._append(call, outputs.contained(results), written, None, tracked)
         return outputs.contained(fakes)
 
     def _append_in_place(self, call: OpCall, target: Value) -> Any:
@@ -640,7 +505,7 @@ class OpRecorder:
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for t in call.fakes() for n in t.size()[1:2])
         compared = facts.is_custom and self.factory.mode.propagate_real_tensors
-        has_history = self.exact and any(map(requires_grad_of, _tensors((args, kwargs))))
+        has_history = self.exact and any(map(requires_grad_of, tensors_in((args, kwargs))))
         with (
             self._builder.run_by_torch(facts.func),
             self.factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
@@ -658,22 +523,22 @@ class OpRecorder:
         Autograd may also copy there what the op is about to write, since backward reads it: an op of its own.
         """
         facts = call.facts
-        keeps_shapes = (facts.in_place or facts.updates) and not _overlaps(call)
+        keeps_shapes = (facts.in_place or facts.updates) and not call.overlaps()
         known = facts.is_atomic and (facts.inferable or keeps_shapes)
-        written = {id(v.fake): (v, _version(v.fake)) for v in call.written(facts.written) if _grad_enabled()}
+        written = {id(v.fake): (v, version_counter(v.fake)) for v in call.written(facts.written) if _grad_enabled()}
         if not (known or written):
             return contextlib.nullcontext()
 
         def on_op(func: Any, args: Any, kwargs: Any) -> Any:
             run = functools.partial(func, *args, **kwargs)
             # autograd may also make a view of a written tensor again, by an op of this name
-            if known and func is facts.func and all(map(operator.is_, _tensors((args, kwargs)), call.fakes())):
+            if known and func is facts.func and all(map(operator.is_, tensors_in((args, kwargs)), call.fakes())):
                 with torch.no_grad():
                     return self.inference.below_autograd(func, call.args, call.kwargs, call.inputs, run)
             if func is _aten.detach.default and self.inference.key_of(args[0]) is not None:
                 return self.factory.detached(args[0])  # what autograd saves of a result
             value, version = written.get(id(args[0]), (None, 0)) if func is _aten.clone.default else (None, 0)
-            if value is None or version != _version(value.fake):
+            if value is None or version != version_counter(value.fake):
                 return run()
             with torch.no_grad():
                 out = self.inference.below_autograd(func, (value,), kwargs, [value], run)
@@ -688,8 +553,8 @@ class OpRecorder:
             return False
         if _grad_enabled() and any(requires_grad_of(v.fake) for v in call.inputs):
             return False
-        found = self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs)
-        return found is not None and not _overlaps(call)
+        inferred = self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        return inferred is not None and not call.overlaps()
 
     def _note_squeeze(self, call: OpCall) -> None:
         """Where an op squeezes, calls with size 1 would lose a dimension."""
@@ -721,114 +586,8 @@ class OpRecorder:
         return False
 
 
-class _BeforeWrite:
-    """What an op may change in its arguments, as it is before; `undeclared` are the parameters that it writes too."""
-
-    __slots__ = ("_call", "_places", "_undeclared", "_versions", "fakes", "tracked")
-
-    def __init__(self, call: OpCall, fakes: list[torch.Tensor], undeclared: tuple[str, ...]) -> None:
-        self.fakes = fakes
-        self.tracked: tuple[Value, ...] = ()
-        """Of an op that writes: the inputs that require grad."""
-        self._call = call
-        self._undeclared = undeclared
-        self._versions = [_version(t) for t in fakes]
-        self._places: list[tuple[Value, int, Any]] = []
-        if call.facts.written:
-            self.tracked = tuple([v for v, t in zip(call.inputs, fakes, strict=True) if requires_grad_of(t)])
-            targets = call.written(call.facts.written)
-            self._places = [(v, storage_id(v.fake), layout_of(v.fake)) for v in targets]
-
-    def moved(self) -> list[tuple[Value, Any]]:
-        """The written values whose tensors got another storage or geometry, with their layout from before."""
-        return [
-            (value, layout)
-            for value, storage, layout in self._places
-            if storage_id(value.fake) != storage or to_expr(layout_of(value.fake)) != to_expr(layout)
-        ]
-
-    def is_undeclared_alone(self) -> bool:
-        """Whether the op has only writes that its schema does not declare, which no version counter tells either."""
-        is_alone = bool(self._undeclared) and not self._call.facts.written
-        return is_alone and [_version(t) for t in self.fakes] == self._versions
-
-    def written(self) -> tuple[Value, ...]:
-        """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""
-        call = self._call
-        found = call.all_written(self._undeclared)
-        storages = {v.storage for v in found}  # views in these have the same version counter
-        found += [
-            value
-            for value, t, old in zip(call.inputs, self.fakes, self._versions, strict=True)
-            if _version(t) != old and value.storage not in storages
-        ]
-        return tuple(dict.fromkeys(found))
-
-
-def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
-    return ops.collectives.record(func, args)
-
-
-_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
-_OF_NUMBERS = {
-    getattr(op, tensor): getattr(op, tensor.replace("Tensor", "Scalar"))
-    for kind in ("mul", "multiply", "div", "divide", "true_divide")
-    for op in (getattr(_aten, kind), getattr(_aten, f"{kind}_"))
-    for tensor in op.overloads()
-    if tensor in ("Tensor", "Tensor_mode")
-}
-"""Ops whose backward reads both operands, with that for a number: a tensor of a number is none that torch could show to
-Python as the operand of a transform's backward."""
-
-
-_OF_ONE_DTYPE = frozenset(
-    {
-        *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "convolution"),
-        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    }
-)
-"""Ops of which the kernels raise for tensors of several dtypes, and torch's fake tensors do not."""
-
-
-def _refuse_other_dtypes(call: OpCall) -> None:
-    """Raise as eager does. On the meta device it does not."""
-    fakes = [t for t in call.fakes() if t.device.type != "meta"]
-    others = dict.fromkeys(t.dtype for t in fakes)
-    if len(others) > 1:
-        found = " and ".join(map(str, others))
-        hint = f"convert the input, as by x.to({fakes[-1].dtype}), or the model"
-        raise RuntimeError(f"{call.facts.func} takes tensors of one dtype, and is given {found}: {hint}")
-
-
-def _has_default_dtype(call: OpCall, outputs: Any) -> bool:
-    """Whether the result is floating and neither an input nor an argument says so."""
-    for v in call.inputs:
-        if v.fake.dtype.is_floating_point:
-            return False
-    if type(outputs) is not Value:
-        return False
-    given = (*call.args, *call.given[1].values())
-    return outputs.fake.dtype.is_floating_point and not any(type(a) is torch.dtype for a in given)
-
-
-def _given(fake: torch.Tensor, call: OpCall) -> torch.Tensor:
-    """The tensor that Python gave to an op and that the op returned, as `weight.to(weight.dtype)` does."""
-    pairs = zip(_tensors(call.given), call.inputs, strict=True)
-    return next((t for t, value in pairs if value.fake is fake), fake)
-
-
-def _overlaps(call: OpCall, undeclared: Sequence[str] = ()) -> bool:
-    """Whether an op may read, by another of its inputs, memory that it writes to."""
-    written = call.all_written(undeclared)
-    return any(v.storage == target.storage and v is not target for target in written for v in call.inputs)
-
-
-def _version(t: torch.Tensor) -> int:
-    return -1 if is_inference_of(t) else version_of(t)
-
-
 def _requires_grad(args: Any, kwargs: Any) -> bool:
-    return _grad_enabled() and any(map(requires_grad_of, _tensors((args, kwargs))))
+    return _grad_enabled() and any(map(requires_grad_of, tensors_in((args, kwargs))))
 
 
 def _has_history(value: Value) -> bool:
@@ -839,7 +598,3 @@ def _has_history(value: Value) -> bool:
     if not isinstance(op.outputs, (list, tuple)):
         return True
     return all(v.storage != value.storage for v in op.inputs())  # it refuses writes to one of several views
-
-
-def _tensors(x: Any) -> list[torch.Tensor]:
-    return [t for t in flat(x) if isinstance(t, torch.Tensor)]

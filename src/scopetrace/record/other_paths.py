@@ -48,8 +48,8 @@ def _takes_nested_path(
     module: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any], reads: ReadRecorder
 ) -> bool:
     """The conditions of `nn.TransformerEncoder.forward`, but whether the padding is at the end, which is data."""
-    given: list[Any] = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_PARAMETERS)]
-    src, mask, padding = given
+    operands: list[Any] = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_PARAMETERS)]
+    src, mask, padding = operands
     first: Any = module.layers[0]
     if not getattr(module, "use_nested_tensor", False) or torch.is_autocast_enabled():
         return False
@@ -67,5 +67,5 @@ def _takes_nested_path(
 
 def _read_by_fast_path(layer: Any) -> list[torch.Tensor]:
     parts = (layer.self_attn.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2)
-    own = [t for part in parts for t in (part.weight, part.bias)]
-    return [layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias, *own]
+    parameters = [t for part in parts for t in (part.weight, part.bias)]
+    return [layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias, *parameters]

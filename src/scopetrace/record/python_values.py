@@ -177,8 +177,8 @@ class PythonValues:
     def _nbytes(self, ask: Callable[[Any], int]) -> Callable[[Any], int]:
         def nbytes(storage: torch.UntypedStorage) -> int:
             if self._mine() and asked_by_model(_STORAGES):
-                found = self._values.in_storage(id_of_storage(storage))
-                inputs = [v.fake for v in found if v in self._builder.tape.inputs]
+                values = self._values.in_storage(id_of_storage(storage))
+                inputs = [v.fake for v in values if v in self._builder.tape.inputs]
                 for t in inputs[:1]:
                     self._ops.reads.on_fact(t, "storage_nbytes", (), ask(storage))
             return ask(storage)

@@ -70,9 +70,9 @@ def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Mine) 
     @functools.wraps(ask)
     def answered(*args: Any, **kwargs: Any) -> Any:
         answer = ask(*args, **kwargs)
-        given = tuple([a for a in (*args, *kwargs.values()) if a is not None])
-        if asked() and not (given and name in questions.PROCESS_GROUP):
-            reads.on_flag(name, given, answer)
+        arguments = tuple([a for a in (*args, *kwargs.values()) if a is not None])
+        if asked() and not (arguments and name in questions.PROCESS_GROUP):
+            reads.on_flag(name, arguments, answer)
         return answer
 
     return answered
@@ -99,10 +99,10 @@ def _report_parameters(replace: Replace, reads: ReadRecorder, mine: Mine) -> Non
     ask = meta.__instancecheck__
 
     def __instancecheck__(cls: Any, x: Any) -> bool:
-        found: bool = ask(cls, x)
+        is_parameter: bool = ask(cls, x)
         if isinstance(x, torch.Tensor) and mine() and asked_by_model(()):
-            reads.on_fact(x, "is_parameter", (), found)
-        return found
+            reads.on_fact(x, "is_parameter", (), is_parameter)
+        return is_parameter
 
     replace(meta, "__instancecheck__", __instancecheck__)
 

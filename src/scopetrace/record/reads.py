@@ -39,8 +39,9 @@ from scopetrace.ir.reads import (
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model
+from scopetrace.record.values import ValueTable
 
 Noted = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
@@ -95,7 +96,7 @@ class ReadRecorder:
     def note_once(
         self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None
     ) -> None:
-        """Note what the forward read, once for each place; frames and scope are those of now where not given."""
+        """Note what the forward read, once for each place; frames and scope default to the current ones."""
         if place not in self._known:
             self._known.add(place)
             self._note(name, value, place, frames, path)
@@ -188,10 +189,10 @@ class ReadRecorder:
         ops = ops[: max(hidden.stop for hidden in self._hidden)]
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
-        made = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
-        leaves = dict.fromkeys([*made, *map(self._values.value_of, self._values.made_leaves())], 1)
+        outside = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
+        leaves = dict.fromkeys([*outside, *map(self._values.value_of, self._values.made_leaves())], 1)
         frozen = [v for v in state if isinstance(v.real, torch.nn.Parameter) and v not in leaves]
-        leaves |= {v: 2 << i for i, v in enumerate(frozen)}  # which may learn in a call
+        leaves |= {v: 2 << i for i, v in enumerate(frozen)}  # which may require grad in a call
         sources = {v.op for v in leaves}
         used = [op for op in ops if not self._grad or op in sources or _is_source_or_alias(op)]
         history = History(used, leaves, assumed=True)
@@ -421,14 +422,14 @@ def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -
     before_writes = tape.ops[: max(last_write.values(), default=0)]
     of_inputs = {v.storage for v in tape.inputs}
     returned = {v.storage for v in leaves(tape.calls[0].outputs, Value)} & of_inputs
-    found = [(v, at) for v, i, at in contiguous if v.storage in returned or last_write.get(v.storage, -1) >= i]
+    reads = [(v, at) for v, i, at in contiguous if v.storage in returned or last_write.get(v.storage, -1) >= i]
     for i, op in enumerate(before_writes):
         if op.target in _VIEWS_OR_COPIES and op.inputs():
             operand = op.inputs()[0]
             if any(last_write.get(v.storage, -1) > i for v in (operand, *op.values())):
-                found.append((operand, op.frames))
+                reads.append((operand, op.frames))
     positions = {v: i for i, v in enumerate(tape.inputs)}
-    return {positions[v]: at for operand, at in reversed(found) for v in _computed_from(operand) if v in positions}
+    return {positions[v]: at for operand, at in reversed(reads) for v in _computed_from(operand) if v in positions}
 
 
 def _computed_from(value: Value) -> Iterator[Value]:

@@ -92,18 +92,18 @@ def _cut(tape: RecordedTape, region: Region, uses: collections.Counter[Value], n
     inside = collections.Counter(_used_by(ops, calls))
     body_name = "wrap_body" if region.hop is CHECKPOINT else "repeated_subgraph"
     segment = TapeSegment(body_name, region.scope, region.call, region.start, ops, calls, [])
-    made = [v for op in segment.kept() for v in op.values()]
-    outputs = [v for v in made if uses[v] > inside[v]]
+    results = [v for op in segment.kept() for v in op.values()]
+    outputs = [v for v in results if uses[v] > inside[v]]
     operands = captured([segment])
     if not _can_be_cut(segment, outputs, operands):
         return 0
     segment.outputs = list(outputs)
     body = body_tape(tape, segment, operands)
     body.context_fn = region.context_fn
-    given = (body, *operands) if region.hop is CHECKPOINT else (body, f"invoke_subgraph_{next(names)}", *operands)
+    args = (body, *operands) if region.hop is CHECKPOINT else (body, f"invoke_subgraph_{next(names)}", *operands)
     grad = is_grad_on(segment.kept())
     place = region.scope, region.call, region.frames, grad
-    op = Op("call_function", region.hop, given, {}, tuple(outputs), *place).take_values()
+    op = Op("call_function", region.hop, args, {}, tuple(outputs), *place).take_values()
     hoisted = [o.replace(call=region.call, scope=region.scope).take_values() for o in segment.hoisted()]
     tape.ops[region.start : region.stop] = [*hoisted, op]
     removed = len(ops) - len(hoisted) - 1

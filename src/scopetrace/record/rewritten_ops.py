@@ -16,10 +16,13 @@ import torch
 from scopetrace._compat.ctc_loss import CTC_LIBRARIES
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import attention_kernels, default_dtype
-from scopetrace._compat.tensors import is_symbolic, run_parts
-from scopetrace.errors import UnsupportedOpError
-from scopetrace.record.builder import ValueTable
+from scopetrace._compat.tensors import is_symbolic, run_parts, runs_in_python
+from scopetrace.containers.structure import leaves
+from scopetrace.errors import DynamicShapeError, UnsupportedOpError
+from scopetrace.ops.recurrent import drops_between_layers
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -140,6 +143,19 @@ def _refuse_batched(ops: Recorder, *_: Any) -> Any:
         **ops.where(),
         hint="take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time",
     )
+
+
+def refuse_lost_dropout(builder: TapeBuilder, func: Any, args: tuple[Any, ...]) -> None:
+    """Raise where torch decomposes an op in Python, and forgets its dropout."""
+    tensors = leaves(list(args[:2]), torch.Tensor)
+    if not drops_between_layers(func, args) or not runs_in_python(func, tensors):
+        return
+    problem = "the forward differentiates through a recurrent layer with dropout"
+    hint = "make a module for each layer with nn.Dropout between them"
+    if any(map(is_symbolic, tensors)):
+        hint = f"trace with fixed sizes, or {hint}"
+        raise DynamicShapeError(f"{problem}, of dynamic sizes", op=str(func), **builder.where(), hint=hint)
+    raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **builder.where(), hint=hint)
 
 
 REWRITES: dict[Any, Callable[..., Any]] = {

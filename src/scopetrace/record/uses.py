@@ -40,8 +40,9 @@ def shows_only(frame: types.FrameType) -> bool:
     tree = _tree(code)
     if tree is None:
         return not names_of(code).all.isdisjoint({"print", *_TELLING})
-    found = next((f for f in _walk(tree, ()) if isinstance(f[0], ast.expr) and _place_of(f[0]) == place), None)
-    return found is not None and _is_shown(tree, *found)
+    at_place = (n for n in _walk(tree, ()) if isinstance(n[0], ast.expr) and _place_of(n[0]) == place)
+    expression = next(at_place, None)
+    return expression is not None and _is_shown(tree, *expression)
 
 
 def _place_of(node: ast.expr) -> tuple[int | None, ...]:
@@ -75,8 +76,8 @@ def _shows(tree: Any, call: ast.Call, node: ast.AST, outer: ast.AST | None) -> b
         return True
     if name in _CHECKS:
         return node not in call.args[:1]
-    own = tree.args.args[0].arg if tree.args.args else ""
-    tells = name == "print" or (owner is not None and name in _TELLING and _name_of(owner) != own)
+    self_name = tree.args.args[0].arg if tree.args.args else ""
+    tells = name == "print" or (owner is not None and name in _TELLING and _name_of(owner) != self_name)
     helps = owner is None and any(word in name.lower() for word in _FOR_PEOPLE)  # as `warn_once`
     return (tells and name in _GIVING_NOTHING) or ((tells or helps) and isinstance(outer, ast.Expr))
 
@@ -121,8 +122,8 @@ def takes_by_key(forward: Any, name: str | None) -> bool:
         name = code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)]
     elif name not in code.co_varnames[:count]:
         return False
-    found = [(n, p) for n, p in _walk(tree, ()) if isinstance(n, ast.Name) and n.id == name]
-    return all(_is_by_key(node, parents[0], parents[1]) for node, parents in found)
+    uses = [(n, p) for n, p in _walk(tree, ()) if isinstance(n, ast.Name) and n.id == name]
+    return all(_is_by_key(node, parents[0], parents[1]) for node, parents in uses)
 
 
 def _is_by_key(node: ast.AST, around: Any, outer: ast.AST) -> bool:
@@ -137,8 +138,8 @@ def _is_by_key(node: ast.AST, around: Any, outer: ast.AST) -> bool:
 def catches_errors(code: types.CodeType, line: int) -> bool:
     """Whether a line of code is in the body of a `try` that catches something."""
     tree = _tree(code)
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Try) and n.handlers] if tree is not None else []
-    return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in found)
+    tries = [n for n in ast.walk(tree) if isinstance(n, ast.Try) and n.handlers] if tree is not None else []
+    return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in tries)
 
 
 # Syntax trees --------------------------------------------------------------------------------------------------------
@@ -148,25 +149,25 @@ def _tree(code: types.CodeType) -> ast.AST | None:
     """The syntax of a function; None where its source is not there, as in a file, or is not that of the function."""
     if not isinstance(code, types.CodeType):
         return None
-    found = _functions(code.co_filename).get((code.co_firstlineno, code.co_name == "<lambda>"), [])
-    if len(found) > 1:  # lambdas of one line
+    functions = _functions(code.co_filename).get((code.co_firstlineno, code.co_name == "<lambda>"), [])
+    if len(functions) > 1:  # lambdas of one line
         places = {(line, column) for line, _, column, _ in code.co_positions() if column}
-        found = [n for n in found if any((e.lineno, e.col_offset) in places for e in _expressions(n))]
-    return found[0] if len(found) == 1 else None
+        functions = [n for n in functions if any((e.lineno, e.col_offset) in places for e in _expressions(n))]
+    return functions[0] if len(functions) == 1 else None
 
 
 @functools.lru_cache(maxsize=8)
 def _functions(file: str) -> dict[tuple[int, bool], list[ast.AST]]:
     """The functions of a file, by first line and whether they are lambdas."""
-    found: dict[tuple[int, bool], list[ast.AST]] = {}
+    functions: dict[tuple[int, bool], list[ast.AST]] = {}
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return found
+        return functions
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            found.setdefault((_first_line(node), isinstance(node, ast.Lambda)), []).append(node)
-    return found
+            functions.setdefault((_first_line(node), isinstance(node, ast.Lambda)), []).append(node)
+    return functions
 
 
 def _first_line(node: Any) -> int:

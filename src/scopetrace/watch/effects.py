@@ -1,4 +1,4 @@
-"""What a forward may change of Python's state: copied before it runs, put back after it.
+"""What a forward may change of Python's state: copied before it runs, put back after it; and what it leaves changed.
 
 Data flow:
     the modules, functions, variables, classes and arguments of a forward -> their contents, before it runs
@@ -11,7 +11,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,11 @@ from scopetrace.containers.contents import (
     snapshot,
 )
 from scopetrace.containers.structure import leaves_with_path, object_classes
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards.reach import Reach
+from scopetrace.ir.side_effects import SideEffect
+from scopetrace.ir.tape import RecordedTape, Value
+from scopetrace.record.builder import place_of
 from scopetrace.record.model import Model
 
 _NO_TAGS: dict[str, Any] = {}
@@ -145,8 +149,26 @@ class EffectWatch:
 
     def _of_tags(self) -> Iterator[Change]:
         for path, t, before in self._tagged:
-            now = vars(t)
-            if now and isinstance(t, torch.Tensor):
-                now = tags_of(t)
-            if now or before:
-                yield from changed_attributes(path, t, before, now, lambda t, key, x: put_entry(vars(t), key, x))
+            current = vars(t)
+            if current and isinstance(t, torch.Tensor):
+                current = tags_of(t)
+            if current or before:
+                yield from changed_attributes(path, t, before, current, lambda t, key, x: put_entry(vars(t), key, x))
+
+
+def refuse_tags(tape: RecordedTape, results: Iterable[Value]) -> None:
+    """Raise UnsupportedOpError where a result that the forward made has an attribute of users."""
+    for v in results:
+        if tags_of(v.fake) and v.op.kind == "call_function":
+            raise UnsupportedOpError(
+                f"the forward sets the attribute {next(iter(tags_of(v.fake)))!r} of its result, which results of a "
+                "graph do not have",
+                **place_of(v.op),
+                hint="return the value beside the tensor, or set it outside of the forward",
+            )
+
+
+def settings_left(before: dict[str, Any], after: dict[str, Any], root: str) -> list[SideEffect]:
+    """The settings of the process, by name, that the forward leaves changed; a call of the trace does not."""
+    changed = [name for name in before if after[name] != before[name]]
+    return [SideEffect(n, repr(before[n]), repr(after[n]), root, None, baked_in=True) for n in changed]

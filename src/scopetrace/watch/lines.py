@@ -21,7 +21,7 @@ import torch
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.sources import is_users
 from scopetrace.containers.contents import Change, form_of
-from scopetrace.guards.attributes import current_attributes
+from scopetrace.guards.attributes import MODULE_TABLES, current_attributes
 from scopetrace.ir.scopes import user_line
 
 
@@ -68,10 +68,10 @@ class _Value:
 
     def has_changed(self) -> bool:
         """Whether it holds something else than when it was asked last."""
-        now = self._get()
-        is_plain = type(now) is type(self._last) and type(now) in (int, _Ids)  # a stand-in would be asked
-        is_other = now is not self._last and not (is_plain and now == self._last)
-        self._last = now
+        value = self._get()
+        is_plain = type(value) is type(self._last) and type(value) in (int, _Ids)  # a stand-in would be asked
+        is_other = value is not self._last and not (is_plain and value == self._last)
+        self._last = value
         return is_other
 
 
@@ -109,6 +109,6 @@ def _ids(x: Any) -> _Ids:
 
 
 def _of_module(module: torch.nn.Module, name: str) -> Any:
-    own = current_attributes(module)
-    tables = (own, *(own.get(table, {}) for table in ("_buffers", "_parameters", "_modules")))
+    attributes = current_attributes(module)
+    tables = (attributes, *(attributes.get(table, {}) for table in MODULE_TABLES))
     return next((table[name] for table in tables if name in table), MISSING)

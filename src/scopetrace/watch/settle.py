@@ -285,9 +285,9 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
         with _plain_state(lefts[:count]):
             for i, read in enumerate(tape.reads):
                 if read.place.kind in ("attribute", "global", "closure", "tensor") and not same(
-                    read.value, now := read.current()
+                    read.value, current := read.current()
                 ):
-                    tape.reads[i] = dataclasses.replace(read, others=(*read.others, _without_tensors(now, stored)))
+                    tape.reads[i] = dataclasses.replace(read, others=(*read.others, _without_tensors(current, stored)))
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}

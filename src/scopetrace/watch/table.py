@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
-from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, AttributeWatch
+from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, MODULE_TABLES, AttributeWatch
 from scopetrace.guards.reach import OF_ALL, Reach, functions_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
     ALL_MODULES,
@@ -220,8 +220,8 @@ class StateReads:
 
     @staticmethod
     def _place(module: torch.nn.Module, key: str) -> InTable | InTables:
-        own = module.__dict__
-        tables = [own, *[t for t in map(own.get, ("_parameters", "_buffers", "_modules")) if isinstance(t, dict)]]
+        module_dict = module.__dict__
+        tables = [module_dict, *[t for t in map(module_dict.get, MODULE_TABLES) if isinstance(t, dict)]]
         return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
 
     def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
@@ -257,8 +257,8 @@ class StateReads:
             return
         frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
         places = WhichInputs(), WhichOfModel(tuple(of_model) if code is None else self._model.owners)
-        now = CallInputs((), {}, self._examples)
-        which = WhichOfModel(tuple(of_model)).current(now)
+        call = CallInputs((), {}, self._examples)
+        which = WhichOfModel(tuple(of_model)).current(call)
         if code is not None and which:
             raise UnsupportedOpError(
                 f"{tape.input_paths[which[0][0]]} is a tensor of the model, and the forward compares objects (`is`, "
@@ -268,7 +268,7 @@ class StateReads:
                 hint="give x.clone() to the trace",
             )
         if code is not None:
-            yield Read("which arguments are one tensor", places[0].current(now), places[0], frames, path)
+            yield Read("which arguments are one tensor", places[0].current(call), places[0], frames, path)
         yield Read("which arguments are tensors of the model", which, places[1], frames, path)
 
     def _of_members(self, held: Sequence[_Held]) -> Iterator[Read]:
