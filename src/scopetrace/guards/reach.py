@@ -165,12 +165,9 @@ class Reach:
                 continue
             is_new, self.classes[base] = base not in self.classes, is_named
             for name, member in vars(base).items() if is_new else _constructors(base):
+                may_run_unnamed = name == "forward" or (name[:2] == "__" and (is_named or name not in OF_ALL))
                 for function in functions_of(member):
-                    if (
-                        name in self.names
-                        or name == "forward"
-                        or (name[:2] == "__" and (is_named or name not in OF_ALL))
-                    ):
+                    if may_run_unnamed or name in self.names:
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
