@@ -46,8 +46,7 @@ from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
-from scopetrace.record.python_values import PythonValues
-from scopetrace.record.questions import report_questions
+from scopetrace.record.python_values import PythonValues, report_questions
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import NESTED
 from scopetrace.record.values import ValueTable
