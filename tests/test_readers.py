@@ -27,7 +27,7 @@ PLACES = {
     "Python module": ("import settings_of_readers as other", "other.N", "g['other'].N = 3.0"),
     "enum": ("class E(enum.Enum):\n    A = 2.0\n    B = 3.0\nN = E.A", "N.value", "g['N'] = g['E'].B"),
     "dataclass": ("@dataclasses.dataclass\nclass D:\n    v: float = 2.0\nN = D()", "N.v", "g['N'].v = 3.0"),
-    "named tuple": ("T = collections.namedtuple('T', 'v')\nN = T(2.0)", "N.v", "g['N'] = g['T'](3.0)"),
+    "named tuple": ("Point = collections.namedtuple('Point', 'v')\nN = Point(2.0)", "N.v", "g['N'] = g['Point'](3.0)"),
     "partial": ("N = functools.partial(float, 2)", "N()", "g['N'] = functools.partial(float, 3)"),
     "function": ("def N(): return 2.0", "N()", "g['N'] = lambda: 3.0"),
     "flag": ("N = False", "(3.0 if N else 2.0)", "g['N'] = True"),
