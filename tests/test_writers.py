@@ -69,6 +69,17 @@ WRITERS = {
         f"class W:\n    def step(self, s):\n        {write}\n"
         f"G = W()\ndef go(s, x):\n    G.step(s)\n    y = x + 1\n    return {result}"
     ),
+    **{
+        name: functools.partial(
+            lambda call, write, result: (
+                f"class W:\n    def __init__(self, s):\n        {write}\n"
+                f"KINDS = {{'w': W}}\nheld = W.__new__(W)\ndel W\n"
+                f"def go(s, x):\n    {call}(s)\n    y = x + 1\n    return {result}"
+            ),
+            call,
+        )
+        for name, call in {"of a class in a table": "KINDS['w']", "of the class of an object": "type(held)"}.items()
+    },
     "after the op": lambda write, result: (
         f"def w(s):\n    {write}\ndef go(s, x):\n    y = x + 1\n    r = {result}\n    w(s)\n    return r"
     ),

@@ -104,18 +104,14 @@ class Reach:
         """The globals that they name: the table and the name."""
         self.cells: dict[int, tuple[str, types.CellType]] = {}
         """By id, the variables of enclosing functions, with their names."""
-        self.classes: dict[type, bool] = {}
-        """The users' classes whose attributes they may write to, and whether code names them: then it may make one."""
+        self.classes: dict[type, None] = {}
+        """The users' classes whose attributes they may write to."""
         self.names: set[str] = set()
         """What they name."""
         self._unnamed: dict[str, list[tuple[Any, int]]] = {}
         """By name, the methods of the classes that no function has named so far."""
         self._pending: dict[int, list[types.FunctionType]] = collections.defaultdict(list)
         """The functions that are to be followed, by how far from the forward they are named."""
-
-    def add_class(self, kind: type, depth: int = 0) -> None:
-        """The methods of a class of objects that some function names, and its operators."""
-        self._add_class(kind, depth, is_named=False)
 
     def follow(self) -> int | None:
         """Follow the functions that are nearest to the forward. How far what they name is from it; None for no more."""
@@ -132,11 +128,8 @@ class Reach:
         return self.functions.get(code) or next((f for f in unnamed if getattr(f, "__code__", None) is code), None)
 
     def add_held(self, x: Any, depth: int) -> None:
-        """A function that a container holds, or a class."""
-        if isinstance(x, type):
-            self.add_class(x, depth)
-        else:
-            self.add(x, _never_if_far(depth))
+        """A function or class that a container holds."""
+        self.add(x, _never_if_far(depth))
 
     def add(self, x: Any, depth: int = 0) -> None:
         """A function, method, partial or class that is named; nothing is done for other objects."""
@@ -150,7 +143,7 @@ class Reach:
             for accessor in (x.fget, x.fset):
                 self.add(accessor, depth)
         elif isinstance(x, type):
-            self._add_class(x, depth, is_named=True)
+            self.add_class(x, depth)
         elif isinstance(x, operator.attrgetter):  # code that names attributes in C
             self._name(names_by(x))
         elif isinstance(inner := unwrapped(x), types.FunctionType):
@@ -158,16 +151,16 @@ class Reach:
         elif inner is not x:  # a module under torch.compile
             self._visit(getattr(x, "__name__", type(x).__name__), inner)
 
-    def _add_class(self, kind: type, depth: int, *, is_named: bool) -> None:
+    def add_class(self, kind: type, depth: int = 0) -> None:
+        """The methods of a class that some function names, and special ones, as operators."""
         depth = _never_if_far(depth)
         for base in kind.__mro__:
-            if (base in self.classes and self.classes[base] >= is_named) or not is_users_class(base):
+            if base in self.classes or not is_users_class(base):
                 continue
-            is_new, self.classes[base] = base not in self.classes, is_named
-            for name, member in vars(base).items() if is_new else _constructors(base):
-                may_run_unnamed = name == "forward" or (name[:2] == "__" and (is_named or name not in OF_ALL))
+            self.classes[base] = None
+            for name, member in vars(base).items():
                 for function in functions_of(member):
-                    if may_run_unnamed or name in self.names:
+                    if name in self.names or name == "forward" or name[:2] == "__":
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
@@ -177,12 +170,12 @@ class Reach:
     def _name(self, names: set[str] | frozenset[str]) -> None:
         new = names - self.names
         self.names |= new
-        for name in (new & self._unnamed.keys()) - OF_ALL:
+        for name in new & self._unnamed.keys():
             for function, depth in self._unnamed.pop(name, ()):
                 self.add(function, depth)
 
     def _add_function(self, function: types.FunctionType, depth: int) -> None:
-        if function.__code__ not in self.functions and not is_library(_home(function)):
+        if function.__code__ not in self.functions and not is_library(home_of(function)):
             self.functions[function.__code__] = function
             self._pending[depth].append(function)
 
@@ -218,14 +211,6 @@ class Reach:
             self._visit(name, value, None, place)
 
 
-OF_ALL = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
-"""Methods that name all attributes of an object, and seldom run on one that was there."""
-
-
-def _constructors(kind: type) -> list[tuple[str, Any]]:
-    return [(name, member) for name, member in vars(kind).items() if name in OF_ALL]
-
-
 _DEPTH = 2
 """How far from the forward methods of classes, and functions in containers, are followed. Functions that are named
 themselves are followed at any distance."""
@@ -244,14 +229,14 @@ def names_by(getter: operator.attrgetter[Any]) -> set[str]:
 
 def unwrapped(function: Any) -> Any:
     """The function of users behind a wrapper of a library, as of `contextlib.contextmanager` and `functools.cache`."""
-    while hasattr(function, "__wrapped__") and (isinstance(function, MEMO) or is_library(_home(function))):
+    while hasattr(function, "__wrapped__") and (isinstance(function, MEMO) or is_library(home_of(function))):
         function = function.__wrapped__
     return function
 
 
-def _home(function: Any) -> str:
-    """The Python module whose code a function runs; `functools.wraps` gives it the name of another."""
-    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+def home_of(x: Any) -> str:
+    """The Python module that `x` is, or whose code a function runs: `functools.wraps` gives it the name of another."""
+    return x.__name__ if isinstance(x, types.ModuleType) else str(getattr(x, "__globals__", {}).get("__name__", ""))
 
 
 def functions_of(member: Any) -> Iterator[Any]:

@@ -43,7 +43,7 @@ from scopetrace.containers.contents import (
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, MODULE_TABLES, AttributeWatch
-from scopetrace.guards.reach import OF_ALL, Reach, functions_of, names_by, names_of, unwrapped
+from scopetrace.guards.reach import Reach, functions_of, home_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
     ALL_MODULES,
     NO_CALL,
@@ -338,7 +338,7 @@ class RanFunctions:
         self.inner = self._named_by(held)
         """Functions of users that these name, which may have run too; several may have one code."""
         self.codes = dict.fromkeys((*self.functions, *(function.__code__ for function in self.inner)))
-        inner = (f.__code__ for f in self.inner if f.__name__ not in OF_ALL)
+        inner = (f.__code__ for f in self.inner if f.__name__ not in _OF_ALL_ATTRIBUTES)
         names = self._by_getters.union(*(names_of(code).all for code in (*self.functions, *inner)))
         self.names = None if names & {"vars", "__dict__"} else frozenset(names)
         """Of objects with attributes, those that code names which may have run; None where it may take all."""
@@ -372,7 +372,7 @@ class RanFunctions:
             items = [x for function in new.values() for x in _named(function)]
             kinds |= {x: True for x in items if isinstance(x, type)}
             further = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
-            users = [f for f in further if f is not None and not is_library(f.__globals__.get("__name__"))]
+            users = [f for f in further if f is not None and not is_library(home_of(f))]
             new = {id(f): f for f in users if id(f) not in known}
             known |= new
         return [*known.values()][len(self.functions) :]
@@ -415,7 +415,7 @@ class RanFunctions:
             yield name, table, name
         for name, attribute in sorted(names.dotted):
             owner = table.get(name)
-            if not isinstance(owner, (types.ModuleType, types.FunctionType)) or is_library(_home(owner)):
+            if not isinstance(owner, (types.ModuleType, types.FunctionType)) or is_library(home_of(owner)):
                 continue
             if attribute in vars(owner):
                 yield f"{name}.{attribute}", vars(owner), attribute
@@ -465,11 +465,8 @@ def functions_that_ran(ran: Ran, reach: Reach) -> dict[types.CodeType, types.Fun
 
 _LEVELS = 2
 """How far functions are followed that others name: where no op was in one, nobody saw whether it ran."""
-
-
-def _home(owner: types.ModuleType | types.FunctionType) -> str:
-    """The Python module that something is, or in which it was written."""
-    return owner.__name__ if isinstance(owner, types.ModuleType) else str(owner.__globals__.get("__name__"))
+_OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
+"""Methods that name all attributes of an object, and seldom run on one that was there."""
 
 
 def _is_state(value: Any) -> bool:
@@ -499,7 +496,7 @@ def _methods(kind: type, names: Set[str], *, is_named: bool) -> Iterator[types.F
     """
     for base in kind.__mro__ if is_users_class(kind) else ():
         for name, x in vars(base).items() if is_users_class(base) else ():
-            special = name[:2] == "__" and (is_named or name not in OF_ALL)
+            special = name[:2] == "__" and (is_named or name not in _OF_ALL_ATTRIBUTES)
             if special or name in names:
                 yield from (_function_of(f) for f in functions_of(x))
 
