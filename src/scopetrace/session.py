@@ -385,7 +385,7 @@ class Recording:
                 self._unseeded(),
                 noting_errors(self.builder.raised),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
-                observing(calls, autograd, self.model.modules) as mine,
+                observing(calls, autograd, [saved.module for saved in self.model.saved_modules]) as mine,
                 self.reads.watching(effects.reach.names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),

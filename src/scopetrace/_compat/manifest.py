@@ -33,7 +33,8 @@ NAMES = {
         _current_autograd_node
         _get_cudnn_enabled _get_cudnn_sdp_enabled _get_deterministic_algorithms _get_flash_sdp_enabled
         _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_overrideable_sdp_enabled _get_qengine
-        _get_sdp_priority_order _get_mkldnn_enabled _is_any_autocast_enabled _len_torch_function_stack
+        _get_sdp_priority_order _get_mkldnn_enabled _get_tracing_state _is_any_autocast_enabled
+        _len_torch_function_stack
         _get_function_stack_at _pop_torch_function_stack _push_on_torch_function_stack _set_grad_enabled
         _set_mkldnn_enabled _storage_id _VariableFunctions
         _set_throw_on_mutable_data_ptr""",
@@ -103,7 +104,7 @@ NAMES = {
         create_symbol create_symintnode create_unbacked_symint create_unspecified_symbol evaluate_expr
         evaluate_sym_node guard_or_defer_runtime_assert ignore_fresh_unbacked_symbols""",
     "torch.fx.passes.shape_prop": "_extract_tensor_metadata",
-    "torch.nn:Module": "_call_impl _get_name _named_members",
+    "torch.nn:Module": "_call_impl _get_name",
     "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",

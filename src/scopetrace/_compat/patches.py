@@ -130,41 +130,66 @@ def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) ->
 def _report_module_calls(
     stack: contextlib.ExitStack, replace: Replace, observer: Any, mine: Mine, modules: Iterable[torch.nn.Module]
 ) -> None:
-    """Replace `nn.Module._call_impl`, and give each of `modules` a `forward` that reports until the stack ends.
+    """Give modules a `_call_impl` and a `forward` of their own that report, until the stack ends.
 
-    `_call_impl` rather than `__call__`, of which torch.fx keeps the original at import. Hooks are no way: they turn off
-    the fast path of `nn.TransformerEncoderLayer`. Classes keep their `forward`.
+    `_call_impl` rather than `__call__`, which Python takes from the class. Hooks are no way: they turn off the fast
+    path of `nn.TransformerEncoderLayer`. Classes stay as they are. A module that the forward makes, or copies, is seen
+    where it is called first: each call asks `torch._C._get_tracing_state` before it looks for `forward`.
     """
-    replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
-    forwards = {
-        kind: _forward(vars(owner)["forward"], observer, mine)
-        for kind in set(map(type, modules))
-        if (owner := _owner(kind))
-    }
-    for module in modules:
+    call_impl, ask, forwards = _call_impl(observer, mine), torch._C._get_tracing_state, dict[Any, Any]()
+    entries = list[tuple[torch.nn.Module, str, Any, Any]]()
+    stack.callback(_take_back, entries)
+
+    def give(module: torch.nn.Module, name: str, function: Callable[..., Any]) -> None:
         attributes = vars(module)
-        outer = attributes.get("forward")  # that of an outer trace tells the wrong one
-        if type(module) in forwards and (outer is None or _original(outer) is not outer):
-            attributes["forward"] = ours = types.MethodType(forwards[type(module)], module)
-            stack.callback(_put_forward_back, attributes, ours, outer)
+        outer = dict.get(attributes, name)
+        if outer is None or _original(outer) is not outer:  # that of an outer trace tells the wrong one
+            ours = types.MethodType(function, module)
+            dict.__setitem__(attributes, name, ours)
+            entries.append((module, name, ours, outer))
+
+    def give_forward(module: torch.nn.Module, method: str) -> None:
+        key = type(module), method
+        if key not in forwards:
+            owner = _owner(type(module))
+            forwards[key] = owner and _forward(vars(owner)["forward"], observer, mine, method)
+        if forwards[key]:
+            give(module, "forward", forwards[key])
+
+    def tracing_state() -> Any:
+        frame = sys._getframe(1)
+        if frame.f_code is _CALL_IMPL and mine():
+            module = frame.f_locals["self"]
+            if not any(dict.__contains__(vars(module), name) for name in ("_call_impl", "forward")):
+                give_forward(module, "call")
+        return ask()
+
+    for module in modules:
+        give(module, "_call_impl", call_impl)
+        give_forward(module, "forward")
+    replace(torch._C, "_get_tracing_state", tracing_state)
 
 
-def _put_forward_back(attributes: dict[str, Any], ours: Any, outer: Any) -> None:
-    if attributes.get("forward") is not ours:
-        return  # the model has set another one
-    if outer is None:
-        del attributes["forward"]
-    else:
-        attributes["forward"] = outer
+_CALL_IMPL = torch.nn.Module._call_impl.__code__
+
+
+def _take_back(entries: Iterable[tuple[torch.nn.Module, str, Any, Any]]) -> None:
+    for module, name, ours, outer in entries:
+        attributes = vars(module)
+        if attributes.get(name) is not ours:
+            continue  # the model has set another one
+        if outer is None:
+            del attributes[name]
+        else:
+            attributes[name] = outer
 
 
 def _call_impl(observer: Any, mine: Mine) -> Callable[..., Any]:
-    outer = torch.nn.Module._call_impl
-    original = _original(outer)
+    original = torch.nn.Module._call_impl
 
     def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not mine():
-            return outer(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         run: Callable[..., Any] = original
         if _is_compiled(self):
             run = _run_compiled
@@ -176,15 +201,15 @@ def _call_impl(observer: Any, mine: Mine) -> Callable[..., Any]:
     return call_impl
 
 
-def _forward(outer: Callable[..., Any], observer: Any, mine: Mine) -> Callable[..., Any]:
-    """The `forward` of a module, reported when it is called without the module being called."""
+def _forward(outer: Callable[..., Any], observer: Any, mine: Mine, method: str) -> Callable[..., Any]:
+    """The `forward` of a module, reported as a call of `method`: mostly when the module itself was not called."""
     run = _batch_norm if outer is _BatchNorm.forward else outer
 
     @functools.wraps(outer)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not mine():
             return outer(self, *args, **kwargs)
-        return observer.on_call(self, "forward", run, args, kwargs)
+        return observer.on_call(self, method, run, args, kwargs)
 
     forward._scopetrace_original = outer  # type: ignore[attr-defined]
     return forward

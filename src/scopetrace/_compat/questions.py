@@ -14,7 +14,6 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 
 from scopetrace._compat.function_mode import depth as function_modes
-from scopetrace._compat.sources import asked_by_model
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -217,48 +216,6 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
 
 class NoData(RuntimeError):
     """Python needs data that a tensor in a trace does not have."""
-
-
-def report_members(
-    replace: Replace, mine: Mine, on_member: Callable[[torch.Tensor], None], on_question: Callable[..., None]
-) -> None:
-    """`next(self.parameters()).dtype` and its kind.
-
-    `on_member` gets what Python goes through; `on_question` the name of a question, what asks again, and the answer.
-    """
-    members = torch.nn.Module._named_members
-
-    def _named_members(
-        self: torch.nn.Module, get: Callable[..., Any], prefix: str = "", recurse: bool = True, **options: Any
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        names = []
-        for name, t in members(self, get, prefix, recurse, **options):
-            if mine():
-                on_member(t)
-            names.append(name.removeprefix(f"{prefix}."))
-            yield name, t
-        if mine() and options.get("remove_duplicate") is not False:  # the forward would see one that is added
-            kind = "parameters" if "_parameters" in get.__code__.co_names else "buffers"
-            on_question(f"{kind}()", _names_of_members, (self, f"named_{kind}", recurse), names)
-
-    def state_dict(self: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        state = of_state(self, *args, **options)
-        if mine() and asked_by_model():
-            plain = of_state(self) if args or options else state
-            on_question("state_dict()", _names_in_state, (self,), list(plain))
-        return state
-
-    of_state = torch.nn.Module.state_dict
-    replace(torch.nn.Module, "state_dict", state_dict)
-    replace(torch.nn.Module, "_named_members", _named_members)
-
-
-def _names_of_members(module: torch.nn.Module, method: str, recurse: bool) -> list[str]:
-    return [name for name, _ in getattr(module, method)(recurse=recurse)]
-
-
-def _names_in_state(module: torch.nn.Module) -> list[str]:
-    return list(module.state_dict())
 
 
 def hooks_of_all_modules() -> dict[str, dict[Any, Any]]:

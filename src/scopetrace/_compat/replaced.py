@@ -19,12 +19,10 @@ REPLACED = {
         torch.get_autocast_dtype torch.get_autocast_gpu_dtype torch.get_default_device torch.get_default_dtype
         torch.is_autocast_cpu_enabled torch.is_autocast_enabled torch.is_grad_enabled torch.is_inference_mode_enabled
         torch.distributed.get_rank torch.distributed.get_world_size torch.distributed.is_initialized
-        torch.backends.ContextProp.__get__ torch.nn.parameter._ParameterMeta.__instancecheck__
-        torch.nn.Module._named_members torch.nn.Module.state_dict""",
+        torch.backends.ContextProp.__get__ torch.nn.parameter._ParameterMeta.__instancecheck__""",
     "a model that asks takes the path that can be traced": """
         torch.compiler._is_compiling_flag torch.compiler._is_exporting_flag""",
-    "a module is called": "torch.nn.Module._call_impl",
-    "an attribute of a module is read, which waits hidden": "torch.nn.Module.__getattr__",
+    "a module is called that the forward made, or nobody knew": "torch._C._get_tracing_state",
     "a block begins or ends, by which ops run otherwise": """
         torch.inference_mode.__enter__ torch.inference_mode.__exit__ torch.autocast.__enter__ torch.autocast.__exit__
         torch.autograd.graph.saved_tensors_hooks.__enter__ torch.autograd.graph.saved_tensors_hooks.__exit__

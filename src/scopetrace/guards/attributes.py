@@ -1,13 +1,16 @@
 """What a forward reads of the attributes of modules, seen through the modules themselves.
 
 Data flow:
-    a module -> its `__dict__` is a `WatchedDict` while the forward runs, in which plain attributes are hidden
-    `self.eps` -> Python does not find it -> `nn.Module.__getattr__`, replaced once for all modules -> a read is noted
+    a module -> its `__dict__` is a `WatchedDict` while the forward runs, in which plain attributes and the tables of
+        parameters, buffers and submodules are hidden
+    `self.eps` -> Python does not find it -> `nn.Module.__getattr__` looks into `self.__dict__["_parameters"]`
+    -> WatchedDict gives it an `_Answer`, which knows all attributes -> a read is noted
     -> the attribute is in its place again, and found by Python from then on
     `vars(self)`, `self.__dict__["eps"]` -> the methods of WatchedDict -> the same
     after the forward -> the module has its own `__dict__` again, with what the forward has written
 
-No class of a model is changed. Attributes that the class has too, and those of classes with a `__getattr__`, are not
+No class is changed, that of torch neither: CPython 3.13 stops to cache the methods of a class that changed a thousand
+times, and of all its subclasses. Attributes that the class has too, and those of classes with a `__getattr__`, are not
 hidden: they count as read.
 """
 
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import to_undo
-from scopetrace._compat.questions import MISSING, Mine, Replace
+from scopetrace._compat.questions import MISSING
 
 Note = Callable[[torch.nn.Module, str], bool]
 """Told of each attribute that is asked for, also of one that there is not; `_modules` for all submodules at once.
@@ -32,6 +35,26 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 """The attributes of a module by which nn.Module works, and no model."""
 ALL_SUBMODULES = "_modules"
+OURS, ORIGINAL = ("forward", "_call_impl"), "_scopetrace_original"
+"""What a trace puts into the `__dict__` of a module, so that its calls are seen, and by what it is known."""
+_NOT_HIDDEN = BOOKKEEPING.difference(MODULE_TABLES).union(OURS)
+GETATTR = torch.nn.Module.__getattr__.__code__
+
+
+class _Answer:
+    """Stands for a module's parameters where `nn.Module.__getattr__` looks an attribute up: it finds all there are."""
+
+    __slots__ = ("_attributes", "_value")
+
+    def __init__(self, attributes: WatchedDict) -> None:
+        self._attributes = attributes
+
+    def __contains__(self, name: str) -> bool:
+        self._value = self._attributes.ask(name)
+        return self._value is not MISSING
+
+    def __getitem__(self, name: str) -> Any:
+        return self._value
 
 
 class WatchedDict(dict[str, Any]):
@@ -46,10 +69,10 @@ class WatchedDict(dict[str, Any]):
     def ask(self, name: str) -> Any:
         """What the module has under a name in any of its tables; MISSING for nothing. It is noted."""
         if name in self.hidden:
-            value = self.hidden[name]
-            self._show_one(name)
-            return value
-        for table in self.tables():
+            if name == "_parameters" and (asker := sys._getframe(3)).f_code.co_name == "__delattr__":
+                self._show_deleted(asker.f_locals.get("name"))
+            return self._shown(name)
+        for table in map(self.table, MODULE_TABLES):
             if name in table:
                 self._tell(self.module, name)
                 return table[name]
@@ -57,16 +80,16 @@ class WatchedDict(dict[str, Any]):
             self._tell(self.module, name)
         return MISSING
 
-    def tables(self) -> list[dict[str, Any]]:
-        """Parameters, buffers and submodules, without being noted."""
-        return [dict.get(self, name) or self.hidden.get(name) or {} for name in MODULE_TABLES]
+    def table(self, name: str) -> dict[str, Any]:
+        """Parameters, buffers or submodules, without being noted."""
+        return dict.get(self, name) or self.hidden.get(name) or {}
 
     def current(self) -> dict[str, Any]:
         """All attributes, in no order, without being noted."""
         return {**self.hidden, **dict(dict.items(self))}  # `dict.copy` asks for `keys()`
 
-    def show_deleted(self, name: Any) -> None:
-        """Before Python deletes an attribute: nn.Module looks among the submodules first, which are hidden."""
+    def _show_deleted(self, name: Any) -> None:
+        """Before Python deletes an attribute: nn.Module looks among the parameters first, which are always hidden."""
         if name in self.hidden:
             self._show(name)
 
@@ -75,63 +98,64 @@ class WatchedDict(dict[str, Any]):
         if not dict.__contains__(self, name):
             dict.__setitem__(self, name, value)
 
-    def _show_all(self) -> None:
-        for name in list(self.hidden):
-            if name != ALL_SUBMODULES:
-                self._tell(self.module, name)
-            self._show(name)
-
-    def _show_one(self, name: Any) -> None:
+    def _shown(self, name: Any, default: Any = None) -> Any:
+        """What is under a name, which Python finds from then on if the forward asks."""
         if dict.__contains__(self, name) or type(name) is not str:
-            return
-        if self._tell(self.module, name) and name in self.hidden:
+            return dict.get(self, name, default)
+        value = self.hidden.get(name, default)
+        if self._tell(self.module, name) and name in self.hidden and name != "_parameters":
             self._show(name)
+        return value
+
+    def _all(self) -> dict[str, Any]:
+        """All attributes, which are noted, but for what a trace has put there."""
+        for name in self.hidden:
+            if name not in MODULE_TABLES:
+                self._tell(self.module, name)
+        return {key: x for key, x in self.current().items() if key not in OURS or not hasattr(x, ORIGINAL)}
 
     def __getitem__(self, name: str) -> Any:
-        self._show_one(name)
-        return dict.__getitem__(self, name) if dict.__contains__(self, name) else self.hidden[name]
+        if name == "_parameters" and sys._getframe(1).f_code is GETATTR:
+            return _Answer(self)
+        value = self._shown(name, MISSING)
+        return dict.__getitem__(self, name) if value is MISSING else value
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
-        self._show_one(name)
-        return dict.get(self, name, self.hidden.get(name, default))
+        return self._shown(name, default)
 
     def __contains__(self, name: object) -> bool:
-        self._show_one(name)
-        return dict.__contains__(self, name) or name in self.hidden
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        dict.__setitem__(self, name, value)
+        if name in MODULE_TABLES and sys._getframe(1).f_code is GETATTR:
+            return name == "_parameters"
+        return self._shown(name, MISSING) is not MISSING
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
-        self._show_one(name)
+        self._shown(name)
         return dict.setdefault(self, name, default)
 
     def __delitem__(self, name: str) -> None:
-        self._show_one(name)
+        self._shown(name)
         self.hidden.pop(name, None)
         dict.__delitem__(self, name)
 
     def pop(self, name: str, *default: Any) -> Any:
         """As of a dict."""
-        self._show_one(name)
+        self._shown(name)
         return dict.pop(self, name, *default)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self._all(),)
 
 
 def _of_all(name: str) -> Any:
     """A method of dict that looks at all entries."""
     method = getattr(dict, name)
-
-    def shown(self: WatchedDict, *args: Any) -> Any:
-        self._show_all()
-        return method(self, *args)
-
-    return shown
+    return lambda self, *args: method(self._all(), *args)
 
 
 for _name in (
-    *("keys", "values", "items", "copy", "clear", "popitem", "__iter__", "__len__", "__reversed__", "__repr__"),
+    *("keys", "values", "items", "copy", "__iter__", "__len__", "__reversed__", "__repr__"),
     *("__eq__", "__ne__", "__or__", "__ror__"),
 ):
     setattr(WatchedDict, _name, _of_all(_name))
@@ -165,9 +189,8 @@ class AttributeWatch:
         self._of_class: dict[type, frozenset[str]] = {}
 
     @contextlib.contextmanager
-    def watching(self, replace: Replace, mine: Mine) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Inside, attributes are hidden until they are read."""
-        replace(torch.nn.Module, "__getattr__", _getattr(torch.nn.Module.__getattr__, mine))
         with to_undo(self._put_back):
             for module in self._modules:
                 if is_watchable(module):
@@ -179,9 +202,7 @@ class AttributeWatch:
         if kind not in self._of_class:
             self._of_class[kind] = frozenset(name for base in kind.__mro__ for name in vars(base))
         of_class = self._of_class[kind]
-        hidden = {key: x for key, x in before.items() if key not in BOOKKEEPING and key not in of_class}
-        if ALL_SUBMODULES in before:
-            hidden[ALL_SUBMODULES] = before[ALL_SUBMODULES]
+        hidden = {key: x for key, x in before.items() if key not in _NOT_HIDDEN and key not in of_class}
         watched = WatchedDict(module, self._tell, before, hidden)
         self._watched.append((module, before, watched))
         object.__setattr__(module, "__dict__", watched)
@@ -200,22 +221,3 @@ def _put_back(module: torch.nn.Module, before: dict[str, Any], watched: WatchedD
         before.clear()
         before.update(ordered)
     object.__setattr__(module, "__dict__", before)
-
-
-def _getattr(ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
-    def __getattr__(self: torch.nn.Module, name: str) -> Any:
-        attributes = self.__dict__
-        if type(attributes) is not WatchedDict:
-            return ask(self, name)
-        if not mine():  # another thread, or the recorder itself
-            for table in (attributes.hidden, *attributes.tables()):
-                if name in table:
-                    return table[name]
-        elif name == ALL_SUBMODULES and (asker := sys._getframe(1)).f_code.co_name == "__delattr__":
-            attributes.show_deleted(asker.f_locals.get("name"))
-            return attributes.hidden[name]
-        elif (value := attributes.ask(name)) is not MISSING:
-            return value
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
-    return __getattr__

@@ -75,7 +75,6 @@ def report_questions(replace: Replace, on: On, reads: ReadRecorder, mine: Mine) 
         replace(torch.distributed, path.rpartition(".")[2], _flag(path, ask, reads, asked))
     for name, get in (*questions.methods.items(), *questions.properties.items()):
         on(get, _fact(name, reads, asked))
-    questions.report_members(replace, mine, reads.on_member, reads.on_question)
     _report_parameters(replace, reads, mine)
     _report_backends(replace, reads, mine)
     _report_switches(replace, on, reads, mine)

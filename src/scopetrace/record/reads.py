@@ -162,10 +162,6 @@ class ReadRecorder:
         for value in self._builder.tape.inputs:
             self.on_gradient(value.fake)
 
-    def on_member(self, t: torch.Tensor) -> None:
-        """The forward goes through parameters or buffers of a module, and gets this one."""
-        self.members[id(t)] = t
-
     def on_grad_mode(self, enabled: bool) -> None:
         """The forward switches autograd on or off. A block that sets what is set anyway leaves no trace in the ops."""
         is_hidden = enabled == self._grad and not (enabled and in_gradient_transform())

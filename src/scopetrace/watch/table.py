@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.patches import replacing
 from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Mine, flag
 from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace.containers.contents import (
@@ -42,7 +41,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
-from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, MODULE_TABLES, AttributeWatch
+from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR, MODULE_TABLES, AttributeWatch
 from scopetrace.guards.reach import Reach, functions_of, home_of, names_by, names_of, unwrapped
 from scopetrace.ir.reads import (
     ALL_MODULES,
@@ -74,7 +73,12 @@ Noted = tuple[Frames, str]
 _Held = tuple[int, str, dict[str, Any], str]
 """A place of a tensor in a module: the id of the tensor, the name of the place, a table and a key in it."""
 _RECORDER = tuple([str(Path(__file__).parents[1] / room) + os.sep for room in ("record", "watch", "guards")])
-_SKIPPED = BOOKKEEPING - {ALL_SUBMODULES} | {"forward"}
+_SKIPPED = BOOKKEEPING.difference(MODULE_TABLES) | {"forward"}
+_BOOKKEEPERS = {
+    vars(torch.nn.Module)[name].__code__
+    for name in ("__setattr__", "__delattr__", "register_parameter", "register_buffer", "add_module", "__dir__")
+}
+"""What looks into the tables of a module for torch itself, whoever calls it."""
 
 
 class StateReads:
@@ -106,19 +110,23 @@ class StateReads:
     @contextlib.contextmanager
     def watching(self, mine: Mine) -> Iterator[None]:
         """Inside, reads of attributes are seen; `mine` says whether the forward runs, rather than the recorder."""
-        watch = AttributeWatch([saved.module for saved in self._model.saved_modules], self._note)
-        with replacing() as replace, watch.watching(replace, mine):
+
+        def note(module: torch.nn.Module, name: str) -> bool:
+            return mine() and self._note(module, name)
+
+        with AttributeWatch([saved.module for saved in self._model.saved_modules], note).watching():
             yield
 
     def _note(self, module: torch.nn.Module, name: str) -> bool:
-        key, asker = (id(module), name), sys._getframe(2)
-        while asker.f_code.co_filename == attributes.__file__ and asker.f_back is not None:
+        key, asker = (id(module), name), sys._getframe(3)
+        while (code := asker.f_code) is GETATTR or code.co_filename == attributes.__file__:
+            assert asker.f_back is not None
             asker = asker.f_back
-        if asker.f_code.co_filename.startswith(_RECORDER):
+        if code.co_filename.startswith(_RECORDER) or (name in MODULE_TABLES and code in _BOOKKEEPERS):
             return False
         if key not in self._read and name not in _SKIPPED and name not in RECURRENT:
             self._read[key] = module, name, noted_at(self._builder, asker)
-            self._builder.ran.setdefault(id(asker.f_code), (asker.f_code, asker.f_globals))
+            self._builder.ran.setdefault(id(code), (code, asker.f_globals))
         return True
 
     def was_read(self, change: Change) -> bool:
@@ -186,6 +194,9 @@ class StateReads:
                 place: Any = Submodules(module, outer)
                 yield Read(f"the submodules of {outer or 'the model'}", place.current(NO_CALL), place, frames, path)
                 continue
+            if key in MODULE_TABLES:
+                self._members.update({id(t): t for t in module.__dict__[key].values() if t is not None})
+                continue
             place = self._place(module, key)
             value = place.current(NO_CALL)
             if isinstance(value, torch.Tensor):
@@ -201,7 +212,8 @@ class StateReads:
             if id(saved.module) not in self._used:
                 continue
             is_open = not saved.is_watched
-            for key in self._reach.names & saved.module.__dict__.keys():
+            tables = MODULE_TABLES[:2] if is_open and not _BY_TABLE.isdisjoint(self._reach.names) else ()
+            for key in (*tables, *self._reach.names & saved.module.__dict__.keys()):
                 if (is_open or hasattr(saved.kind, key)) and key not in _SKIPPED | RECURRENT and key not in saved.hooks:
                     self._read.setdefault((id(saved.module), key), (saved.module, key, ((), saved.name)))
 
@@ -236,9 +248,9 @@ class StateReads:
             place = OfModules(modules, aspect, self.names, frozenset(name for _, name in changed))
             yield Read(f"{aspect} of the modules", snapshot(place.current(NO_CALL)), place, (), path)
         yield Read("hooks of all modules", ALL_MODULES.current(NO_CALL), ALL_MODULES, (), path)
-        tables = sorted({"_parameters", "_buffers"} & (self.names or set()))
-        if tables:  # code that goes past the attributes, as `self._buffers.get("cache") is None`
-            keys = Asked(_keys_of, (plain, tables))
+        tables = [(m, key) for m, key, _ in self._read.values() if key in MODULE_TABLES and key != ALL_SUBMODULES]
+        if tables:
+            keys = Asked(_keys_of, (tables, changed))
             yield Read("the names of parameters and buffers", keys.current(NO_CALL), keys, (), path)
 
     # ---------------------------------------------------------------- tensors
@@ -465,6 +477,8 @@ def functions_that_ran(ran: Ran, reach: Reach) -> dict[types.CodeType, types.Fun
 
 _LEVELS = 2
 """How far functions are followed that others name: where no op was in one, nobody saw whether it ran."""
+_BY_TABLE = frozenset({"parameters", "named_parameters", "buffers", "named_buffers", "state_dict"})
+"""Methods of nn.Module that go through the tables of parameters and buffers."""
 _OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
 """Methods that name all attributes of an object, and seldom run on one that was there."""
 
@@ -520,8 +534,15 @@ def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...
     return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
 
 
-def _keys_of(modules: Sequence[torch.nn.Module], tables: Sequence[str]) -> list[list[str]]:
-    return [[*module.__dict__[table]] for module in modules for table in tables]
+def _keys_of(tables: Sequence[tuple[torch.nn.Module, str]], changed: Set[tuple[int, str]]) -> list[list[str]]:
+    """The names in tables of modules, beside those that the forward changes; tensors in several places count once."""
+    seen = set[int]()
+    names = []
+    for module, table in tables:
+        entries = [(key, x) for key, x in module.__dict__[table].items() if (id(module), key) not in changed]
+        names.append([key for key, x in entries if x is None or id(x) not in seen])
+        seen |= {id(x) for _, x in entries}
+    return names
 
 
 def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
