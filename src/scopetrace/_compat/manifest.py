@@ -104,7 +104,7 @@ NAMES = {
         create_symbol create_symintnode create_unbacked_symint create_unspecified_symbol evaluate_expr
         evaluate_sym_node guard_or_defer_runtime_assert ignore_fresh_unbacked_symbols""",
     "torch.fx.passes.shape_prop": "_extract_tensor_metadata",
-    "torch.nn:Module": "_call_impl _get_name",
+    "torch.nn:Module": "_call_impl _get_name _wrapped_call_impl",
     "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",

@@ -157,10 +157,10 @@ def _report_module_calls(
             give(module, "forward", forwards[key])
 
     def tracing_state() -> Any:
-        frame = sys._getframe(1)
-        if frame.f_code is _CALL_IMPL and mine():
-            module = frame.f_locals["self"]
-            if not any(dict.__contains__(vars(module), name) for name in ("_call_impl", "forward")):
+        call = sys._getframe(1)
+        if call.f_code is _CALL_IMPL and call.f_back and call.f_back.f_code is _WRAPPED_CALL_IMPL and mine():
+            module = call.f_locals["self"]  # one with a `_call_impl` of its own has another way here
+            if not dict.__contains__(vars(module), "forward"):
                 give_forward(module, "call")
         return ask()
 
@@ -170,7 +170,7 @@ def _report_module_calls(
     replace(torch._C, "_get_tracing_state", tracing_state)
 
 
-_CALL_IMPL = torch.nn.Module._call_impl.__code__
+_CALL_IMPL, _WRAPPED_CALL_IMPL = torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__
 
 
 def _take_back(entries: Iterable[tuple[torch.nn.Module, str, Any, Any]]) -> None:

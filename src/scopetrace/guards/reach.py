@@ -17,7 +17,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from scopetrace.containers.contents import MEMO, content_of, is_library, is_users_class, put_entry, set_attribute
@@ -159,12 +159,13 @@ class Reach:
                 continue
             self.classes[base] = None
             for name, member in vars(base).items():
-                for function in functions_of(member):
-                    if name in self.names or name == "forward" or name[:2] == "__":
+                functions, is_special = functions_of(member), name[:2] == "__"
+                for function in functions:
+                    if is_special or name in self.names or name == "forward":
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
-                if name[:2] != "__" and not callable(member) and not hasattr(type(member), "__get__"):
+                if not (functions or is_special or callable(member) or hasattr(type(member), "__get__")):
                     self._visit(f"{base.__name__}.{name}", member, None, functools.partial(setattr, base, name))
 
     def _name(self, names: set[str] | frozenset[str]) -> None:
@@ -239,8 +240,10 @@ def home_of(x: Any) -> str:
     return x.__name__ if isinstance(x, types.ModuleType) else str(getattr(x, "__globals__", {}).get("__name__", ""))
 
 
-def functions_of(member: Any) -> Iterator[Any]:
+def functions_of(member: Any) -> Sequence[Any]:
     """The functions, and those under `functools.cache`, that an entry of a class stands for."""
+    if type(member) is types.FunctionType:
+        return (member,)
     member = getattr(member, "__func__", member)
     accessors = (member.fget, member.fset) if isinstance(member, property) else (getattr(member, "func", member),)
-    yield from (f for f in accessors if isinstance(f, (types.FunctionType, MEMO)))
+    return [f for f in accessors if isinstance(f, (types.FunctionType, MEMO))]

@@ -503,16 +503,17 @@ def _function_of(x: Any) -> types.FunctionType | None:
     return x if isinstance(x, types.FunctionType) else None
 
 
-def _methods(kind: type, names: Set[str], *, is_named: bool) -> Iterator[types.FunctionType | None]:
+def _methods(kind: type, names: Set[str], *, is_named: bool) -> list[types.FunctionType | None]:
     """The methods of a class of users that may run: those of `names`, and special ones, as `__call__`.
 
     Those of all attributes, as `__init__`, where code names the class.
     """
-    for base in kind.__mro__ if is_users_class(kind) else ():
-        for name, x in vars(base).items() if is_users_class(base) else ():
-            special = name[:2] == "__" and (is_named or name not in _OF_ALL_ATTRIBUTES)
-            if special or name in names:
-                yield from (_function_of(f) for f in functions_of(x))
+    methods = list[types.FunctionType | None]()
+    for base in filter(is_users_class, kind.__mro__) if is_users_class(kind) else ():
+        special = [name for name in vars(base) if name[:2] == "__" and (is_named or name not in _OF_ALL_ATTRIBUTES)]
+        for name in (*special, *sorted(vars(base).keys() & names)):
+            methods += map(_function_of, functions_of(vars(base)[name]))
+    return methods
 
 
 def _with_items(x: Any) -> Iterator[Any]:
