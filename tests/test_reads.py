@@ -736,7 +736,9 @@ def test_what_equal_layers_read_is_printed_once():
     layer = lambda: Net(lambda m, x: x * m.scale, scale=2.0)  # noqa: E731
     found = st.trace(nn.Sequential(layer(), layer(), layer()), (torch.ones(2),)).specializations
     assert [s.expression for s in found if "scale" in s.expression] == [f"{i}.scale" for i in range(3)]
-    assert ["attribute", "*.scale", "2.0", "in", "3", "places"] in [line.split() for line in str(found).splitlines()]
+    rows = [line.split() for line in str(found).splitlines()]
+    (line,) = [row[-1] for row in rows if row[:-1] == ["attribute", "*.scale", "2.0", "in", "3", "places"]]
+    assert line == f"test_reads.py:{layer.__code__.co_firstlineno}"
     assert "*.scale" in found._repr_html_()
     assert str(type(found)()) == "nothing is fixed"
 

@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import operator
 import re
@@ -300,7 +299,10 @@ class Specialization:
 
 
 class Specializations(list[Specialization], Printed):
-    """What a trace fixes. As text a line for each kind, name and value, with `*` for the numbers of layers."""
+    """What a trace fixes. As text a line for each kind, name and value, with `*` for the numbers of layers.
+
+    In it stands the line of code that read it first.
+    """
 
     def __init__(self, data: Iterable[Specialization] = (), others: Iterable[tuple[str, str]] = ()) -> None:
         """`others` are kind and name of what a call is checked for beside data that the model's code read."""
@@ -308,15 +310,23 @@ class Specializations(list[Specialization], Printed):
         self.others = list(others)
 
     def __str__(self) -> str:
-        rows = [(s.op, _of_all_layers(s.expression), short_repr(s.value)) for s in self]
-        counts = collections.Counter(sorted(rows, key=operator.itemgetter(0)))
-        lines = [(*row, f"in {count} places" if count > 1 else "") for row, count in counts.items()]
-        text = columns(lines, widest=_WIDEST) if lines else "nothing is fixed"
+        rows: dict[tuple[str, str, str], list[str]] = {}
+        for s in sorted(self, key=operator.attrgetter("op")):
+            row = s.op, _of_all_layers(s.expression), short_repr(s.value)
+            rows.setdefault(row, []).append(_short_line(s.source or ""))
+        counts = {row: f"in {len(lines)} places" if len(lines) > 1 else "" for row, lines in rows.items()}
+        cells = [(*row, counts[row], next(filter(None, lines), "")) for row, lines in rows.items()]
+        text = columns(cells, widest=_WIDEST) if cells else "nothing is fixed"
         names: dict[str, dict[str, None]] = {}
         for kind, name in sorted(self.others, key=operator.itemgetter(0)):
             names.setdefault(kind, {})[_of_all_layers(name)] = None
         also = [textwrap.fill(f"{kind}: {', '.join(of)}", _WIDTH, subsequent_indent="  ") for kind, of in names.items()]
         return "\n".join([text, "also as when traced:", *also] if also else [text])
+
+
+def _short_line(source: str) -> str:
+    """`/home/me/model.py:12, in forward: …` as `model.py:12`."""
+    return source.partition(", in ")[0].rpartition("/")[2]
 
 
 def _of_all_layers(name: str) -> str:
