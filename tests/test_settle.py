@@ -172,3 +172,31 @@ def test_a_model_that_ran_before_needs_no_second_run():
     model(X)
     st.trace(model, (X,))
     assert len(runs) == 2
+
+
+class Head(nn.Module):
+    """Puts its result into a list of the model around it."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x):
+        self.heads[0] = x * 3
+        return x
+
+
+def test_a_list_that_two_modules_share_is_one_list_when_the_forward_runs_again():
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = [torch.zeros(1)]
+            self.head = Head(self.heads)
+
+        def forward(self, x):
+            return self.head(x) + self.heads[0]
+
+    model, eager = Shares(), Shares()
+    trace = st.trace(model, (X,))
+    for n in range(3):
+        assert torch.equal(trace(X + n), eager(X + n))

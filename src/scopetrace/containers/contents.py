@@ -25,7 +25,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -437,8 +437,8 @@ class Change(NamedTuple):
     """Of a buffer that is new or another one, whether it is in the state dict."""
     is_generator: bool = False
     """Whether it is the state of a random generator."""
-    place: Callable[[Any], None] | None = None
-    """Of the content of a list or set: puts another object where it was found."""
+    places: Sequence[Callable[[Any], None]] = ()
+    """Of the content of a list or set: each puts another object where it was found."""
 
 
 class _Saved(NamedTuple):
@@ -449,7 +449,7 @@ class _Saved(NamedTuple):
     owner: Any
     before: Any
     form: Form
-    place: Callable[[Any], None] | None = None
+    places: list[Callable[[Any], None]]
 
 
 class Contents:
@@ -470,14 +470,18 @@ class Contents:
     def add(self, name: str, x: Any, holder: Any = None, place: Callable[[Any], None] | None = None) -> None:
         """Save what `x` holds, and what its items and attributes hold; `place` puts another object in its place."""
         kind = type(x)
-        if kind in ATOMS or id(x) in self._saved:
+        if kind in ATOMS:
+            return
+        places = [] if place is None else [place]
+        if id(x) in self._saved:
+            self._saved[id(x)].places.extend(places)
             return
         form = form_of(kind)
         if form is None:
             self._pass(name, x)
             return
         content = form.read(x)
-        self._saved[id(x)] = _Saved(name, holder, x, content, form, place)
+        self._saved[id(x)] = _Saved(name, holder, x, content, form, places)
         if form.entries == ".":
             self.classes[kind] = None
         for entry, item, part in _items(name, content, form):
@@ -486,7 +490,7 @@ class Contents:
                 self.add(part, item, x if form.entries == "." and entry else holder, put)
         more = extra_attributes(x)
         if more:
-            self._saved[id(more)] = _Saved(name, holder, x, dict(more), _EXTRA)
+            self._saved[id(more)] = _Saved(name, holder, x, dict(more), _EXTRA, [])
             for key, item in more.items():
                 self.add(f"{name}.{key}", item, x)
 
@@ -559,11 +563,11 @@ def _same_objects(before: Any, after: Any) -> bool:
 
 def _entries(saved: _Saved, after: Any) -> Iterator[Change]:
     """The entries of a content that are other objects, or the content as a whole."""
-    name, holder, owner, before, form, place = saved
+    name, holder, owner, before, form, places = saved
     if not form.entries:
         put = functools.partial(form.write, owner)
         entry = (id(owner), None)
-        yield Change(name, before, after, holder, "", put, entry, is_generator=form.is_generator, place=place)
+        yield Change(name, before, after, holder, "", put, entry, is_generator=form.is_generator, places=places)
         return
     if form.entries == ".":
         changes = changed_attributes(name, owner, before, after, _put_attribute)

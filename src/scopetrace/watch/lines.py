@@ -82,8 +82,8 @@ def _getter(change: Change) -> Callable[[], Any]:
     if change.is_generator:
         form = form_of(type(owner))
         return lambda: hash(str(form.read(owner))) if form is not None else None
-    if change.place is not None and type(owner) is list:  # which may have a stand-in there
-        get = _in_place(*getattr(change.place, "args", ()))
+    if change.places and type(owner) is list:  # which may have a stand-in there
+        get = _in_place(*getattr(change.places[0], "args", ()))
         return lambda: _ids(get())
     return _in_place(owner, *key)
 

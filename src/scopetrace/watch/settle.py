@@ -196,10 +196,11 @@ def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
                 change.put(stand_in(value, ask))
                 continue
             change.put(value)
-            if type(_owner(change)) is list and change.place is not None:
-                replaced.append((change.place, _owner(change)))
-                change.place(stand_in(value, ask))
-            else:  # nobody can see what is asked of it
+            watched = stand_in(value, ask)
+            for place in change.places if type(_owner(change)) is list else ():
+                replaced.append((place, _owner(change)))
+                place(watched)
+            if type(_owner(change)) is not list or not change.places:  # nobody can see what is asked of it
                 ask()
         try:
             yield asked
