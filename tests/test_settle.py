@@ -200,3 +200,92 @@ def test_a_list_that_two_modules_share_is_one_list_when_the_forward_runs_again()
     trace = st.trace(model, (X,))
     for n in range(3):
         assert torch.equal(trace(X + n), eager(X + n))
+
+
+class Anchors(nn.Module):
+    """Computes a table when the size changes, and has statistics."""
+
+    table, size = torch.empty(0), None
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        if self.size != len(x):
+            self.table = torch.arange(1.0, 1 + len(x))[:, None]
+            self.size = len(x)
+        return self.norm(x) * self.table
+
+
+def test_a_cache_of_which_another_trace_has_stored_the_tensor_is_one():
+    model, eager = Anchors(), Anchors()
+    for n in range(2):  # a call stores `table`, and no number
+        trace = st.trace(model, (X,))
+        assert torch.equal(trace(X + n), eager(X + n))
+    model(X), eager(X)
+    assert torch.equal(trace(X), eager(X))
+    assert torch.equal(model.norm.running_mean, eager.norm.running_mean)
+    model.table = model.table + 1  # beside `size`, which says that it is filled
+    with pytest.raises(st.errors.StateMismatchError, match="table"):
+        trace(X)
+
+
+def in_an_attribute(m, x):
+    if m.cos is None:
+        m.cos = torch.arange(len(x), dtype=x.dtype).cos()
+    return m.cos
+
+
+def in_a_buffer(m, x):
+    if "table_of_cosines" not in m._buffers:
+        m.register_buffer("table_of_cosines", torch.arange(len(x), dtype=x.dtype).cos(), persistent=False)
+    return m.table_of_cosines
+
+
+def in_a_dict(m, x):
+    if len(x) not in m.table:
+        m.table[len(x)] = torch.arange(len(x), dtype=x.dtype).cos()
+    return m.table[len(x)]
+
+
+def in_a_list(m, x):
+    if not m.seen:
+        m.seen.append(torch.arange(len(x), dtype=x.dtype).cos())
+    return m.seen[0]
+
+
+WHERE = [in_an_attribute, in_a_buffer, in_a_dict, in_a_list]
+
+
+@pytest.mark.parametrize("filled_by", ["the trace", "the model"])
+@pytest.mark.parametrize("change", ["written", "replaced", "replaced by an equal one", "none"])
+@pytest.mark.parametrize("where", WHERE, ids=lambda where: where.__name__)
+def test_a_stored_tensor_that_is_changed_afterwards_is_seen(where, change, filled_by):
+    def forward(m, x):
+        return x * where(m, x)[:, None]
+
+    model = Net(forward)
+    trace = st.trace(model, (X,))
+    (trace if filled_by == "the trace" else model)(X)
+    trace(X)  # compares what is there
+    is_filled = where.__name__ == "in_an_attribute" or filled_by == "the model"
+    if is_filled:  # of other places, only the model itself stores it
+        table = where(model, X)
+        if change == "written":
+            table.add_(1)
+        elif change != "none":
+            new = table + (1 if change == "replaced" else 0)
+            if where is in_an_attribute:
+                model.cos = new
+            elif where is in_a_buffer:
+                model.table_of_cosines = new
+            elif where is in_a_dict:
+                model.table[3] = new
+            else:
+                model.seen[0] = new
+    if is_filled and change in ("written", "replaced"):
+        with pytest.raises(st.errors.StateMismatchError):
+            trace(X)
+    else:
+        assert torch.equal(trace(X), copy.deepcopy(model)(X))

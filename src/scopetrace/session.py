@@ -293,7 +293,8 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        return Run(tape, changes, bound, reads.was_read, functools.partial(self._differs, examples))
+        judging = functools.partial(self._differs, examples), functools.partial(self._data_of, examples)
+        return Run(tape, changes, bound, reads.was_read, *judging)
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
@@ -321,19 +322,28 @@ class Recording:
             return type(x)([self._as_given(item) for item in x])
         return {key: self._as_given(item) for key, item in x.items()} if type(x) is dict else x
 
+    def _example_run(self, tape: RecordedTape, inputs: list[torch.Tensor]) -> ExampleRun:
+        by_input = dict(zip(tape.inputs, inputs, strict=True))
+        return ExampleRun(tape, self.factory.shape_env, by_input, lambda *_: None, self.values.is_state)
+
+    def _data_of(self, examples: list[torch.Tensor], value: Value) -> torch.Tensor | None:
+        """What a value is for the example inputs; None where tensors have no data, or sizes are dynamic."""
+        try:
+            return None if is_symbolic(value.fake) else self._example_run(self.tape, examples).tensor(value)
+        except NoRealValue:
+            return None
+
     def _differs(self, examples: list[torch.Tensor], other: RecordedTape) -> bool:
         """Whether two recordings give other results, for the example inputs and for random ones like them.
 
         True where it cannot be told, since tensors have no data.
         """
-        is_state = self.values.is_state
         try:
             for seed in range(3):
                 inputs = [t if seed == 0 else random_like(t, seed) for t in examples]
                 results = []
                 for tape in (self.tape, other):
-                    by_input = dict(zip(tape.inputs, inputs, strict=True))
-                    run = ExampleRun(tape, self.factory.shape_env, by_input, lambda *_: None, is_state)
+                    run = self._example_run(tape, inputs)
                     results.append([run.tensor(v) for v in leaves(tape.outputs, Value)])
                 first, second = results
                 with eager():

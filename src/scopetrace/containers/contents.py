@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.questions import MISSING, Missing
+from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
 from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
 from scopetrace.containers.weak_cache import weak_cache
 
@@ -338,7 +339,7 @@ _BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset, torch.Size, typ
 def same(traced: Any, current: Any) -> bool:
     """Whether two snapshots are equal: one object, containers of such, or equal values of one type and text.
 
-    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor of its metadata.
+    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor that it fits.
     """
     return _same(traced, current, set())
 
@@ -349,7 +350,7 @@ def _same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
         return True
     kind: Any = type(a)
     if kind is TensorLike:
-        return isinstance(b, torch.Tensor) and a == TensorLike.of(b)
+        return isinstance(b, torch.Tensor) and a.fits(b)
     if kind is not type(b):
         return False
     is_dict = kind is dict
@@ -383,17 +384,33 @@ class ArrayContent(NamedTuple):
         return f"an array of {self.dtype} {list(self.shape)}"
 
 
-class TensorLike(NamedTuple):
-    """Any tensor of this dtype, shape and device."""
+class TensorLike:
+    """Any tensor of the dtype, device and fixed sizes of `like` and, if given, the values of `data` up to rounding.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: torch.device
+    Values are compared once for each tensor, and again when it was written.
+    """
 
-    @classmethod
-    def of(cls, t: torch.Tensor) -> TensorLike:
-        """Of one like `t`."""
-        return cls(t.dtype, tuple(t.shape), t.device)
+    def __init__(self, like: torch.Tensor, data: torch.Tensor | None) -> None:
+        self._metadata, self._data = (like.dtype, like.device, like.dim()), data
+        self._sizes = [(dim, n) for dim, n in enumerate(like.shape) if type(n) is int]
+        self._fitting: tuple[weakref.ref[torch.Tensor], int] | None = None
+
+    def fits(self, t: torch.Tensor) -> bool:
+        """Whether `t` is one."""
+        is_alike = (t.dtype, t.device, t.dim()) == self._metadata
+        if not (is_alike and all(t.size(dim) == n for dim, n in self._sizes)):
+            return False
+        if self._data is None or isinstance(t, FakeTensor):
+            return True
+        version = -1 if is_inference_of(t) else version_of(t)
+        known = self._fitting is not None and self._fitting[0]() is t and self._fitting[1] == version >= 0
+        if not known:
+            with torch.no_grad():
+                is_close = functools.partial(torch.allclose, equal_nan=True) if t.is_floating_point() else torch.equal
+                if not is_close(t, self._data):
+                    return False
+            self._fitting = weakref.ref(t), version
+        return True
 
 
 def difference(traced: Any, current: Any, name: str) -> tuple[str, Any, Any]:

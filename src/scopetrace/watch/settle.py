@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.reads import HOOKS, NO_CALL, OfTensor, Read
+from scopetrace.ir.reads import HOOKS, NO_CALL, Asked, OfTensor, Read
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
@@ -64,6 +64,8 @@ class Run(NamedTuple):
     """Whether the forward read what it changed before it wrote it."""
     values_differ: Callable[[RecordedTape], bool]
     """Whether the results of another recording differ from those of this one for the example inputs."""
+    data_of: Callable[[Value], torch.Tensor | None]
+    """What a value is for the example inputs; None where it has no data, or sizes are dynamic."""
 
 
 def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
@@ -254,14 +256,21 @@ def _harmless(run: Run, lines: dict[str, str]) -> list[SideEffect]:
     return [_effect(change, run, lines, baked_in=False) for change in changes]
 
 
-def _stored(first: Run, lefts: list[list[_Left]]) -> dict[int, Value]:
-    """By id of what stands for tensors that the first run stored, the values that they are."""
-    return {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
+def _stored(first: Run, lefts: list[list[_Left]], last: Run) -> dict[int, Value]:
+    """By id of what stands for tensors that the first run stored, and `last` did not, the values that they are.
+
+    Where there was one like it already, that stands for it: another trace has stored it, and no number beside it.
+    """
+    stored = {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
+    again = {write.path for write in last.tape.attribute_writes}
+    writes = [write for write in first.tape.attribute_writes if write.path not in again]
+    there = [(getattr(write.module, write.name, None), write.value) for write in writes]
+    return stored | {id(t): value for t, value in there if isinstance(t, torch.Tensor)}
 
 
 def _is_settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> bool:
     """Whether the first program is right on the state that it leaves too; the last run has changed nothing."""
-    first, last, stored = runs[0], runs[-1], _stored(runs[0], lefts)
+    first, last, stored = runs[0], runs[-1], _stored(runs[0], lefts, runs[-1])
     if is_same or len(runs) > 2:
         return is_same
     if not _depends_on_data(first.tape, stored.values()) and holds_when_filled(first.tape, last.tape, stored):
@@ -279,7 +288,8 @@ def _writes_to_state(tape: RecordedTape) -> bool:
 def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -> RecordedTape:
     """The last run changed nothing: a call may find what the first did, or what that and the next ones left."""
     first, last = runs[0], runs[-1]
-    tape, stored = first.tape, _stored(first, lefts)
+    tape, values = first.tape, _stored(first, lefts, last)
+    stored = {key: TensorLike(value.fake, first.data_of(value)) for key, value in values.items()}
     for count in range(1, len(runs)):
         if count < len(lefts) and not is_same_program(tape, runs[count].tape):
             continue
@@ -292,14 +302,22 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
+    for write in [write for write in tape.attribute_writes if write.is_cache and write.module is not None]:
+        place = Asked(_attribute_of, (write.module, write.name), text=short, kind="tensor")
+        filled = TensorLike(write.value.fake, first.data_of(write.value))
+        tape.reads.append(Read(write.path, place.current(NO_CALL), place, (), tape.root.path, (filled,)))
     tape.side_effects += _harmless(first, lines)
     return tape
 
 
-def _without_tensors(x: Any, stored: Mapping[int, Value]) -> Any:
+def _attribute_of(module: torch.nn.Module, name: str) -> Any:
+    return getattr(module, name, None)
+
+
+def _without_tensors(x: Any, stored: Mapping[int, TensorLike]) -> Any:
     """A snapshot in which any tensor like a stored one is as good."""
     if isinstance(x, torch.Tensor) and id(x) in stored:
-        return TensorLike.of(x)
+        return stored[id(x)]
     if type(x) in (list, tuple):
         return type(x)([_without_tensors(item, stored) for item in x])
     if type(x) is dict:
