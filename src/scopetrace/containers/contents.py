@@ -517,7 +517,7 @@ class Contents:
             if memo.cache_info().misses != misses:
                 memo.cache_clear()
         contents = [(saved, saved.form.read(saved.owner)) for saved in self._saved.values()]
-        changed = [(saved, after) for saved, after in contents if not _same_objects(saved.before, after)]
+        changed = [(saved, after) for saved, after in contents if not same_objects(saved.before, after)]
         entries = [entry for saved, after in changed for entry in _entries(saved, after)]
         new = [snapshot(change.new) for change in entries]
         for saved, _ in changed:
@@ -548,7 +548,7 @@ def same_entries(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
     )
 
 
-def _same_objects(before: Any, after: Any) -> bool:
+def same_objects(before: Any, after: Any) -> bool:
     """Whether two contents have the same objects; numbers and text by value."""
     if type(before) is dict and type(after) is dict:
         return same_entries(before, after)
