@@ -53,9 +53,6 @@ from scopetrace.containers.structure import (
     leaves_with_path,
     map_structure,
     object_classes,
-    opaque_leaves,
-    refuse_hidden,
-    refuse_without_structure,
     tensor_holders,
 )
 from scopetrace.errors import (
@@ -409,12 +406,8 @@ class Recording:
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
             tape.given = containers.argument_parts(out)
-            refuse_without_structure(out, (FakeTensor,), object_types)
-            refuse_hidden(out, (FakeTensor,), "the result", object_types)
-            opaque = opaque_leaves(out, object_types)
-            if opaque:
-                refuse_leaks(opaque)
-            refuse_hidden(fakes, (FakeTensor,), "the arguments", object_types)
+            refuse_leaks(out, "the result", object_types, is_result=True)
+            refuse_leaks(fakes, "the arguments", object_types, is_result=False)
         return fakes
 
     def _refuse_caught(self) -> None:
