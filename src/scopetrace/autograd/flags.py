@@ -16,7 +16,6 @@ import torch
 from scopetrace._compat.gradients import hooks_of
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import requires_grad_of, set_requires_grad
-from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, OfTensor, Place
 from scopetrace.ir.tape import Value
 from scopetrace.record.builder import TapeBuilder
@@ -108,4 +107,4 @@ class FlagRecorder:
         self._reads.note_once(f"{value.op.name}.requires_grad", requires_grad_of(t), place)
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
-        raise UnsupportedOpError(problem, op="Tensor.requires_grad", **self._builder.where(), hint=hint)
+        raise self._builder.refusal(problem, op="Tensor.requires_grad", hint=hint)

@@ -183,6 +183,10 @@ class TapeBuilder:
         """`module` and `source` for an error that is raised now."""
         return {"module": str(self.state.current_scope), "source": source_of(self.frames())}
 
+    def refusal(self, problem: str, *, op: str, hint: str) -> UnsupportedOpError:
+        """The error for what the forward does now."""
+        return UnsupportedOpError(problem, op=op, hint=hint, **self.where())
+
     def in_call(self, call: Call, run: Callable[[], T]) -> T:
         """What `run` returns; what it does belongs to `call`, which ends with it."""
         outer, self.call = self.call, call

@@ -22,7 +22,6 @@ from scopetrace._compat.collectives import Group, Reduction, functional_collecti
 from scopetrace._compat.gradients import saved_storages
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import storage_id
-from scopetrace.errors import UnsupportedOpError
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.values import ValueTable
 
@@ -59,9 +58,7 @@ class CollectiveRecorder:
         operands = [unboxed(a) for a in args]
         problem = "has no functional form" if form is None else _problem(operands)
         if form is None or problem is not None:
-            raise UnsupportedOpError(
-                f"a collective that {problem}", op=str(func), **self._builder.where(), hint=_INSTEAD
-            )
+            raise self._builder.refusal(f"a collective that {problem}", op=str(func), hint=_INSTEAD)
         pending = Pending(self)
         with torch.no_grad():
             pending.parts = self._recorded(lambda: list(form(functional_collectives(), *operands)))
@@ -112,10 +109,9 @@ class CollectiveRecorder:
         same_memory = storage_id(fake)
         users = [o for o in self._builder.tape.ops if any(v.storage == same_memory for v in (*o.inputs(), *o.values()))]
         if same_memory in saved_storages([v.fake for o in users for v in o.values()]):
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "a collective overwrites a tensor that autograd has saved for backward, which torch does not notice",
                 op=op,
-                **self._builder.where(),
                 hint="give it a copy, `y = y.clone()`; or trace under torch.no_grad()",
             )
 

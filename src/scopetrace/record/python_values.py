@@ -33,7 +33,7 @@ from scopetrace._compat.sources import (
     prefixes,
 )
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
-from scopetrace.errors import DataDependentError, UnsupportedOpError
+from scopetrace.errors import DataDependentError
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
@@ -193,10 +193,9 @@ _OF_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
 
 def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
     """Refuse a change to what a tensor is for autograd."""
-    raise UnsupportedOpError(
+    raise builder.refusal(
         f"the forward {problem}, which no op does",
         op=f"Tensor.{name}",
-        **builder.where(),
         hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
     )
 
@@ -249,11 +248,10 @@ class PythonValues:
         return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None, self._mine)
 
     def _refuse_copy(self) -> NoReturn:
-        raise UnsupportedOpError(
+        raise self._builder.refusal(
             "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
             "which runs no op",
             op="Tensor.__reduce_ex__",
-            **self._builder.where(),
             hint="write tensor.clone()",
         )
 
@@ -265,10 +263,9 @@ class PythonValues:
     def _refuse_base(self, name: str, *_: Any) -> None:
         """The forward asks whether a tensor is a view, which it need not be in a trace."""
         if asked_by_model():
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "the forward asks whether a tensor is a view, which no call of a trace can know",
                 op=f"Tensor.{name}",
-                **self._builder.where(),
                 hint="ask outside of the forward",
             )
 
@@ -296,11 +293,10 @@ class PythonValues:
             self._leave_data(t, new)
             return ask(t, new)
         if not self._mine() or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
-            raise UnsupportedOpError(
+            raise builder.refusal(
                 "`.data = ...` of a tensor of the model, or an input, "
                 + ("in a leaf module" if not self._mine() else f"that gives it {new.dtype} on {new.device}"),
                 op="Tensor.data",
-                **builder.where(),
                 hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
             )
         if not values.are_one_view(t, new):

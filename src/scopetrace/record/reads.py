@@ -26,7 +26,6 @@ from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
@@ -129,11 +128,10 @@ class ReadRecorder:
         value = None if t is None else self._values.by_id.get(id(t))
         if t is not None and (value is None or value.op not in builder.tape.ops[builder.reentrant :]):
             return
-        raise UnsupportedOpError(
+        raise builder.refusal(
             "the forward asks whether autograd is on, or hangs a hook on a tensor, in a region under reentrant "
             "checkpointing, which runs without autograd first and with it in backward",
             op=question,
-            **builder.where(),
             hint="give checkpoint use_reentrant=False, which runs the region with autograd both times, or ask before",
         )
 
@@ -232,10 +230,9 @@ class ReadRecorder:
             self._awaits_default_dtype = False
             self.on_flag("torch.get_default_dtype", (), self._default_dtype)
         elif func is not None:
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 f"the forward has set the default dtype, {questions.default_dtype()}, and an op of integers gives it",
                 op=str(func),
-                **self._builder.where(),
                 hint="convert the operand first: x.to(torch.get_default_dtype())",
             )
 
@@ -263,19 +260,17 @@ class ReadRecorder:
         inputs = self._builder.tape.inputs
         answer = snapshot(answer) if name[0] == "." else answer
         if name == "_version" and (value not in inputs or value.storage in self._builder.tape.written_storages()):
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "the forward reads the version of a tensor that it has made or written, which counts other writes in "
                 "a trace",
                 op="Tensor._version",
-                **self._builder.where(),
                 hint="read that of an input, before the first write",
             )
         if name in ("requires_grad", "is_leaf", "grad_fn") and value is not None and self._is_shared(value.storage):
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "the forward asks for the gradient of a tensor in memory that several inputs share, and that it has "
                 "written",
                 op=f"Tensor.{name}",
-                **self._builder.where(),
                 hint="ask before the first write, or clone() one of the inputs",
             )
         if name == "contiguous":
@@ -301,10 +296,9 @@ class ReadRecorder:
             place = OfTensor(*owner[1:], "is_coalesced")
             self.note_once(f"{owner[0]}.is_coalesced()", place.current(NO_CALL), place)
         elif isinstance(t, FakeTensor) and self._values.value_of(t).op.target not in _COALESCED:
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "the forward asks whether a sparse tensor that it has made is coalesced",
                 op="Tensor.is_coalesced",
-                **self._builder.where(),
                 hint="ask the input, or write x.coalesce(), which does nothing to one that is",
             )
 

@@ -155,7 +155,7 @@ def refuse_lost_dropout(builder: TapeBuilder, func: Any, args: tuple[Any, ...]) 
     if any(map(is_symbolic, tensors)):
         hint = f"trace with fixed sizes, or {hint}"
         raise DynamicShapeError(f"{problem}, of dynamic sizes", op=str(func), **builder.where(), hint=hint)
-    raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **builder.where(), hint=hint)
+    raise builder.refusal(f"{problem}, on a GPU", op=str(func), hint=hint)
 
 
 REWRITES: dict[Any, Callable[..., Any]] = {
