@@ -64,7 +64,7 @@ class AutogradRecorder:
     @functools.cached_property
     def flags(self) -> FlagRecorder:
         """Records what becomes of `requires_grad` of parameters."""
-        return FlagRecorder(self._builder, self._values, self._reads, self._model)
+        return FlagRecorder(self._builder, self._values, self._reads)
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
