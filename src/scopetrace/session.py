@@ -83,7 +83,6 @@ from scopetrace.record.calls import (
 )
 from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
-    Argument,
     DynamicShapes,
     arguments_of,
     collected,
@@ -535,10 +534,10 @@ class Recording:
         if not spec:
             return None
         try:
-            arguments = arguments_of(signature_of_forward(forward), args, kwargs)
+            arguments, variadic = arguments_of(signature_of_forward(forward), args, kwargs)
         except ValueError:  # built-in callables have no signature
-            arguments = [Argument(name, {name: x}) for name, x in named]
-        specs = read_dynamic_shapes(spec, arguments, self.object_types)
+            arguments, variadic = dict(named), set()
+        specs = read_dynamic_shapes(spec, arguments, variadic, self.object_types)
         refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], leaves)
         dynamic = DynamicShapes(self.factory.shape_env, specs)
         self.tape.sizes = dynamic.rules
