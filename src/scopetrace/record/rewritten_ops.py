@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,45 +21,32 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, UnsupportedOpError
 from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.values import ValueTable
+
+if TYPE_CHECKING:
+    from scopetrace.record.ops import OpRecorder
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
 _END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction
 
 
-class Recorder(Protocol):
-    """What the functions below need of `OpRecorder`."""
-
-    values: ValueTable
-    reads: ReadRecorder
-    attention_kernels: tuple[Any, ...]
-
-    def recorded(self, run: Callable[[], Any]) -> Any:
-        """What `run` returns; the ops that it calls are recorded."""
-
-    def where(self) -> dict[str, str | None]:
-        """Module and source line of the op that is being recorded, as arguments of an error."""
-
-
-def _lift_fresh(ops: Recorder, t: torch.Tensor) -> torch.Tensor:
+def _lift_fresh(ops: OpRecorder, t: torch.Tensor) -> torch.Tensor:
     if t.dtype == default_dtype():
         ops.reads.on_default_dtype()
     ops.reads.on_default_device(t.device)
     return ops.values.lift_fresh(t)
 
 
-def _split(ops: Recorder, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
+def _split(ops: OpRecorder, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
     return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
 
 
-def _narrow(ops: Recorder, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
+def _narrow(ops: OpRecorder, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
     return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
 
 
 def _ctc_loss(
-    ops: Recorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
+    ops: OpRecorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
 ) -> Any:
     """That of lengths as tensors: to divide by numbers, torch would write them into a tensor without data."""
 
@@ -71,7 +58,7 @@ def _ctc_loss(
 
 
 def _ctc_loss_of_tensors(
-    ops: Recorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
+    ops: OpRecorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
 ) -> Any:
     """That of lengths on the device of `log_probs`: eager makes numbers of them, and torch's parts divide by them."""
     device = log_probs.device
@@ -82,14 +69,14 @@ def _ctc_loss_of_tensors(
     )
 
 
-def _dropout_in_place(ops: Recorder, x: torch.Tensor, p: float, train: bool) -> Any:
+def _dropout_in_place(ops: OpRecorder, x: torch.Tensor, p: float, train: bool) -> Any:
     """On a GPU its parts, since `aten.dropout`, its functional variant, has a kernel there that draws other numbers."""
     if x.device.type == "cpu":
         return NotImplemented
     return ops.recorded(lambda: run_parts(_aten.dropout_.default, x, p, train))
 
 
-def _fill_diagonal(ops: Recorder, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
+def _fill_diagonal(ops: OpRecorder, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
     """With symbolic sizes, which torch's kernel does not take, the writes to views that it does."""
     if not is_symbolic(x) or x.dim() < 2 or (x.dim() > 2 and any(n != x.size(0) for n in x.shape)):
         return NotImplemented  # the last raises
@@ -108,7 +95,7 @@ def _fill_diagonal(ops: Recorder, x: torch.Tensor, value: Any, wrap: bool = Fals
     return ops.recorded(run)
 
 
-def _combinations(ops: Recorder, x: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+def _combinations(ops: OpRecorder, x: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
     """By indices: torch selects each column by a mask of its own, which makes as many sizes that depend on data."""
     if x.dim() != 1 or r < 1:
         return NotImplemented
@@ -129,14 +116,14 @@ def _combinations(ops: Recorder, x: torch.Tensor, r: int = 2, with_replacement: 
     return ops.recorded(run)
 
 
-def _attention(ops: Recorder, *args: Any, **kwargs: Any) -> Any:
+def _attention(ops: OpRecorder, *args: Any, **kwargs: Any) -> Any:
     """Under `torch.nn.attention.sdpa_kernel` in the forward the parts, which say the kernel that it chooses."""
     if attention_kernels() == ops.attention_kernels:
         return NotImplemented
     return ops.recorded(lambda: run_parts(_ATTENTION, *args, **kwargs))
 
 
-def _refuse_batched(ops: Recorder, *_: Any) -> Any:
+def _refuse_batched(ops: OpRecorder, *_: Any) -> Any:
     raise UnsupportedOpError(
         "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)",
         op="torch.autograd.grad",
