@@ -45,14 +45,10 @@ MEMO = type(functools.cache(len))
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
+@functools.cache
 def is_library(module: object) -> bool:
     """Whether a module name is of Python's library, torch, NumPy, sympy or scopetrace: no content of theirs counts."""
-    return _is_library(module if type(module) is str else str(module))
-
-
-@functools.cache
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
+    return str(module).partition(".")[0] in _LIBRARIES
 
 
 def is_users_class(kind: Any) -> bool:
@@ -482,8 +478,8 @@ class Contents:
             self.classes[kind] = None
         for entry, item, part in _items(name, content, form):
             if type(item) not in ATOMS:
-                put = functools.partial(_putter(form), x, entry) if form.entries else None
-                self.add(part, item, x if form.entries == "." and entry else holder, put)
+                put = functools.partial(_put_attribute if form.entries == "." else put_entry, x, entry)
+                self.add(part, item, x if form.entries == "." and entry else holder, put if form.entries else None)
         more = extra_attributes(x)
         if more:
             self._saved[id(more)] = _Saved(name, holder, x, dict(more), _EXTRA)
@@ -580,11 +576,6 @@ def changed_attributes(
     """The attributes of an object of this name that are others; `put(owner, attribute, value)` puts one back."""
     for key, old, new in changed_entries(before, after):
         yield Change(f"{name}.{key}", old, new, owner, key, functools.partial(put, owner, key), (id(owner), key))
-
-
-def _putter(form: Form) -> Callable[[Any, Any, Any], None]:
-    """What puts another object, for the last argument, in the place of an entry."""
-    return _put_attribute if form.entries == "." else put_entry
 
 
 def _put_attribute(owner: Any, key: str, value: Any) -> None:

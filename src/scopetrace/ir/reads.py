@@ -599,32 +599,22 @@ def numbers_read(
 ) -> list[ArgumentNumber]:
     """The numbers in objects that stand in one of `attributes`, or in any; `names` are of the positional arguments."""
 
-    def in_containers(x: Any, name: str, path: tuple[str, ...]) -> Iterator[ArgumentNumber]:
-        children = open_container(x, object_types)
-        if children is None:
-            yield from _in_object(x, ArgumentNumber(name, 0, path, ()), attributes, [])
-        for key, child in children or ():
+    def inside(x: Any, place: ArgumentNumber, outer: list[Any]) -> Iterator[ArgumentNumber]:
+        opened = None if place.attributes else open_container(x, object_types)
+        is_container = opened is not None
+        if is_plain_object(x) and not is_container and not any(x is seen for seen in outer):
+            opened = [(f".{key}", value) for key, value in vars(x).items()]
+        for key, child in opened or ():
+            where = ((*place.path, key), ()) if is_container else (place.path, (*place.attributes, key[1:]))
+            number = ArgumentNumber(place.name + key, child, *where)
             if key[0] != "." or type(child) not in (int, float):
-                yield from in_containers(child, name + key, (*path, key))
+                yield from inside(child, number, [*outer, x])
             elif attributes is None or key[1:] in attributes:
-                yield ArgumentNumber(name + key, child, (*path, key), ())
+                yield number
 
     places = [("[0]", f"[{i}]") for i in range(len(args))] + [("[1]", f"[{name!r}]") for name in kwargs]
     arguments = zip((*args, *kwargs.values()), (*names, *kwargs), places, strict=True)
-    return [number for argument in arguments for number in in_containers(*argument)]
-
-
-def _in_object(
-    x: Any, place: ArgumentNumber, names: Collection[str] | None, outer: list[Any]
-) -> Iterator[ArgumentNumber]:
-    if not is_plain_object(x) or any(x is seen for seen in outer):
-        return
-    for key, value in vars(x).items():
-        number = ArgumentNumber(f"{place.name}.{key}", value, place.path, (*place.attributes, key))
-        if type(value) not in (int, float):
-            yield from _in_object(value, number, names, [*outer, x])
-        elif names is None or key in names:
-            yield number
+    return [number for x, name, path in arguments for number in inside(x, ArgumentNumber(name, 0, path, ()), [])]
 
 
 def check_numbers(numbers: Sequence[ArgumentNumber], template: Any, arguments: Any) -> None:

@@ -108,32 +108,39 @@ def _fact(name: str, reads: ReadRecorder, asked: Mine) -> Handler:
     return answered
 
 
+def _answer(replace: Replace, cls: type, name: str, answer: Handler) -> None:
+    """Let `answer`, which gets a method and its arguments, answer in its place."""
+    ask = getattr(cls, name)
+
+    def answered(*args: Any) -> Any:
+        return answer(ask, *args)
+
+    replace(cls, name, answered)
+
+
 def _report_parameters(replace: Replace, reads: ReadRecorder, mine: Mine) -> None:
     """`isinstance(x, nn.Parameter)`."""
-    meta: Any = type(torch.nn.Parameter)
-    ask = meta.__instancecheck__
 
-    def __instancecheck__(cls: Any, x: Any) -> bool:
-        is_parameter: bool = ask(cls, x)
+    def checked(ask: Callable[..., bool], cls: Any, x: Any) -> bool:
+        is_parameter = ask(cls, x)
         if isinstance(x, torch.Tensor) and mine() and asked_by_model(()):
             reads.on_fact(x, "is_parameter", (), is_parameter)
         return is_parameter
 
-    replace(meta, "__instancecheck__", __instancecheck__)
+    _answer(replace, type(torch.nn.Parameter), "__instancecheck__", checked)
 
 
 def _report_backends(replace: Replace, reads: ReadRecorder, mine: Mine) -> None:
     """`torch.backends.cudnn.enabled` and its kind, where code outside of torch asks."""
-    ask: Any = torch.backends.ContextProp.__get__
 
-    def __get__(self: Any, module: Any, cls: type) -> Any:
-        answer = ask(self, module, cls)
+    def got(ask: Callable[..., Any], prop: Any, module: Any, cls: type) -> Any:
+        answer = ask(prop, module, cls)
         if mine() and asked_by_model(()):
-            name = next((key for key, x in vars(type(module)).items() if x is self), "")
+            name = next((key for key, x in vars(type(module)).items() if x is prop), "")
             reads.on_flag(f"{module.__name__}.{name}", None, answer)
         return answer
 
-    replace(torch.backends.ContextProp, "__get__", __get__)
+    _answer(replace, torch.backends.ContextProp, "__get__", got)
 
 
 def _report_switches(replace: Replace, on: On, reads: ReadRecorder, mine: Mine) -> None:
@@ -168,20 +175,19 @@ def _report_block(
     replace: Replace, cls: Any, entered: Callable[[Any], None], left: Callable[[], None], mine: Mine
 ) -> None:
     """Tell before a block of a context manager begins and ends."""
-    enter, leave = cls.__enter__, cls.__exit__
 
-    def __enter__(self: Any) -> Any:
+    def enter(ask: Callable[..., Any], block: Any) -> Any:
         if mine():
-            entered(self)
-        return enter(self)
+            entered(block)
+        return ask(block)
 
-    def __exit__(self: Any, *error: Any) -> Any:
+    def leave(ask: Callable[..., Any], *args: Any) -> Any:
         if mine():
             left()
-        return leave(self, *error)
+        return ask(*args)
 
-    replace(cls, "__enter__", __enter__)
-    replace(cls, "__exit__", __exit__)
+    _answer(replace, cls, "__enter__", enter)
+    _answer(replace, cls, "__exit__", leave)
 
 
 # Values ------------------------------------------------------------------------------------------------------------
@@ -227,12 +233,9 @@ class PythonValues:
         on(tensor.__deepcopy__, self._deepcopy)
         texts = [(cls, name) for cls in (torch.SymInt, torch.SymFloat) for name in ("__repr__", "__format__")]
         for cls, name in ((torch.SymInt, "__hash__"), (torch.SymBool, "__repr__"), *texts):
-            replace(cls, name, self._of_number(getattr(cls, name)))
-        storage: Any = torch.UntypedStorage
-        replace(storage, "nbytes", self._nbytes(storage.nbytes))
-        replace(storage, "resize_", self._resize(storage.resize_))
-        address = storage.data_ptr
-        replace(storage, "data_ptr", lambda storage: self._may_fail(address, storage))
+            _answer(replace, cls, name, self._of_number)
+        for name, answer in (("nbytes", self._nbytes), ("resize_", self._resize), ("data_ptr", self._may_fail)):
+            _answer(replace, torch.UntypedStorage, name, answer)
         on(tensor.data.__get__, self._get_data)
         on(tensor.data.__set__, self._set_data)
 
@@ -312,30 +315,23 @@ class PythonValues:
             refuse_flag(builder, "sets `.data` of a tensor that it made to a view of its own memory", "data")
         values.leave_memory(t)
 
-    def _resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+    def _resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
         """A storage gets another size, in bytes: recorded as the op that Dynamo writes for it."""
+        known = []
+        if self._mine() and self._builder.running is None:
+            known = self._values.in_storage(id_of_storage(storage))
+        if not known:
+            return resize(storage, size)
+        torch.ops.inductor.resize_storage_bytes_(known[0].fake, size)
+        return storage
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            known = []
-            if self._mine() and self._builder.running is None:
-                known = self._values.in_storage(id_of_storage(storage))
-            if not known:
-                return resize(storage, size)
-            torch.ops.inductor.resize_storage_bytes_(known[0].fake, size)
-            return storage
-
-        return resize_
-
-    def _nbytes(self, ask: Callable[[Any], int]) -> Callable[[Any], int]:
-        def nbytes(storage: torch.UntypedStorage) -> int:
-            if self._mine() and asked_by_model(_STORAGES):
-                values = self._values.in_storage(id_of_storage(storage))
-                inputs = [v.fake for v in values if v in self._builder.tape.inputs]
-                for t in inputs[:1]:
-                    self._ops.reads.on_fact(t, "storage_nbytes", (), ask(storage))
-            return ask(storage)
-
-        return nbytes
+    def _nbytes(self, ask: Callable[[Any], int], storage: torch.UntypedStorage) -> int:
+        if self._mine() and asked_by_model(_STORAGES):
+            values = self._values.in_storage(id_of_storage(storage))
+            inputs = [v.fake for v in values if v in self._builder.tape.inputs]
+            for t in inputs[:1]:
+                self._ops.reads.on_fact(t, "storage_nbytes", (), ask(storage))
+        return ask(storage)
 
     def _array(self, ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         known = self._ops.data.data_of(t) if self._mine() else NotImplemented
@@ -381,20 +377,16 @@ class PythonValues:
             self._tell_text()
         return ask(t, "" if isinstance(t, FakeTensor) and t.dim() == 0 else spec)
 
-    def _of_number(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+    def _of_number(self, ask: Callable[..., Any], number: Any, *spec: str) -> Any:
         """`hash`, `repr` or `format` of a symbolic number: of the number itself where the model's own code asks."""
-
-        def read(number: Any, *spec: str) -> Any:
-            if not (self._mine() and asked_by_model()):
-                return ask(number, *spec)
-            known = self._ops.data.number_of(number)
-            if known is not NotImplemented:
-                return getattr(known, ask.__name__)(*spec)
-            if ask.__name__ != "__hash__":
-                self._tell_text()
-            return ask(number, *(("",) if spec else ()))
-
-        return read
+        if not (self._mine() and asked_by_model()):
+            return ask(number, *spec)
+        known = self._ops.data.number_of(number)
+        if known is not NotImplemented:
+            return getattr(known, ask.__name__)(*spec)
+        if ask.__name__ != "__hash__":
+            self._tell_text()
+        return ask(number, *(("",) if spec else ()))
 
     def _tell_text(self) -> None:
         """Refuse text that code of the model makes, beyond `__repr__`s, whose text is that of their object.
