@@ -98,9 +98,6 @@ class FunctionalVariant:
     op: Any
     """The `OpOverload`. That of an op which changes metadata, such as `transpose_`, returns a view."""
 
-    dropped: tuple[str, ...]
-    """Arguments of the mutable op that the variant does not take: `out`, and what only one backend uses."""
-
     new_values: tuple[tuple[str, int | None], ...]
     """For each written argument, in schema order, the result of the variant that is its new value.
 
@@ -196,7 +193,6 @@ def _describe(func: Any, op: Any) -> FunctionalVariant:
     one = len(schema_of(op).returns) == 1
     return FunctionalVariant(
         op=op,
-        dropped=_dropped(func, op),
         new_values=tuple((name, None if one else places[name]) for name in schema.written),
         results=tuple(returned.get(i, i) for i in range(len(schema.returns))),
     )
@@ -245,7 +241,7 @@ def _statistics_variant(func: Any) -> FunctionalVariant | None:
     op = getattr(torch.ops.aten, name).default
     new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(schema.written))]
     results: tuple[int | str, ...] = schema.written or tuple(range(len(schema.returns)))
-    return FunctionalVariant(op, _dropped(func, op), tuple(new), results)
+    return FunctionalVariant(op, tuple(new), results)
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------
@@ -260,8 +256,7 @@ def call_variant(
     are left out.
     """
     arguments = by_name(func, args, kwargs)
-    if variant.dropped:
-        arguments |= _options_of_out(func, variant, arguments)
+    arguments |= _options_of_out(func, arguments)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     needed = 0
@@ -283,15 +278,9 @@ def _sources(func: Any, op: Any) -> list[tuple[Argument, str]]:
     return [(a, names.get(_canonical(a), a.name)) for a in schema_of(op).arguments]
 
 
-def _dropped(func: Any, op: Any) -> tuple[str, ...]:
-    """The arguments of `func` that `op` does not take."""
-    taken = {name for _, name in _sources(func, op)}
-    return tuple(name for name in schema_of(func).names if name not in taken)
-
-
-def _options_of_out(func: Any, variant: FunctionalVariant, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments in place of `out`, which the variant does not take: what a factory makes, or the dtype to sum in."""
-    out = tensor_of(arguments.get(variant.dropped[0]))
+def _options_of_out(func: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments in place of `out`, which no variant takes: what a factory makes, or the dtype to sum in."""
+    out = tensor_of(arguments.get(_out_of(func)))
     if not isinstance(out, torch.Tensor):
         return {}
     if "dtype" in arguments:
@@ -299,6 +288,11 @@ def _options_of_out(func: Any, variant: FunctionalVariant, arguments: dict[str, 
         return {"dtype": out.dtype} if sums_in_it else {}
     layout = {} if out.layout is torch.strided else {"layout": out.layout}
     return {"dtype": out.dtype, "device": out.device} | layout
+
+
+@functools.cache
+def _out_of(func: Any) -> str:
+    return next((a.name for a in schema_of(func).arguments if is_out_argument(a)), "")
 
 
 def _is_default(arg: Argument, value: Any) -> bool:
