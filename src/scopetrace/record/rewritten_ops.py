@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -97,23 +96,11 @@ def _fill_diagonal(ops: OpRecorder, x: torch.Tensor, value: Any, wrap: bool = Fa
 
 def _combinations(ops: OpRecorder, x: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
     """By indices: torch selects each column by a mask of its own, which makes as many sizes that depend on data."""
-    if x.dim() != 1 or r < 1:
+    if x.dim() != 1 or r < 1 or is_symbolic(x):
         return NotImplemented
-    count = x.shape[0]
-    if not isinstance(count, torch.SymInt):
-        with eager():
-            indices = torch.combinations(torch.arange(count), r, with_replacement).to(x.device)
-        return ops.recorded(lambda: x[indices])
-    follows = torch.le if with_replacement else torch.lt
-
-    def run() -> torch.Tensor:
-        places = torch.meshgrid([torch.arange(count, device=x.device)] * r, indexing="ij")
-        is_one = torch.ones([count] * r, dtype=torch.bool, device=x.device)
-        for first, second in itertools.pairwise(places):
-            is_one = is_one & follows(first, second)
-        return x[is_one.nonzero()]
-
-    return ops.recorded(run)
+    with eager():
+        indices = torch.combinations(torch.arange(x.shape[0]), r, with_replacement).to(x.device)
+    return ops.recorded(lambda: x[indices])
 
 
 def _attention(ops: OpRecorder, *args: Any, **kwargs: Any) -> Any:
