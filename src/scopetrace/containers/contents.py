@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from scopetrace._compat.questions import MISSING, Missing
 from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
@@ -175,15 +176,7 @@ def _position(x: Any) -> Any:
         _, *parts = x.__reduce__()
     except TypeError:  # as of a file
         return MISSING
-    return [_position(part) if is_iterator(part) else part for part in _flat(parts)]
-
-
-def _flat(parts: Iterable[Any]) -> Iterator[Any]:
-    for part in parts:
-        if type(part) is tuple:
-            yield from _flat(part)
-        else:
-            yield part
+    return [_position(part) if is_iterator(part) else part for part in pytree.tree_leaves(parts)]
 
 
 def is_iterator(x: Any) -> bool:

@@ -570,8 +570,8 @@ def with_given(template: Any, given_parts: list[GivenPart], leaf: Leaf) -> Any:
     return put(template, ()) if parts else template
 
 
-def _same(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and isinstance(now, (bool, int, float, str)) and now == before)
+def _same(x: Any, before: Any) -> bool:
+    return x is before or (type(x) is type(before) and isinstance(x, (bool, int, float, str)) and x == before)
 
 
 def effect_targets(effects: Sequence[Any], template: Any, arguments: Any) -> list[Any]:

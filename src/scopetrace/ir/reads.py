@@ -452,10 +452,7 @@ Probe = tuple[tuple[Any, ...], Any]
 
 
 def check(probes: Iterable[Probe], otherwise: Callable[[], None]) -> Callable[[], None]:
-    """A function that asks all probes, and calls `otherwise` where one gives another object or cannot be asked.
-
-    It cannot where an attribute, an entry or the content of a cell is gone.
-    """
+    """A function that asks all probes, and calls `otherwise` where one gives another object or cannot be asked."""
     pairs = list(probes)
     questions, answers = [question for question, _ in pairs], [answer for _, answer in pairs]
 
@@ -621,11 +618,11 @@ def check_numbers(numbers: Sequence[ArgumentNumber], template: Any, arguments: A
     """Raise InputMismatchError where an object among the arguments, (args, kwargs), has another number."""
     inside = [n for n in numbers if n.attributes]
     for number, x in zip(inside, effect_targets(inside, template, arguments), strict=True):
-        now = functools.reduce(lambda part, key: getattr(part, key, None), number.attributes, x)
-        if type(now) is not type(number.value) or now != number.value:
+        current = functools.reduce(lambda part, key: getattr(part, key, None), number.attributes, x)
+        if type(current) is not type(number.value) or current != number.value:
             raise InputMismatchError(
-                f"{number.name} was {number.value} when traced and is {now!r} now: numbers in objects are fixed in a "
-                "trace; pass it as a tensor, or as an argument of its own that dynamic_shapes= makes dynamic"
+                f"{number.name} was {number.value} when traced and is {current!r} now: numbers in objects are fixed in "
+                "a trace; pass it as a tensor, or as an argument of its own that dynamic_shapes= makes dynamic"
             )
 
 

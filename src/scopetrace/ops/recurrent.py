@@ -9,10 +9,7 @@ from scopetrace._compat.tensors import RECURRENT
 
 
 def drops_between_layers(op: Any, args: Sequence[Any]) -> bool:
-    """Whether an op has dropout between its layers, which torch's decomposition of it in Python leaves out.
-
-    Its kernel has it, and what the kernel is composed of.
-    """
+    """Whether an op has dropout between its layers: its kernel has it, and torch's decomposition in Python lacks it."""
     if op not in RECURRENT:
         return False
     layers, dropout, train = args[5:8] if str(op).endswith(".data") else args[4:7]
