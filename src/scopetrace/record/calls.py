@@ -56,10 +56,7 @@ Progress = Callable[[str, int], None]
 
 
 class CallRecorder:
-    """Records the module calls of one forward; `_compat.patches` tells it of them.
-
-    `object_types` are the classes whose instances hold tensors (see `containers.structure`).
-    """
+    """Records the module calls of one forward; `_compat.patches` tells it of them."""
 
     def __init__(
         self,
@@ -458,10 +455,7 @@ def scope_of_node(node: torch.fx.Node, root: Scope) -> Scope:
 
 
 def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
-    """(fqn, class name), outermost first; of a node of backward, those of its forward.
-
-    Dynamo writes `L['self'].layers[0]`, torch.export `layers.0`.
-    """
+    """(fqn, class name), outermost first; of a node of backward, those of its forward."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [(_fqn(path), _class_name(kind)) for path, kind in stack.values()]
 
