@@ -276,10 +276,7 @@ def _instance(template: Any, items: list[Any]) -> Any:
 
 
 def flattened(x: Any, object_types: Collection[type] = ()) -> tuple[type, Any, Children] | None:
-    """Class, context and children of a container that is neither list, tuple, dict nor Size; None for all else.
-
-    The context is what an instance has beside its children.
-    """
+    """Class, context and children of a container that is no list, tuple, dict or Size; context is the rest."""
     kind, children = type(x), open_container(x, object_types)
     if children is None or kind in (list, tuple, dict, torch.Size):
         return None

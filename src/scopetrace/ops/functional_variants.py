@@ -119,10 +119,7 @@ def is_metadata_only(func: Any) -> bool:
 
 @functools.cache
 def functional_variant(func: Any) -> FunctionalVariant | None:
-    """The op without mutation that computes what `func`, an `OpOverload`, returns and writes.
-
-    None if there is none, for custom ops and for ops that write no tensor.
-    """
+    """The op without mutation that computes what `func`, an `OpOverload`, returns and writes; None for no such."""
     schema = schema_of(func)
     if not any(a.is_written and a.is_tensor for a in schema.arguments):
         return None

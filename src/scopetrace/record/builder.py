@@ -47,10 +47,7 @@ class Assumptions:
 
 
 class Retrace(BaseException):
-    """The forward has to run again, with these assumptions too. Users never see it.
-
-    It is no Exception, so that a forward that catches its own errors does not swallow it.
-    """
+    """The forward has to run again, with these assumptions too. No Exception, which a forward may catch."""
 
     def __init__(self, why: str, needed: Assumptions) -> None:
         super().__init__(why)

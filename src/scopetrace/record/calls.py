@@ -461,6 +461,7 @@ def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
 
 
 def _fqn(path: str) -> str:
+    """Of what Dynamo writes as `L['self'].layers[0]`, and torch.export as `layers.0`."""
     plain = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
     return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", plain).lstrip(".")
 

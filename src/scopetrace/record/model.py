@@ -239,10 +239,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 class SavedModule:
-    """A copy of the attributes of one module. What their values hold is saved in a Snapshot.
-
-    `fqn` is the module's name in the model, and `name` that in source.
-    """
+    """A copy of the attributes of a module, `fqn` in the model and `name` in source; Contents has what they hold."""
 
     def __init__(self, fqn: str, module: torch.nn.Module, contents: Contents, name: str = "self") -> None:
         self.fqn = fqn

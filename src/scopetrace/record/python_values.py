@@ -349,10 +349,7 @@ class PythonValues:
         return [row.tolist() for row in t] if t.dim() > 0 else t.item()
 
     def _deepcopy(self, ask: Callable[..., Any], t: torch.Tensor, memo: dict[Any, Any]) -> Any:
-        """Of a tensor of the model that autograd does not know, such as a buffer, the copy is an op.
-
-        Copies of tensors that share memory would share theirs.
-        """
+        """Of a tensor of the model that autograd does not know the copy is an op, but where several share memory."""
         is_plain = type(t) is torch.Tensor and t.layout == torch.strided and not t.requires_grad
         if not (is_plain and self._mine()) or id(t) in memo:
             return ask(t, memo)
