@@ -91,7 +91,7 @@ from scopetrace.record.dynamic_shapes import (
     symbolic_strides,
 )
 from scopetrace.record.explanations import explain, explained
-from scopetrace.record.leaks import refuse_leaks
+from scopetrace.record.leaks import refuse_leak
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, named_arguments, signature_of_forward
 from scopetrace.record.ops import OpRecorder
@@ -405,8 +405,10 @@ class Recording:
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
             tape.given = containers.argument_parts(out)
-            refuse_leaks(out, "the result", object_types, is_result=True)
-            refuse_leaks(fakes, "the arguments", object_types, is_result=False)
+            for x, where in ((out, "the result"), (fakes, "the arguments")):
+                for path, leaf in leaves_with_path(x, where, object_types):
+                    if not isinstance(leaf, FakeTensor):
+                        refuse_leak(leaf, path, is_result=x is out)
         return fakes
 
     def _refuse_caught(self) -> None:

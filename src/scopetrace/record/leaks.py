@@ -11,14 +11,14 @@ import gc
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Set, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Set, ValuesView
 from typing import Any
 
 import torch
 
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
-from scopetrace.containers.structure import leaves_with_path, parts_of
+from scopetrace.containers.structure import parts_of
 from scopetrace.errors import OpaqueOutputError
 from scopetrace.guards.attributes import MODULE_TABLES
 
@@ -28,35 +28,34 @@ _NO_LEAVES = (type, types.ModuleType, types.CodeType, types.FrameType, enum.Enum
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
-def refuse_leaks(x: Any, where: str, object_types: Collection[type], *, is_result: bool) -> None:
-    """Raise OpaqueOutputError where a leaf of `x` holds a tensor of the trace that no container shows.
+def refuse_leak(x: Any, path: str, *, is_result: bool) -> None:
+    """Raise OpaqueOutputError where a leaf holds a tensor of the trace that no container shows.
 
     Of arguments, only attributes of objects count. A result may be no iterator either.
     """
-    for path, leaf in leaves_with_path(x, where, object_types):
-        kind = type(leaf)
-        if is_result and isinstance(leaf, Iterator):
-            raise OpaqueOutputError(
-                f"{path} is a {kind.__name__}, which can be gone through once and computes later",
-                hint="return a list or tuple of what it gives",
-            )
-        leak = _leak(leaf, _referents) if is_result and not isinstance(leaf, torch.Tensor) else None
-        if leak is not None and isinstance(leaf, (Set, ValuesView)):
-            raise OpaqueOutputError(
-                f"{path} is a {kind.__name__} with tensors in it, which has no order or keys that a trace could keep",
-                hint="return a list, tuple or dict",
-            )
-        _refuse_attributes(leaf, path)
-        if leak is not None:
-            what = "a tensor" if isinstance(leak, torch.Tensor) else "the storage of a tensor"
-            raise OpaqueOutputError(
-                f"{path} is a {kind.__name__} that holds {what}, which no call of a trace can make again",
-                hint="return the tensors that are in it",
-            )
+    what = f"{path} is a {type(x).__name__}"
+    if is_result and isinstance(x, Iterator):
+        raise OpaqueOutputError(
+            f"{what}, which can be gone through once and computes later",
+            hint="return a list or tuple of what it gives",
+        )
+    leak = _leak(x, _referents) if is_result and not isinstance(x, torch.Tensor) else None
+    if leak is not None and isinstance(x, (Set, ValuesView)):
+        raise OpaqueOutputError(
+            f"{what} with tensors in it, which has no order or keys that a trace could keep",
+            hint="return a list, tuple or dict",
+        )
+    _refuse_attributes(x, path)
+    if leak is not None:
+        held = "a tensor" if isinstance(leak, torch.Tensor) else "the storage of a tensor"
+        raise OpaqueOutputError(
+            f"{what} that holds {held}, which no call of a trace can make again",
+            hint="return the tensors that are in it",
+        )
 
 
 def _refuse_attributes(x: Any, path: str) -> None:
-    if isinstance(x, (FakeTensor, torch.nn.Module, type)):
+    if isinstance(x, (torch.nn.Module, type)):
         return
     kind = type(x)
     attributes = getattr(x, "__dict__", {}).items()
