@@ -20,6 +20,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.ops import Argument, Schema, is_op, op_overloads, schema_of
+from scopetrace._compat.tensors import RECURRENT
 from scopetrace.ir.tape import Op, Value
 
 _NAMESPACES = frozenset({"_c10d_functional", "aten", "mkldnn", "quantized", "symm_mem"})
@@ -339,3 +340,11 @@ def is_factory(op: Op) -> bool:
 def _is_factory(func: Any) -> bool:
     name = schema_of(func).op_name
     return name.endswith("_like") or name.startswith("new_")
+
+
+def drops_between_layers(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an op has dropout between its layers: its kernel has it, and torch's decomposition in Python lacks it."""
+    if op not in RECURRENT:
+        return False
+    layers, dropout, train = args[5:8] if str(op).endswith(".data") else args[4:7]
+    return bool(train and dropout and layers > 1)

@@ -18,7 +18,7 @@ from scopetrace._compat.questions import attention_kernels, default_dtype
 from scopetrace._compat.tensors import is_symbolic, run_parts, runs_in_python
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, UnsupportedOpError
-from scopetrace.ops.recurrent import drops_between_layers
+from scopetrace.ops.functional_variants import drops_between_layers
 from scopetrace.record.builder import TapeBuilder
 
 _aten = torch.ops.aten
