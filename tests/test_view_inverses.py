@@ -105,7 +105,7 @@ def test_by_op_and_arguments(name, func, args, slot):
     view = view_of(base, func, args, slot)
     function = view_inverses.by_own_inverse(func, args, base) or by_op(func, args, slot, base, view)
     if function is None:
-        assert name == "empty"  # which is never written
+        assert name == "empty" or func is aten.unfold.default  # the first is never written; see `strided` for the other
     else:
         assert_lens(function, base, view)
 

@@ -53,9 +53,6 @@ from scopetrace.containers.structure import (
     leaves_with_path,
     map_structure,
     object_classes,
-    opaque_leaves,
-    refuse_hidden,
-    refuse_without_structure,
     tensor_holders,
 )
 from scopetrace.errors import (
@@ -86,7 +83,6 @@ from scopetrace.record.calls import (
 )
 from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
-    Argument,
     DynamicShapes,
     arguments_of,
     collected,
@@ -95,7 +91,7 @@ from scopetrace.record.dynamic_shapes import (
     symbolic_strides,
 )
 from scopetrace.record.explanations import explain, explained
-from scopetrace.record.leaks import refuse_leaks
+from scopetrace.record.leaks import refuse_leak
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, named_arguments, signature_of_forward
 from scopetrace.record.ops import OpRecorder
@@ -419,12 +415,10 @@ class Recording:
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
             tape.given = containers.argument_parts(out)
-            refuse_without_structure(out, (FakeTensor,), object_types)
-            refuse_hidden(out, (FakeTensor,), "the result", object_types)
-            opaque = opaque_leaves(out, object_types)
-            if opaque:
-                refuse_leaks(opaque)
-            refuse_hidden(fakes, (FakeTensor,), "the arguments", object_types)
+            for x, where in ((out, "the result"), (fakes, "the arguments")):
+                for path, leaf in leaves_with_path(x, where, object_types):
+                    if not isinstance(leaf, FakeTensor):
+                        refuse_leak(leaf, path, is_result=x is out)
         return fakes
 
     def _refuse_caught(self) -> None:
@@ -552,10 +546,10 @@ class Recording:
         if not spec:
             return None
         try:
-            arguments = arguments_of(signature_of_forward(forward), args, kwargs)
+            arguments, variadic = arguments_of(signature_of_forward(forward), args, kwargs)
         except ValueError:  # built-in callables have no signature
-            arguments = [Argument(name, {name: x}) for name, x in named]
-        specs = read_dynamic_shapes(spec, arguments, self.object_types)
+            arguments, variadic = dict(named), set()
+        specs = read_dynamic_shapes(spec, arguments, variadic, self.object_types)
         refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], leaves)
         dynamic = DynamicShapes(self.factory.shape_env, specs)
         self.tape.sizes = dynamic.rules

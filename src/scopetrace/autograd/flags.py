@@ -16,11 +16,9 @@ import torch
 from scopetrace._compat.gradients import hooks_of
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import requires_grad_of, set_requires_grad
-from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import Asked, OfTensor, Place
+from scopetrace.ir.reads import Asked
 from scopetrace.ir.tape import Value
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
@@ -38,11 +36,10 @@ class _Flagged:
 class FlagRecorder:
     """Records what one forward sets `requires_grad` of, among the tensors that are not fake."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, model: Model) -> None:
+    def __init__(self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder) -> None:
         self._builder = builder
         self._values = values
         self._reads = reads
-        self._model = model
         self._flagged: dict[int, _Flagged] = {}  # by the id of the tensor
 
     def set(self, t: torch.Tensor, required: bool) -> None:
@@ -101,11 +98,10 @@ class FlagRecorder:
             set_requires_grad(entry.tensor, entry.before)
 
     def _note(self, t: torch.Tensor, value: Value) -> None:
-        owner = self._model.owner(t)
-        place: Place = Asked(fact_of, (t, "requires_grad", ()))
-        if owner is not None:
-            place = OfTensor(*owner[1:], "requires_grad")
-        self._reads.note_once(f"{value.op.name}.requires_grad", requires_grad_of(t), place)
+        requires_grad = requires_grad_of(t)
+        if not self._reads.on_outside(t, "requires_grad", requires_grad):
+            place = Asked(fact_of, (t, "requires_grad", ()))
+            self._reads.note_once(f"{value.op.name}.requires_grad", requires_grad, place)
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
-        raise UnsupportedOpError(problem, op="Tensor.requires_grad", **self._builder.where(), hint=hint)
+        raise self._builder.refusal(problem, op="Tensor.requires_grad", hint=hint)

@@ -202,9 +202,7 @@ class FunctionRecorder(BodyRecorder):
 
 def _error(path: str, problem: str, hint: str, builder: TapeBuilder) -> UnsupportedOpError:
     hint += ", trace under torch.no_grad(), name the module in leaf_modules=, or make it a torch.library.custom_op"
-    return UnsupportedOpError(
-        f"{path} is a torch.autograd.Function that {problem}", op=path, **builder.where(), hint=hint
-    )
+    return builder.refusal(f"{path} is a torch.autograd.Function that {problem}", op=path, hint=hint)
 
 
 def refuse_dirty_view(cls: Any, tensors: Sequence[torch.Tensor], builder: TapeBuilder) -> None:

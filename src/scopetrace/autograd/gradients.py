@@ -49,7 +49,6 @@ from scopetrace.autograd.optimizers import (
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
@@ -281,10 +280,9 @@ class GradientRecorder:
         outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
         first = next((v for v in outside if v.fake is value.fake), None)
         if first is None and (self._values.is_outside(value.fake) or value.op.target is _SET_DATA):
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "the forward asks for the gradient of a tensor of which it has set `.data`, or adds to it",
                 op="Tensor.grad",
-                **self._builder.where(),
                 hint="do so before, or write the tensor in place: `p.data.copy_(new)`",
             )
         return value if first is None else first
@@ -586,7 +584,7 @@ class GradientRecorder:
         self._refuse("backward() goes on beyond an input that was itself computed", "give the input detached")
 
     def _refuse(self, problem: str, hint: str, op: str = "torch.autograd.grad") -> NoReturn:
-        raise UnsupportedOpError(problem, op=op, **self._builder.where(), hint=hint)
+        raise self._builder.refusal(problem, op=op, hint=hint)
 
 
 def _hooks_at(

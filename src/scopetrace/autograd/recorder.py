@@ -64,7 +64,7 @@ class AutogradRecorder:
     @functools.cached_property
     def flags(self) -> FlagRecorder:
         """Records what becomes of `requires_grad` of parameters."""
-        return FlagRecorder(self._builder, self._values, self._reads, self._model)
+        return FlagRecorder(self._builder, self._values, self._reads)
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
@@ -82,10 +82,9 @@ class AutogradRecorder:
 
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""
-        raise UnsupportedOpError(
+        raise self._builder.refusal(
             "the forward differentiates in forward mode (torch.autograd.forward_ad, torch.func.linearize)",
             op="torch.autograd.forward_ad.make_dual",
-            **self._builder.where(),
             hint="use torch.func.jvp, or differentiate outside of the forward",
         )
 
@@ -272,10 +271,9 @@ class AutogradRecorder:
         self._builder.tape.offloaded.update(self._builder.tape.ops[mark[0] :])
 
     def _hook_error(self, what: str, op: str) -> UnsupportedOpError:
-        return UnsupportedOpError(
+        return self._builder.refusal(
             f"the forward makes or uses {what}, which a graph of ops does not have",
             op=op,
-            **self._builder.where(),
             hint="trace under torch.no_grad(); or make hooks outside of the forward, on parameters and inputs, which "
             "act in a trace too; or make a torch.library.custom_op whose backward does what the hook does; to ask "
             "whether a tensor has a gradient, read requires_grad",

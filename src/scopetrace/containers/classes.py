@@ -101,10 +101,7 @@ def imported_class(kind: type) -> type:
 
 
 def with_imports(template: Any) -> Any:
-    """A template of a loaded trace with real classes and objects, for a call.
-
-    Raises TraceFileError where one cannot be imported.
-    """
+    """A template of a loaded trace with real classes and objects; TraceFileError where one cannot be imported."""
     if isinstance(template, NamedObject):
         return template.imported()
     children = open_container(template)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from scopetrace._compat.questions import MISSING, Missing
 from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
@@ -46,14 +47,10 @@ MEMO = type(functools.cache(len))
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
+@functools.cache
 def is_library(module: object) -> bool:
     """Whether a module name is of Python's library, torch, NumPy, sympy or scopetrace: no content of theirs counts."""
-    return _is_library(module if type(module) is str else str(module))
-
-
-@functools.cache
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
+    return str(module).partition(".")[0] in _LIBRARIES
 
 
 def is_users_class(kind: Any) -> bool:
@@ -180,15 +177,7 @@ def _position(x: Any) -> Any:
         _, *parts = x.__reduce__()
     except TypeError:  # as of a file
         return MISSING
-    return [_position(part) if is_iterator(part) else part for part in _flat(parts)]
-
-
-def _flat(parts: Iterable[Any]) -> Iterator[Any]:
-    for part in parts:
-        if type(part) is tuple:
-            yield from _flat(part)
-        else:
-            yield part
+    return [_position(part) if is_iterator(part) else part for part in pytree.tree_leaves(parts)]
 
 
 def is_iterator(x: Any) -> bool:
@@ -503,8 +492,8 @@ class Contents:
             self.classes[kind] = None
         for entry, item, part in _items(name, content, form):
             if type(item) not in ATOMS:
-                put = functools.partial(_putter(form), x, entry) if form.entries else None
-                self.add(part, item, x if form.entries == "." and entry else holder, put)
+                put = functools.partial(_put_attribute if form.entries == "." else put_entry, x, entry)
+                self.add(part, item, x if form.entries == "." and entry else holder, put if form.entries else None)
         more = extra_attributes(x)
         if more:
             self._saved[id(more)] = _Saved(name, holder, x, dict(more), _EXTRA, [])
@@ -538,7 +527,7 @@ class Contents:
             if memo.cache_info().misses != misses:
                 memo.cache_clear()
         contents = [(saved, saved.form.read(saved.owner)) for saved in self._saved.values()]
-        changed = [(saved, after) for saved, after in contents if not _same_objects(saved.before, after)]
+        changed = [(saved, after) for saved, after in contents if not same_objects(saved.before, after)]
         entries = [entry for saved, after in changed for entry in _entries(saved, after)]
         new = [snapshot(change.new) for change in entries]
         for saved, _ in changed:
@@ -569,7 +558,7 @@ def same_entries(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
     )
 
 
-def _same_objects(before: Any, after: Any) -> bool:
+def same_objects(before: Any, after: Any) -> bool:
     """Whether two contents have the same objects; numbers and text by value."""
     if type(before) is dict and type(after) is dict:
         return same_entries(before, after)
@@ -601,11 +590,6 @@ def changed_attributes(
     """The attributes of an object of this name that are others; `put(owner, attribute, value)` puts one back."""
     for key, old, new in changed_entries(before, after):
         yield Change(f"{name}.{key}", old, new, owner, key, functools.partial(put, owner, key), (id(owner), key))
-
-
-def _putter(form: Form) -> Callable[[Any, Any, Any], None]:
-    """What puts another object, for the last argument, in the place of an entry."""
-    return _put_attribute if form.entries == "." else put_entry
 
 
 def _put_attribute(owner: Any, key: str, value: Any) -> None:

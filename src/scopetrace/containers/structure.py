@@ -27,14 +27,14 @@ import keyword
 import math
 import re
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
-from scopetrace.errors import ExportError, InputMismatchError, OpaqueOutputError
+from scopetrace.errors import ExportError, InputMismatchError
 
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 STATEFUL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -120,19 +120,7 @@ def map_structure(
 
     `object_types` are needed where `x` is a value of the user; a template has all that it takes.
     """
-    if isinstance(x, leaf):
-        return fn(x)
-    kind = type(x)
-    if kind in _PLAIN:
-        return x
-    if kind is tuple or kind is list:
-        return kind([map_structure(fn, item, leaf, object_types, other) for item in x])
-    if kind is dict:
-        return {key: map_structure(fn, item, leaf, object_types, other) for key, item in x.items()}
-    children = open_container(x, object_types)
-    if children is None:
-        return x if other is None else other(x)
-    return close_container(x, [map_structure(fn, item, leaf, object_types, other) for _, item in children])
+    return _mapped(fn, x, leaf, object_types, other, close_container)
 
 
 def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
@@ -141,17 +129,23 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
     Where a registered class does not take what `fn` gives (a cache that computes with its leaves, given nodes), its
     place keeps the OpaqueContainer.
     """
-    if isinstance(template, leaf):
-        return fn(template)
-    children = open_container(template)
+    return _mapped(fn, template, leaf, (), None, _instance)
+
+
+def _mapped(fn: Any, x: Any, leaf: Leaf, object_types: Collection[type], other: Any, close: Any) -> Any:
+    if isinstance(x, leaf):
+        return fn(x)
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if kind is tuple or kind is list:
+        return kind([_mapped(fn, item, leaf, object_types, other, close) for item in x])
+    if kind is dict:
+        return {key: _mapped(fn, item, leaf, object_types, other, close) for key, item in x.items()}
+    children = open_container(x, object_types)
     if children is None:
-        return template
-    items = [instantiate(fn, item, leaf) for _, item in children]
-    if not isinstance(template, OpaqueContainer) or is_registered(template.kind):
-        return close_container(template, items)
-    new = _empty(template.kind)
-    new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
-    return new
+        return x if other is None else other(x)
+    return close(x, [_mapped(fn, item, leaf, object_types, other, close) for _, item in children])
 
 
 def leaves(x: Any, leaf: Leaf) -> list[Any]:
@@ -267,30 +261,25 @@ def close_container(like: Any, items: list[Any]) -> Any:
     if kind is torch.Size:  # a Size holds numbers only
         numbers = all(isinstance(item, (int, torch.SymInt)) for item in items)
         return torch.Size(items) if numbers else tuple(items)
-    kind, context, children = _flattened(like)
-    return _unflattened(kind, context, [key for key, _ in children], items)
+    parts = flattened(like, (kind,))
+    assert parts is not None, "it has children"
+    return _unflattened(parts[0], parts[1], [key for key, _ in parts[2]], items)
 
 
-def flattened(x: Any) -> tuple[type, Any, Children] | None:
-    """Class, context and children of a container that is neither list, tuple, dict nor Size; None for all else.
-
-    The context is what an instance has beside its children.
-    """
-    return None if open_container(x) is None or type(x) in (list, tuple, dict, torch.Size) else _flattened(x)
-
-
-def unflattened(kind: type, context: Any, children: Children) -> Any:
-    """A template's container from what `flattened` gave."""
-    keys, items = [key for key, _ in children], [item for _, item in children]
-    try:
-        return _unflattened(kind, context, keys, items)
-    except Exception:  # a foreign class may raise anything for what an older version of it gave
-        return OpaqueContainer(kind, context, keys, items)
+def _instance(template: Any, items: list[Any]) -> Any:
+    """As `close_container`; of an unregistered class an instance, not an OpaqueContainer."""
+    if not isinstance(template, OpaqueContainer) or is_registered(template.kind):
+        return close_container(template, items)
+    new = _empty(template.kind)
+    new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
+    return new
 
 
-def _flattened(x: Any) -> tuple[type, Any, Children]:
-    """As `flattened`, for an object of any class, whose attributes are its children."""
-    kind, children = type(x), open_container(x, (type(x),)) or []
+def flattened(x: Any, object_types: Collection[type] = ()) -> tuple[type, Any, Children] | None:
+    """Class, context and children of a container that is no list, tuple, dict or Size; context is the rest."""
+    kind, children = type(x), open_container(x, object_types)
+    if children is None or kind in (list, tuple, dict, torch.Size):
+        return None
     if isinstance(x, OpaqueContainer):
         return x.kind, x.context, children
     if pytree.is_namedtuple_class(kind):
@@ -304,8 +293,17 @@ def _flattened(x: Any) -> tuple[type, Any, Children]:
     return kind, {name: value for name, value in getattr(x, "__dict__", {}).items() if name not in names}, children
 
 
+def unflattened(kind: type, context: Any, children: Children) -> Any:
+    """A template's container from what `flattened` gave."""
+    keys, items = [key for key, _ in children], [item for _, item in children]
+    try:
+        return _unflattened(kind, context, keys, items)
+    except Exception:  # a foreign class may raise anything for what an older version of it gave
+        return OpaqueContainer(kind, context, keys, items)
+
+
 def _unflattened(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
-    """The inverse of `_flattened`; an OpaqueContainer where a class does not take these items and give them back."""
+    """The inverse of `flattened`; an OpaqueContainer where a class does not take these items and give them back."""
     if pytree.is_namedtuple_class(kind):
         return tuple.__new__(kind, items)  # the class's own __new__ may look at the items, as PackedSequence's does
     node = _pytree_node(kind)
@@ -423,92 +421,40 @@ def tensor_holders(x: Any) -> frozenset[type]:
 
     Objects that lead back to themselves are left out: they cannot be copied part by part.
     """
-    search = _Search((torch.Tensor,))
-    search.holds(x)
-    return frozenset(search.holders - search.cyclic)
+    holders, cyclic = set[type](), set[type]()
+    known: dict[int, bool] = {}
+    path: list[Any] = []
 
-
-class _Search:
-    """Looks for instances of `kinds` in containers and plain objects at any depth."""
-
-    def __init__(self, kinds: tuple[type, ...]) -> None:
-        self._kinds = kinds
-        self.holders: set[type] = set()
-        self.cyclic: set[type] = set()
-        self._known: dict[int, bool] = {}
-        self._path: list[Any] = []
-
-    def holds(self, x: Any) -> bool:
-        """Whether there is one in it."""
-        if isinstance(x, self._kinds):
+    def holds(x: Any) -> bool:
+        if isinstance(x, torch.Tensor):
             return True
-        children = _children(x)
-        if children is None:
+        parts = parts_of(x)
+        if not parts:
             return False
-        if id(x) in self._known:
-            if any(x is outer for outer in self._path):
-                self.cyclic.update(type(outer) for outer in self._path if is_plain_object(outer))
-            return self._known[id(x)]
-        self._known[id(x)] = False
-        self._path.append(x)
-        result = any([self.holds(child) for child in children])
-        self._path.pop()
-        self._known[id(x)] = result
-        if result and is_plain_object(x):
-            self.holders.add(type(x))
-        return result
+        if id(x) in known:
+            if any(x is outer for outer in path):
+                cyclic.update(type(outer) for outer in path if is_plain_object(outer))
+            return known[id(x)]
+        known[id(x)] = False
+        path.append(x)
+        known[id(x)] = any([holds(part) for part in parts])
+        path.pop()
+        if known[id(x)] and is_plain_object(x):
+            holders.add(type(x))
+        return known[id(x)]
+
+    holds(x)
+    return frozenset(holders - cyclic)
 
 
-def _children(x: Any) -> list[Any] | None:
+def parts_of(x: Any) -> list[Any]:
+    """What a container, set or plain object holds."""
     if type(x) is set:
         return list(x)
     opened = open_container(x)
     if opened is not None:
         return [child for _, child in opened]
-    return list(vars(x).values()) if is_plain_object(x) else None
-
-
-def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str, object_types: Collection[type]) -> None:
-    """Raise OpaqueOutputError where an object that is not opened holds an instance of `kinds` in its attributes."""
-    for path, item in leaves_with_path(x, "", object_types):
-        if isinstance(item, (*kinds, torch.nn.Module, type)) or not hasattr(item, "__dict__"):
-            continue
-        for name, value in vars(item).items():
-            if _Search(kinds).holds(value):
-                kind = type(item)
-                if isinstance(item, torch.Tensor):
-                    raise OpaqueOutputError(
-                        f"{where}{path} is a {kind.__name__}, a tensor subclass, whose parts (.{name}) a trace does "
-                        "not follow",
-                        hint="pass and return the tensors in it",
-                    )
-                raise OpaqueOutputError(
-                    f"{where}{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
-                    "and scopetrace cannot see inside objects of this type",
-                    hint="make it a dataclass, or register it with torch.utils._pytree.register_pytree_node",
-                )
-
-
-def opaque_leaves(x: Any, object_types: Collection[type]) -> list[tuple[str, Any]]:
-    """The leaves of a value, with their paths, that are neither tensors, numbers, text, nor the like."""
-    plain = (torch.Tensor, *_NUMBERS, *_PLAIN)
-    return [(path, item) for path, item in leaves_with_path(x, "", object_types) if not isinstance(item, plain)]
-
-
-def refuse_without_structure(result: Any, kinds: tuple[type, ...], object_types: Collection[type]) -> None:
-    """Raise OpaqueOutputError where a result has an iterator, or a collection without keys of instances of `kinds`."""
-    for path, item in leaves_with_path(result, "", object_types):
-        what = f"the result{path} is a {type(item).__name__}"
-        if isinstance(item, Iterator):
-            raise OpaqueOutputError(
-                f"{what}, which can be gone through once and computes later",
-                hint="return a list or tuple of what it gives",
-            )
-        if isinstance(item, (Set, ValuesView)) and any(isinstance(inner, kinds) for inner in item):
-            raise OpaqueOutputError(
-                f"{what} with tensors in it, which has no order or keys that a trace could keep",
-                hint="return a list, tuple or dict",
-            )
+    return list(vars(x).values()) if is_plain_object(x) else []
 
 
 # What the forward puts into its arguments --------------------------------------------------------------------------
@@ -621,8 +567,8 @@ def with_given(template: Any, given_parts: list[GivenPart], leaf: Leaf) -> Any:
     return put(template, ()) if parts else template
 
 
-def _same(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and isinstance(now, (bool, int, float, str)) and now == before)
+def _same(x: Any, before: Any) -> bool:
+    return x is before or (type(x) is type(before) and isinstance(x, (bool, int, float, str)) and x == before)
 
 
 def effect_targets(effects: Sequence[Any], template: Any, arguments: Any) -> list[Any]:

@@ -3,8 +3,8 @@
 Data flow:
     Python asks for a fact of an input, an attribute, a global or a flag -> a Read on the tape: name, value, place
     a call -> each place is asked again -> another answer is an error, since the program holds for the first one
-    each Read -> Conditions that hold only while its answer is that one: that the same objects are where they were
-    Conditions, and those of all tables -> one function of Python, in a third of the time of a loop over them
+    each Read -> Probes: functions that give the same objects while these are where they were
+    Probes of all reads -> one loop in C, which says quickly that nothing has changed
     modules of the model, before the forward -> their submodules and hooks as they are, and a copy of each
     a call -> all these tables are compared with the copies at once -> a TableChange for each that differs
     arguments of the trace + the names in the forward's code -> an ArgumentNumber for each number that it may read
@@ -20,12 +20,11 @@ import dataclasses
 import dis
 import functools
 import itertools
-import keyword
 import operator
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,6 +41,8 @@ from scopetrace.containers.contents import (
     is_users_class,
     own_dict,
     same,
+    same_entries,
+    same_objects,
     slots_of,
     snapshot,
 )
@@ -446,54 +447,24 @@ _READ_BY_OPS = ("torch.autocast", "torch.get_default_device()", "torch.get_defau
 # Asked again at a call -----------------------------------------------------------------------------------------------
 
 
-class Condition(NamedTuple):
-    """Something that is true or false when it is asked."""
-
-    form: str
-    """An expression with `{}` for each operand."""
-    operands: tuple[Any, ...]
+Probe = tuple[tuple[Any, ...], Any]
+"""A function with its arguments, and the object that it gives while something is as it was."""
 
 
-def _is_attribute(owner: Any, name: str, value: Any) -> Condition:
-    """Whether an attribute is this very object."""
-    if name.isidentifier() and not keyword.iskeyword(name):
-        return Condition(f"{{}}.{name} is {{}}", (owner, value))
-    return Condition("{}({}, {}) is {}", (getattr, owner, name, value))
+def check(probes: Iterable[Probe], otherwise: Callable[[], None]) -> Callable[[], None]:
+    """A function that asks all probes, and calls `otherwise` where one gives another object or cannot be asked."""
+    pairs = list(probes)
+    questions, answers = [question for question, _ in pairs], [answer for _, answer in pairs]
 
+    def check() -> None:
+        try:
+            if all(map(operator.is_, itertools.starmap(operator.call, questions), answers)):
+                return
+        except (AttributeError, LookupError, ValueError):
+            pass
+        otherwise()
 
-def _is_entry(table: Any, key: str, value: Any) -> Condition:
-    """Whether a table has this very object under a key."""
-    return Condition("{}[{}] is {}" if type(table) is dict else "{}.get({}) is {}", (table, key, value))
-
-
-def check(conditions: Iterable[Condition], otherwise: Callable[[], None]) -> Callable[[], None]:
-    """A function that asks all conditions, and calls `otherwise` where one does not hold or cannot be asked.
-
-    It cannot where an attribute, an entry or the content of a cell is gone.
-    """
-    names: dict[int, str] = {}
-    variables: dict[str, Any] = {"otherwise": otherwise}
-
-    def name(x: Any) -> str:
-        variable = names.setdefault(id(x), f"x{len(names)}")
-        variables[variable] = x
-        return variable
-
-    terms = [condition.form.format(*map(name, condition.operands)) for condition in conditions]
-    exec(_CHECK.replace("CONDITIONS", " and ".join(terms) or "True"), variables)  # of forms and names made here
-    function: Callable[[], None] = variables.pop("check")  # a function in its own globals would be freed late
-    return function
-
-
-_CHECK = """
-def check():
-    try:
-        if CONDITIONS:
-            return
-    except (AttributeError, LookupError, ValueError):
-        pass
-    otherwise()
-"""
+    return check
 
 
 def _line_of(code: types.CodeType, name: str) -> int:
@@ -508,48 +479,47 @@ def is_same(read: Read) -> bool:
     return same(read.value, current) or any(same(other, current) for other in read.others)
 
 
-def unchanged(read: Read, known: set[int]) -> list[Condition]:
-    """What holds only while the answer to a read is that of the trace.
+def unchanged(read: Read, known: set[int]) -> list[Probe]:
+    """What gives these objects only while the answer to a read is that of the trace.
 
-    `known` has the ids of the containers about which there are conditions already.
+    `known` has the ids of the containers about which there are probes already.
     """
     place, traced = read.place, read.value
-    whole = [Condition("{}({})", (is_same, read))]
+    whole: list[Probe] = [((is_same, read), True)]
     if isinstance(place, Flag) and (quick := quick_flag(place.function, place.args, traced)) is not None:
-        ask, args, answer = quick  # whose class is always the same; text is a new object each time
-        return [Condition(f"{{}}({', '.join('{}' for _ in args)}) == {{}}", (ask, *args, answer))]
+        ask, args, answer = quick
+        return [((ask, *args), answer)] if isinstance(answer, (int, torch.dtype)) else whole  # text is new each time
     if read.others or not is_same(read):
         return whole
     if isinstance(place, InTable | InClosure | OfClass):
         current = place.current(NO_CALL)
-        of_content = list(_with_content(read, current, known))
-        certain = [condition for condition in of_content if condition is not None]
-        return [_is_there(place, current), *certain] if len(certain) == len(of_content) else whole
+        inside = list(_content(read, current, known))
+        certain = [probe for probe in inside if probe is not None]
+        return [_is_there(place, current), *certain] if len(certain) == len(inside) else whole
     return list(_of_place(place, traced)) or whole
 
 
-def _is_there(place: Any, current: Any) -> Condition:
+def _is_there(place: InTable | InClosure | OfClass, current: Any) -> Probe:
     """That a place goes on to have the same object."""
     if isinstance(place, InTable):
-        return _is_entry(place.table, place.key, current)
+        return (place.table.get, place.key, MISSING), current
     if isinstance(place, InClosure):
-        return _is_attribute(place.cell, "cell_contents", current)
-    if current is torch.nn.Module:
-        return Condition(f"{{}}.{place.key} is {{}}.{place.key}", (place.owner, current))
-    return _is_attribute(place.owner, place.key, current)
+        return (content_of, place.cell), current
+    return (getattr, place.owner, place.key, MISSING), getattr(place.owner, place.key, MISSING)
 
 
-def _of_place(place: Any, traced: Any) -> Iterator[Condition]:
-    """Conditions of other places; nothing where there are none."""
+def _of_place(place: Any, traced: Any) -> Iterator[Probe]:
+    """Probes of other places; nothing where there are none."""
     if isinstance(place, InTables) and traced is MISSING:
-        yield from [Condition("{} not in {}", (place.key, table)) for table in place.tables]
+        yield from [((operator.contains, table, place.key), False) for table in place.tables]
     elif isinstance(place, OfModules):
         yield from _of_modules(place, traced)
     elif isinstance(place, OfFunctions) and not any(map(_has_defaults_with_content, place.functions)):
         parts = itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__"))
-        yield from [_is_attribute(f, part, getattr(f, part)) for f, part in parts]
+        yield from [((getattr, f, part), getattr(f, part)) for f, part in parts]
     elif isinstance(place, Submodules):
-        yield _has_entries(place.module.__dict__["_modules"])
+        table = place.module.__dict__["_modules"]
+        yield (same_entries, dict(table), table), True
 
 
 def _has_defaults_with_content(function: types.FunctionType) -> bool:
@@ -557,51 +527,45 @@ def _has_defaults_with_content(function: types.FunctionType) -> bool:
     return bool(function.__kwdefaults__) or any(form_of(type(x)) is not None for x in defaults)
 
 
-def _of_modules(place: OfModules, traced: dict[str, Any]) -> Iterator[Condition]:
-    modules = [module for _, module in place.modules]
+def _of_modules(place: OfModules, traced: dict[str, Any]) -> Iterator[Probe]:
     if place.aspect == "classes":
-        yield Condition("all(map({}, map(type, {}), {}))", (operator.is_, modules, list(map(type, modules))))
+        yield from [((type, module), type(module)) for _, module in place.modules]
     elif place.aspect == "methods":
-        for table in [m.__dict__ for name, m in place.modules if "forward" in traced.get(name, ())]:
-            yield _is_entry(table, "forward", table["forward"])
-        free = [place.names_in(type(m)).difference(traced.get(name, ())) for name, m in place.modules]
-        yield Condition("all(map({}, {}, {}))", (frozenset.isdisjoint, free, [m.__dict__ for m in modules]))
+        for name, module in place.modules:
+            table, of_module = module.__dict__, traced.get(name, ())
+            if "forward" in of_module:
+                yield (table.get, "forward"), table["forward"]
+            yield (place.names_in(type(module)).difference(of_module).isdisjoint, table), True
     else:
-        tables = [table for module in modules for table in hook_tables(module).values()]
-        yield Condition("not any({})", ([table for table in tables if not table],))
-        if filled := [table for table in tables if table]:
-            yield Condition("{} == {}", (filled, [table.copy() for table in filled]))
+        tables = [table for _, module in place.modules for table in hook_tables(module).values()]
+        yield (any, [table for table in tables if not table]), False
+        filled = [table for table in tables if table]
+        yield (operator.eq, filled, [table.copy() for table in filled]), True
 
 
-def _has_entries(table: dict[Any, Any]) -> Condition:
-    """That a dict has the keys that it has now, with the same objects, in this order."""
-    values = list(table.values())
-    return Condition("[*{}] == {} and all(map({}, {}.values(), {}))", (table, [*table], operator.is_, table, values))
-
-
-def _with_content(read: Read, x: Any, known: set[int]) -> Iterator[Condition | None]:
+def _content(read: Read, x: Any, known: set[int]) -> Iterator[Probe | None]:
     """That an object has in it what it has now; None where that is no question of identity alone."""
     form = form_of(type(x))
     if form is None or id(x) in known:
         return
-    known.add(id(x))
     table: Any = own_dict(x) if form is ATTRIBUTES and type(x).__dictoffset__ and not slots_of(type(x)) else x
     if read.skip or extra_attributes(x) or type(table) not in (dict, list, tuple):
-        known.discard(id(x))
         yield None
         return
-    items = list(table.values()) if type(table) is dict else list(table)
-    if table is x and type(x) is dict:
-        yield _has_entries(x)
-    elif table is not x:
-        keys = [key for key in table if read.names is None or key in read.names]
-        items = [table[key] for key in keys]
-        text = "len({}) == {} and all(map({}, map({}.get, {}), {}))"
-        yield Condition(text, (table, len(table), operator.is_, table, keys, items))
-    elif type(x) is list:
-        yield Condition("len({}) == {} and all(map({}, {}, {}))", (x, len(x), operator.is_, x, items))
-    for item in items:
-        yield from _with_content(read, item, known)
+    known.add(id(x))
+    items = table
+    if table is not x:
+        items = {key: item for key, item in table.items() if read.names is None or key in read.names}
+        yield (_has_entries, table, items, len(table)), True
+    elif type(x) is not tuple:
+        yield (same_objects, x.copy(), x), True
+    for item in items.values() if type(items) is dict else items:
+        yield from _content(read, item, known)
+
+
+def _has_entries(table: dict[str, Any], entries: dict[str, Any], count: int) -> bool:
+    """Whether a table of so many entries has these very objects."""
+    return len(table) == count and all(map(operator.is_, map(table.get, entries), entries.values()))
 
 
 # Numbers in objects among the arguments ------------------------------------------------------------------------------
@@ -632,43 +596,33 @@ def numbers_read(
 ) -> list[ArgumentNumber]:
     """The numbers in objects that stand in one of `attributes`, or in any; `names` are of the positional arguments."""
 
-    def in_containers(x: Any, name: str, path: tuple[str, ...]) -> Iterator[ArgumentNumber]:
-        children = open_container(x, object_types)
-        if children is None:
-            yield from _in_object(x, ArgumentNumber(name, 0, path, ()), attributes, [])
-        for key, child in children or ():
+    def inside(x: Any, place: ArgumentNumber, outer: list[Any]) -> Iterator[ArgumentNumber]:
+        opened = None if place.attributes else open_container(x, object_types)
+        is_container = opened is not None
+        if is_plain_object(x) and not is_container and not any(x is seen for seen in outer):
+            opened = [(f".{key}", value) for key, value in vars(x).items()]
+        for key, child in opened or ():
+            where = ((*place.path, key), ()) if is_container else (place.path, (*place.attributes, key[1:]))
+            number = ArgumentNumber(place.name + key, child, *where)
             if key[0] != "." or type(child) not in (int, float):
-                yield from in_containers(child, name + key, (*path, key))
+                yield from inside(child, number, [*outer, x])
             elif attributes is None or key[1:] in attributes:
-                yield ArgumentNumber(name + key, child, (*path, key), ())
+                yield number
 
     places = [("[0]", f"[{i}]") for i in range(len(args))] + [("[1]", f"[{name!r}]") for name in kwargs]
     arguments = zip((*args, *kwargs.values()), (*names, *kwargs), places, strict=True)
-    return [number for argument in arguments for number in in_containers(*argument)]
-
-
-def _in_object(
-    x: Any, place: ArgumentNumber, names: Collection[str] | None, outer: list[Any]
-) -> Iterator[ArgumentNumber]:
-    if not is_plain_object(x) or any(x is seen for seen in outer):
-        return
-    for key, value in vars(x).items():
-        number = ArgumentNumber(f"{place.name}.{key}", value, place.path, (*place.attributes, key))
-        if type(value) not in (int, float):
-            yield from _in_object(value, number, names, [*outer, x])
-        elif names is None or key in names:
-            yield number
+    return [number for x, name, path in arguments for number in inside(x, ArgumentNumber(name, 0, path, ()), [])]
 
 
 def check_numbers(numbers: Sequence[ArgumentNumber], template: Any, arguments: Any) -> None:
     """Raise InputMismatchError where an object among the arguments, (args, kwargs), has another number."""
     inside = [n for n in numbers if n.attributes]
     for number, x in zip(inside, effect_targets(inside, template, arguments), strict=True):
-        now = functools.reduce(lambda part, key: getattr(part, key, None), number.attributes, x)
-        if type(now) is not type(number.value) or now != number.value:
+        current = functools.reduce(lambda part, key: getattr(part, key, None), number.attributes, x)
+        if type(current) is not type(number.value) or current != number.value:
             raise InputMismatchError(
-                f"{number.name} was {number.value} when traced and is {now!r} now: numbers in objects are fixed in a "
-                "trace; pass it as a tensor, or as an argument of its own that dynamic_shapes= makes dynamic"
+                f"{number.name} was {number.value} when traced and is {current!r} now: numbers in objects are fixed in "
+                "a trace; pass it as a tensor, or as an argument of its own that dynamic_shapes= makes dynamic"
             )
 
 

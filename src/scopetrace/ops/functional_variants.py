@@ -20,6 +20,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.ops import Argument, Schema, is_op, op_overloads, schema_of
+from scopetrace._compat.tensors import RECURRENT
 from scopetrace.ir.tape import Op, Value
 
 _NAMESPACES = frozenset({"_c10d_functional", "aten", "mkldnn", "quantized", "symm_mem"})
@@ -98,9 +99,6 @@ class FunctionalVariant:
     op: Any
     """The `OpOverload`. That of an op which changes metadata, such as `transpose_`, returns a view."""
 
-    dropped: tuple[str, ...]
-    """Arguments of the mutable op that the variant does not take: `out`, and what only one backend uses."""
-
     new_values: tuple[tuple[str, int | None], ...]
     """For each written argument, in schema order, the result of the variant that is its new value.
 
@@ -122,10 +120,7 @@ def is_metadata_only(func: Any) -> bool:
 
 @functools.cache
 def functional_variant(func: Any) -> FunctionalVariant | None:
-    """The op without mutation that computes what `func`, an `OpOverload`, returns and writes.
-
-    None if there is none, for custom ops and for ops that write no tensor.
-    """
+    """The op without mutation that computes what `func`, an `OpOverload`, returns and writes; None for no such."""
     schema = schema_of(func)
     if not any(a.is_written and a.is_tensor for a in schema.arguments):
         return None
@@ -196,7 +191,6 @@ def _describe(func: Any, op: Any) -> FunctionalVariant:
     one = len(schema_of(op).returns) == 1
     return FunctionalVariant(
         op=op,
-        dropped=_dropped(func, op),
         new_values=tuple((name, None if one else places[name]) for name in schema.written),
         results=tuple(returned.get(i, i) for i in range(len(schema.returns))),
     )
@@ -245,7 +239,7 @@ def _statistics_variant(func: Any) -> FunctionalVariant | None:
     op = getattr(torch.ops.aten, name).default
     new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(schema.written))]
     results: tuple[int | str, ...] = schema.written or tuple(range(len(schema.returns)))
-    return FunctionalVariant(op, _dropped(func, op), tuple(new), results)
+    return FunctionalVariant(op, tuple(new), results)
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------
@@ -260,8 +254,7 @@ def call_variant(
     are left out.
     """
     arguments = by_name(func, args, kwargs)
-    if variant.dropped:
-        arguments |= _options_of_out(func, variant, arguments)
+    arguments |= _options_of_out(func, arguments)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     needed = 0
@@ -283,15 +276,9 @@ def _sources(func: Any, op: Any) -> list[tuple[Argument, str]]:
     return [(a, names.get(_canonical(a), a.name)) for a in schema_of(op).arguments]
 
 
-def _dropped(func: Any, op: Any) -> tuple[str, ...]:
-    """The arguments of `func` that `op` does not take."""
-    taken = {name for _, name in _sources(func, op)}
-    return tuple(name for name in schema_of(func).names if name not in taken)
-
-
-def _options_of_out(func: Any, variant: FunctionalVariant, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments in place of `out`, which the variant does not take: what a factory makes, or the dtype to sum in."""
-    out = tensor_of(arguments.get(variant.dropped[0]))
+def _options_of_out(func: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments in place of `out`, which no variant takes: what a factory makes, or the dtype to sum in."""
+    out = tensor_of(arguments.get(_out_of(func)))
     if not isinstance(out, torch.Tensor):
         return {}
     if "dtype" in arguments:
@@ -299,6 +286,11 @@ def _options_of_out(func: Any, variant: FunctionalVariant, arguments: dict[str, 
         return {"dtype": out.dtype} if sums_in_it else {}
     layout = {} if out.layout is torch.strided else {"layout": out.layout}
     return {"dtype": out.dtype, "device": out.device} | layout
+
+
+@functools.cache
+def _out_of(func: Any) -> str:
+    return next((a.name for a in schema_of(func).arguments if is_out_argument(a)), "")
 
 
 def _is_default(arg: Argument, value: Any) -> bool:
@@ -348,3 +340,11 @@ def is_factory(op: Op) -> bool:
 def _is_factory(func: Any) -> bool:
     name = schema_of(func).op_name
     return name.endswith("_like") or name.startswith("new_")
+
+
+def drops_between_layers(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an op has dropout between its layers: its kernel has it, and torch's decomposition in Python lacks it."""
+    if op not in RECURRENT:
+        return False
+    layers, dropout, train = args[5:8] if str(op).endswith(".data") else args[4:7]
+    return bool(train and dropout and layers > 1)

@@ -151,10 +151,7 @@ def _parts(op: Op, inputs: list[Value], results: list[Value]) -> Iterator[tuple[
 
 
 def is_cut(v: Value) -> bool:
-    """Whether a value requires grad as its base does, and yet no gradient goes from it to the base.
-
-    Such is a view made without autograd, and each view of it.
-    """
+    """Whether a value requires grad as its base does, to which no gradient goes: a view made without autograd."""
     while (base := _base(v, v.op.inputs())) is not None:
         if not (v.op.grad or base.fake is v.fake):
             return v.fake.requires_grad

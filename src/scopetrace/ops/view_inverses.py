@@ -183,34 +183,6 @@ def _row(emit: Emit, x: Any) -> Any:
     return emit(_aten.reshape.default, x, [-1])
 
 
-def _unfold(*args: int) -> ViewFunction:
-    """`unfold` whose windows do not overlap."""
-
-    def inverse(emit: Emit, base: Any, new: Any) -> Any:
-        """`unfold_backward` puts the windows in their places; the elements between them stay."""
-        size = list(base.fake.size())
-        places = emit(_aten.unfold_backward.default, emit(_aten.ones_like.default, new), size, *args)
-        filled = emit(_aten.unfold_backward.default, new, size, *args)
-        return emit(_aten.where.self, emit(_aten.ne.Scalar, places, 0), filled, base)
-
-    return ViewFunction(lambda emit, base: emit(_aten.unfold.default, base, *args), inverse)
-
-
-def _expand(base_size: Sequence[Any], view_size: Sequence[Any]) -> ViewFunction:
-    """`expand`, written with equal values only: `fill_` and `zero_` are the ops that may write to it."""
-
-    def inverse(emit: Emit, base: Any, new: Any) -> Any:
-        """The first of the equal elements."""
-        for _ in range(len(view_size) - len(base_size)):
-            new = emit(_aten.select.int, new, 0, 0)
-        for d, (n, m) in enumerate(zip(base_size, view_size[-len(base_size) :], strict=False)):
-            if to_expr(n) != to_expr(m):
-                new = emit(_aten.slice.Tensor, new, d, 0, 1)
-        return new
-
-    return ViewFunction(lambda emit, base: emit(_aten.expand.default, base, list(view_size)), inverse)
-
-
 _BACK: dict[Any, Callable[[Emit, Any, Any], Any]] = {
     _aten.view_as_real.default: lambda emit, _, new: emit(_aten.view_as_complex.default, _dense(emit, new)),
     _aten.view_as_complex.default: lambda emit, _, new: emit(
@@ -361,8 +333,6 @@ def by_op(
     """The function of result `slot` of `func(base, *args)`, of the same dtype; None for an op that is not known."""
     if func in _SAME_ORDER:
         return reshape(base.size(), view.size())
-    if func is _aten.unfold.default and args[2] >= args[1]:
-        return _unfold(args[0] % max(1, base.dim()), args[1], args[2])
     if func in (_aten.movedim.int, _aten.movedim.intlist):
         sizes = range(2, base.dim() + 2)  # by which the dimensions can be told apart
         return permute(tuple([n - 2 for n in func(torch.empty(tuple(sizes), device="meta"), *args).shape]))
@@ -373,8 +343,6 @@ def by_op(
             return select(dim, index)
         case views.Slice(dim, start, end, step):
             return slice_(dim, start, end, step)
-        case views.Expand():
-            return _expand(base.size(), view.size())
         case views.Unbind(dim) if slot is not None:
             return select(dim, slot)
         case views.Split(dim) as split if slot is not None:

@@ -224,10 +224,7 @@ VIEW_OPS = _PARSERS.keys()
 
 
 def dense_strides(t: torch.Tensor) -> tuple[Int, ...] | None:
-    """The strides of a tensor whose elements fill their memory without gaps or overlaps, as products of its sizes.
-
-    None for other tensors. The dimensions may lie in any order, as in channels-last memory.
-    """
+    """As products of sizes, those of one without gaps or overlaps, its dimensions in any order; None for others."""
     strides: list[Any] = list(t.stride())
     left = [d for d, n in enumerate(t.size()) if not _is(n, 1)]
     exprs = _strides(t)
@@ -271,10 +268,7 @@ def _passes_over(outer: Any, inner: Any, n: Int) -> bool:
 
 
 def strides_in_order_of(out: torch.Tensor, size: Sizes, number: Callable[[Any], int]) -> tuple[Int, ...] | None:
-    """Dense strides for `size`, with the dimensions in memory in the order that `out` has.
-
-    None where the strides of `out`, for the sizes that are `number` of these, are others.
-    """
+    """Dense strides for `size` in the order of `out`; None where those of `out`, for `number` of these, are others."""
     strides: list[Any] = [1] * len(size)
     reach: Any = 1
     for d in sorted(range(len(size)), key=lambda d: (out.stride(d), out.shape[d] != 1, -d)):
@@ -289,10 +283,7 @@ def strides_in_order_of(out: torch.Tensor, size: Sizes, number: Callable[[Any], 
 
 
 def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | Literal[False] | None:
-    """The strides of `t` seen in another size with as many elements.
-
-    False where `t` cannot be seen so, at any size; None where that is not known.
-    """
+    """The strides of `t` seen in another size; False where it cannot be, at any size; None where it is not known."""
     of_example = _example_strides(t, size)
     if is_static((*t.size(), *t.stride(), *size)):
         return of_example

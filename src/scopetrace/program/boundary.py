@@ -535,8 +535,8 @@ class StateCheck:
         self.facts = [read for read in tape.reads if read.place.kind == "input"]
         """What was read of inputs."""
         known = set[int]()
-        conditions = [condition for read in self._reads for condition in unchanged(read, known)]
-        self.run_state = check(conditions, self._compare_all)
+        probes = [probe for read in self._reads for probe in unchanged(read, known)]
+        self.run_state = check(probes, self._compare_all)
         """Raise StateMismatchError for what is not as it was, beside the inputs."""
 
     def run_facts(self, call: CallInputs, number: Number) -> None:

@@ -29,8 +29,7 @@ from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, checks_enabled, renamed, values_in
 from scopetrace.ir.verify import verify
-from scopetrace.ops.functional_variants import functional_variant
-from scopetrace.ops.recurrent import drops_between_layers
+from scopetrace.ops.functional_variants import drops_between_layers, functional_variant
 from scopetrace.program.fake_run import FakeRun, append_op, makes_numbers
 from scopetrace.program.graph import live_ops
 

@@ -47,10 +47,7 @@ class Assumptions:
 
 
 class Retrace(BaseException):
-    """The forward has to run again, with these assumptions too. Users never see it.
-
-    It is no Exception, so that a forward that catches its own errors does not swallow it.
-    """
+    """The forward has to run again, with these assumptions too. No Exception, which a forward may catch."""
 
     def __init__(self, why: str, needed: Assumptions) -> None:
         super().__init__(why)
@@ -182,6 +179,10 @@ class TapeBuilder:
     def where(self) -> dict[str, str | None]:
         """`module` and `source` for an error that is raised now."""
         return {"module": str(self.state.current_scope), "source": source_of(self.frames())}
+
+    def refusal(self, problem: str, *, op: str, hint: str) -> UnsupportedOpError:
+        """The error for what the forward does now."""
+        return UnsupportedOpError(problem, op=op, hint=hint, **self.where())
 
     def in_call(self, call: Call, run: Callable[[], T]) -> T:
         """What `run` returns; what it does belongs to `call`, which ends with it."""

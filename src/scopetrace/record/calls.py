@@ -37,7 +37,7 @@ from scopetrace.containers.structure import (
     map_structure,
     tensor_holders,
 )
-from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
+from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
@@ -56,10 +56,7 @@ Progress = Callable[[str, int], None]
 
 
 class CallRecorder:
-    """Records the module calls of one forward; `_compat.patches` tells it of them.
-
-    `object_types` are the classes whose instances hold tensors (see `containers.structure`).
-    """
+    """Records the module calls of one forward; `_compat.patches` tells it of them."""
 
     def __init__(
         self,
@@ -126,7 +123,7 @@ class CallRecorder:
         refusal = other_path(module, args, kwargs, self._reads)
         if refusal is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
             problem, hint = refusal
-            raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)
+            raise self._builder.refusal(problem, op=type(module).__qualname__, hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
         """The name of a module in the model, and its scope, named as in the module around it."""
@@ -227,10 +224,9 @@ class CallRecorder:
 
     def on_dispatch_mode(self, name: str) -> None:
         """The forward enters a mode of its own. An error here would leave what entered it half entered."""
-        error = UnsupportedOpError(
+        error = self._builder.refusal(
             f"the forward enters {name}, a TorchDispatchMode: what it does to ops is not in the graph",
             op="TorchDispatchMode.__enter__",
-            **self._builder.where(),
             hint="enter it around calls of the trace, or write it as a TorchFunctionMode, which is recorded",
         )
         self._builder.deferred.append(error)
@@ -256,10 +252,9 @@ class CallRecorder:
 
     def on_object_collective(self, op: str) -> None:
         """The forward exchanges Python objects with other processes."""
-        raise UnsupportedOpError(
+        raise self._builder.refusal(
             "a collective that exchanges Python objects, which no graph holds",
             op=op,
-            **self._builder.where(),
             hint="exchange them outside of the forward, and give it what it needs as an argument",
         )
 
@@ -460,15 +455,13 @@ def scope_of_node(node: torch.fx.Node, root: Scope) -> Scope:
 
 
 def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
-    """(fqn, class name), outermost first; of a node of backward, those of its forward.
-
-    Dynamo writes `L['self'].layers[0]`, torch.export `layers.0`.
-    """
+    """(fqn, class name), outermost first; of a node of backward, those of its forward."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [(_fqn(path), _class_name(kind)) for path, kind in stack.values()]
 
 
 def _fqn(path: str) -> str:
+    """Of what Dynamo writes as `L['self'].layers[0]`, and torch.export as `layers.0`."""
     plain = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
     return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", plain).lstrip(".")
 

@@ -2,8 +2,8 @@
 
 Data flow:
     `dist.all_reduce(y)` -> `c10d.allreduce_`, whose schema says nothing of what it writes
-    -> `_c10d_functional.all_reduce(y)` on the tape at once, and the rest as Pending
-    Pending, when its work is waited for, its memory is used, or the forward ends -> `wait_tensor`, `y.copy_`
+    -> `_c10d_functional.all_reduce(y)` on the tape at once, and the rest as a Finish
+    when its work is waited for, its memory is used, or the forward ends -> `wait_tensor`, `y.copy_`
 
 So communication overlaps with what the model does before it waits, as in eager, and no rank waits where it did not.
 As in eager, a collective has no gradient: what it writes keeps the history that it had.
@@ -22,7 +22,7 @@ from scopetrace._compat.collectives import Group, Reduction, functional_collecti
 from scopetrace._compat.gradients import saved_storages
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import storage_id
-from scopetrace.errors import UnsupportedOpError
+from scopetrace.containers.structure import leaves
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.values import ValueTable
 
@@ -30,6 +30,9 @@ Tensors = list[torch.Tensor]
 
 Write = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """A tensor that a collective writes, and its new data made of the result of the functional op."""
+
+Finish = Callable[[], None]
+"""Records the wait for a collective under way, and its writes, if that was not done yet."""
 
 Started = Iterator[tuple[torch.Tensor, list[Write]]]
 """The functional ops of a collective, each as (its result, what is written from it when that is there)."""
@@ -43,7 +46,7 @@ class CollectiveRecorder:
         builder: TapeBuilder,
         values: ValueTable,
         recorded: Callable[[Callable[[], Any]], Any],
-        pending: dict[int, Pending],
+        pending: dict[int, Finish],
     ) -> None:
         """`recorded` calls a function and records the ops in it; `pending` gets what is under way, by storage."""
         self._pending = pending
@@ -51,7 +54,7 @@ class CollectiveRecorder:
         self._values = values
         self._recorded = recorded
         self._works: list[Any] = []  # torch keeps only the C++ part of a work handle
-        self._started: list[Pending] = []
+        self._started: dict[Finish, None] = {}
 
     def record(self, func: Any, args: tuple[Any, ...]) -> Any:
         """What a c10d op gives to the model. Raises UnsupportedOpError where there is no functional form."""
@@ -59,21 +62,19 @@ class CollectiveRecorder:
         operands = [unboxed(a) for a in args]
         problem = "has no functional form" if form is None else _problem(operands)
         if form is None or problem is not None:
-            raise UnsupportedOpError(
-                f"a collective that {problem}", op=str(func), **self._builder.where(), hint=_INSTEAD
-            )
-        pending = Pending(self)
+            raise self._builder.refusal(f"a collective that {problem}", op=str(func), hint=_INSTEAD)
         with torch.no_grad():
-            pending.parts = self._recorded(lambda: list(form(functional_collectives(), *operands)))
-        self._started.append(pending)
-        for target in pending.targets():
+            parts = self._recorded(lambda: list(form(functional_collectives(), *operands)))
+        finish = self._finish_of(parts)
+        self._started[finish] = None
+        for target in [target for _, writes in parts for target, _ in writes]:
             self._check_history(target, str(func))
-            self._pending[storage_id(self._values.fake_of(target))] = pending
-        work, boxed = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], pending.finish)
+            self._pending[storage_id(self._values.fake_of(target))] = finish
+        work, boxed = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], finish)
         self._works.append(work)
         returned = schema_of(func).returns
         if not returned:
-            pending.finish()
+            finish()
             return None
         return (args[0], boxed) if len(returned) == 2 else boxed
 
@@ -82,26 +83,31 @@ class CollectiveRecorder:
         """At the end all is finished, also what was never waited for."""
         try:
             yield
-            for pending in self._started:
-                pending.finish()
+            for finish in [*self._started]:
+                finish()
         finally:  # Python's collector does not see through the C++ part of a work handle
             self._started.clear()
             self._works.clear()
 
-    def complete(self, pending: Pending) -> None:
-        """Record that the data are there."""
+    def _finish_of(self, parts: list[tuple[torch.Tensor, list[Write]]]) -> Finish:
         wait = functional_collectives().wait_tensor
 
         def run() -> None:
-            for result, writes in pending.parts:
+            for result, writes in parts:
                 data = wait(result)
                 for target, piece_of in writes:
                     target.copy_(piece_of(data))
 
-        for storage in [storage for storage, p in self._pending.items() if p is pending]:
-            del self._pending[storage]
-        with torch.no_grad():
-            self._recorded(run)
+        def finish() -> None:
+            if finish not in self._started:
+                return
+            del self._started[finish]
+            for storage in [storage for storage, other in self._pending.items() if other is finish]:
+                del self._pending[storage]
+            with torch.no_grad():
+                self._recorded(run)
+
+        return finish
 
     def _check_history(self, target: torch.Tensor, op: str) -> None:
         """Autograd does not see that a collective writes: in eager, backward computes with what was overwritten."""
@@ -112,31 +118,11 @@ class CollectiveRecorder:
         same_memory = storage_id(fake)
         users = [o for o in self._builder.tape.ops if any(v.storage == same_memory for v in (*o.inputs(), *o.values()))]
         if same_memory in saved_storages([v.fake for o in users for v in o.values()]):
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "a collective overwrites a tensor that autograd has saved for backward, which torch does not notice",
                 op=op,
-                **self._builder.where(),
                 hint="give it a copy, `y = y.clone()`; or trace under torch.no_grad()",
             )
-
-
-class Pending:
-    """A collective under way."""
-
-    def __init__(self, recorder: CollectiveRecorder) -> None:
-        self.parts: list[tuple[torch.Tensor, list[Write]]] = []
-        self._recorder = recorder
-        self._finished = False
-
-    def targets(self) -> list[torch.Tensor]:
-        """What it will write."""
-        return [target for _, writes in self.parts for target, _ in writes]
-
-    def finish(self) -> None:
-        """Record the wait and the writes, if that was not done yet."""
-        if not self._finished:
-            self._finished = True
-            self._recorder.complete(self)
 
 
 _INSTEAD = (
@@ -147,7 +133,7 @@ _INSTEAD = (
 
 def _problem(args: list[Any]) -> str | None:
     """Why these arguments of a collective have no functional form."""
-    tensors = _tensors(args)
+    tensors = leaves(args, torch.Tensor)
     if any(isinstance(a, Reduction) and a.name == "premul_sum" for a in args):
         return "scales before it sums (PREMUL_SUM)"
     if any(t.layout is not torch.strided for t in tensors):
@@ -156,12 +142,6 @@ def _problem(args: list[Any]) -> str | None:
     if any(len({t.numel() for t in tensors}) != 1 for tensors in lists):
         return "takes tensors of different sizes in a list"
     return None
-
-
-def _tensors(x: Any) -> list[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        return [x]
-    return [t for item in x for t in _tensors(item)] if type(x) is list else []
 
 
 # The functional form of each op, with the op's own parameters --------------------------------------------------------

@@ -149,10 +149,7 @@ class DataReader:
         return number.node.pytype(number) if isinstance(number, Symbolic) else number
 
     def data_of(self, t: torch.Tensor) -> Any:
-        """A real tensor with the data of `t`.
-
-        NotImplemented where it depends on inputs or state and the trace is not specialized.
-        """
+        """A real tensor with the data of `t`; NotImplemented where inputs or state decide, without specialization."""
         value = self._values.value_of(t)
         real = self._example.constant(_aten.clone.default, (value,), {})
         if real is NotImplemented:
@@ -184,10 +181,7 @@ class DataReader:
         return str(maker.target)
 
     def decide(self, expr: Any) -> tuple[bool | int | float, str]:
-        """What `expr` is in the example run, and the error of a call where it is not. Raises NoRealValue.
-
-        It is noted as a specialization.
-        """
+        """What `expr` is in the example run, a specialization, and the error where it is not. Raises NoRealValue."""
         call, specializations = self._builder.call, self._builder.tape.specializations
         fqn, op = (call.fqn if call is not None else None), self.reader(expr, self._builder.running)
         where: dict[str, Any] = {"op": op, "fqn": fqn, **self._builder.where()}

@@ -126,29 +126,16 @@ def _check_limits(spec: DimSpec, value: int, where: str) -> None:
         raise DynamicShapeError(f"{where} is {value} in the example, outside of {_range(spec)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """A parameter of forward that the example passes."""
+def arguments_of(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
+    """The arguments by name, in the order of torch.export's `dynamic_shapes`, and the names of `*args` and `**kwargs`.
 
-    name: str
-    items: dict[str, Any]
-    """By path, what is passed for it: one value, for `*args` and `**kwargs` as many as there are."""
-    variadic: type | None = None
-    """`tuple` for `*args`, `dict` for `**kwargs`."""
-
-
-def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Argument]:
-    """The arguments in the order of the signature, which is that of torch.export's `dynamic_shapes`."""
-    arguments = []
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            arguments.append(Argument(name, {f"{name}[{i}]": x for i, x in enumerate(value)}, tuple))
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            arguments.append(Argument(name, dict(value), dict))
-        else:
-            arguments.append(Argument(name, {name: value}))
-    return arguments
+    What is passed for these is in a tuple and in a dict.
+    """
+    arguments = signature.bind(*args, **kwargs).arguments
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return arguments, {name for name in arguments if signature.parameters[name].kind in kinds}
 
 
 def collected(collection: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,66 +150,64 @@ def collected(collection: Any, forward: Any, args: tuple[Any, ...], kwargs: dict
         ) from error
 
 
-def read_dynamic_shapes(spec: Any, arguments: list[Argument], object_types: Collection[type]) -> list[Spec]:
+def read_dynamic_shapes(
+    spec: Any, arguments: dict[str, Any], variadic: Collection[str], object_types: Collection[type]
+) -> list[Spec]:
     """Each tensor of the arguments with its dynamic dimensions, and the dynamic numbers.
 
     `spec` is a dict by the names of forward's parameters, or a tuple in their order. It has a tuple for `*args` and a
-    dict for `**kwargs`, or says each of their items as an argument of its own.
+    dict for `**kwargs`, or says each of their items as an argument of its own. `variadic` are the names of these two.
     Raises DynamicShapeError where the specification does not fit the arguments.
     """
+    items = {path: x for name, x in arguments.items() for path, x in _items(name, x, name in variadic).items()}
     if isinstance(spec, (tuple, list)):
-        items = _by_position(spec, arguments)
-    elif isinstance(spec, dict):
-        items = _by_name(spec, arguments)
-    else:
+        is_whole = len(spec) == len(arguments) and all(
+            s is None or name not in variadic or _fits(arguments[name], s)
+            for name, s in zip(arguments, spec, strict=True)
+        )
+        names = [*(arguments if is_whole else items)]
+        if len(spec) != len(names):
+            raise DynamicShapeError(f"dynamic_shapes has {len(spec)} items for {len(arguments)} arguments")
+        spec = dict(zip(names, spec, strict=True))
+    elif not isinstance(spec, dict):
         raise DynamicShapeError(
             f"dynamic_shapes is a {type(spec).__name__}: pass a dict or a tuple, as to torch.export"
         )
-    return [entry for path, x, s in items for entry in _walk(x, s, path, object_types)]
+    specs: list[Spec] = []
+    for name, s in spec.items():
+        if name not in arguments and name not in items:
+            names = [*dict.fromkeys((*arguments, *items))]
+            raise DynamicShapeError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(names)}")
+        parts = _of_variadic(name, arguments[name], s) if name in variadic else {name: s}
+        specs += [entry for path, part in parts.items() for entry in _walk(items[path], part, path, object_types)]
+    return specs
 
 
-def _by_position(spec: Any, arguments: list[Argument]) -> list[Spec]:
-    if len(spec) == len(arguments) and all(_fits(a, s) for a, s in zip(arguments, spec, strict=True)):
-        return [item for a, s in zip(arguments, spec, strict=True) for item in _items(a, s)]
-    flat = [item for a in arguments for item in a.items.items()]
-    if len(spec) != len(flat):
-        raise DynamicShapeError(f"dynamic_shapes has {len(spec)} items for {len(arguments)} arguments")
-    return [(path, x, s) for (path, x), s in zip(flat, spec, strict=True)]
+def _items(name: str, x: Any, is_variadic: bool) -> dict[str, Any]:
+    """By path, what is passed for a parameter."""
+    if not is_variadic:
+        return {name: x}
+    return dict(x) if isinstance(x, dict) else {f"{name}[{i}]": item for i, item in enumerate(x)}
 
 
-def _by_name(spec: dict[str, Any], arguments: list[Argument]) -> list[Spec]:
-    named = {a.name: a for a in arguments} | {
-        path: Argument(path, {path: x}) for a in arguments if a.variadic for path, x in a.items.items()
-    }
-    for name in spec:
-        if name not in named:
-            raise DynamicShapeError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(named)}")
-    return [item for name, s in spec.items() for item in _items(named[name], s)]
+def _fits(passed: Any, spec: Any) -> bool:
+    """Whether `spec` is that of all `*args` or `**kwargs`, rather than of one item."""
+    if isinstance(passed, dict):
+        return isinstance(spec, dict) and spec.keys() <= passed.keys()
+    return isinstance(spec, (tuple, list)) and len(spec) == len(passed)
 
 
-def _fits(argument: Argument, spec: Any) -> bool:
-    """Whether `spec` is that of a whole argument, rather than of one item of `*args` or `**kwargs`."""
-    if argument.variadic is None or spec is None:
-        return True
-    if argument.variadic is tuple:
-        return isinstance(spec, (tuple, list)) and len(spec) == len(argument.items)
-    return isinstance(spec, dict) and spec.keys() <= argument.items.keys()
-
-
-def _items(argument: Argument, spec: Any) -> list[Spec]:
-    """What `spec` says of each item."""
+def _of_variadic(name: str, passed: Any, spec: Any) -> dict[str, Any]:
+    """What `spec` says of each item of `*args` or `**kwargs`."""
     if spec is None:
-        return []
-    if not _fits(argument, spec):
-        kind, names = ("tuple", "*") if argument.variadic is tuple else ("dict", "**")
+        return {}
+    if not _fits(passed, spec):
+        kind, stars = ("dict", "**") if isinstance(passed, dict) else ("tuple", "*")
         raise DynamicShapeError(
-            f"dynamic_shapes has {spec!r} for {names}{argument.name}, which has {', '.join(argument.items)}: "
+            f"dynamic_shapes has {spec!r} for {stars}{name}, which has {', '.join(_items(name, passed, True))}: "
             f"write a {kind} with an entry for each"
         )
-    if argument.variadic is dict:
-        return [(name, argument.items[name], s) for name, s in spec.items()]
-    entries = spec if argument.variadic is tuple else [spec]
-    return [(path, x, s) for (path, x), s in zip(argument.items.items(), entries, strict=True)]
+    return _items(name, spec, True)
 
 
 def _walk(x: Any, spec: Any, path: str, object_types: Collection[type]) -> Iterator[Spec]:

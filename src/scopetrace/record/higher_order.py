@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.higher_order import fake_results
 from scopetrace._compat.ops import in_transform
 from scopetrace._compat.tensors import FakeFactory, run_fake, unbacked_symint, without_dispatch
-from scopetrace.errors import ControlFlowError, UnsupportedOpError
+from scopetrace.errors import ControlFlowError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
 from scopetrace.ir.tape import BodyTape, Op, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
@@ -79,11 +79,10 @@ class BodyRecorder:
 
     def _refuse_transforms(self) -> None:
         if in_transform():
-            raise UnsupportedOpError(
+            raise self.builder.refusal(
                 "a higher-order op inside of torch.vmap, grad or another transform",
                 op=str(self.hop),
                 hint="call it outside, or compute both sides and pick with torch.where",
-                **self.builder.where(),
             )
 
     # ---------------------------------------------------------------- running a callable

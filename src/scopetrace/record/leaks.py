@@ -1,7 +1,7 @@
 """Tensors of a trace in what a forward returns, where no container shows them: closures, bound methods, slots.
 
 Data flow:
-    results that are neither tensors, numbers nor containers -> what they refer to, and so on -> a tensor: an error
+    leaves of the result -> what they refer to, and so on -> a tensor: an error
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import gc
 import itertools
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set, ValuesView
 from typing import Any
 
 import torch
 
+from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
+from scopetrace.containers.structure import parts_of
 from scopetrace.errors import OpaqueOutputError
 from scopetrace.guards.attributes import MODULE_TABLES
 
@@ -26,35 +28,65 @@ _NO_LEAVES = (type, types.ModuleType, types.CodeType, types.FrameType, enum.Enum
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
-def refuse_leaks(results: Iterable[tuple[str, Any]]) -> None:
-    """Raise OpaqueOutputError where a result refers to a tensor of the trace. `results` are with their paths."""
-    for path, x in results:
-        leak = next(filter(_is_of_the_trace, itertools.islice(_reached(x), _MOST)), None)
-        if leak is not None:
-            what = "a tensor" if isinstance(leak, torch.Tensor) else "the storage of a tensor"
-            raise OpaqueOutputError(
-                f"the result{path} is a {type(x).__name__} that holds {what}, which no call of a trace can make again",
-                hint="return the tensors that are in it",
-            )
+def refuse_leak(x: Any, path: str, *, is_result: bool) -> None:
+    """Raise OpaqueOutputError where a leaf holds a tensor of the trace that no container shows.
+
+    Of arguments, only attributes of objects count. A result may be no iterator either.
+    """
+    what = f"{path} is a {type(x).__name__}"
+    if is_result and isinstance(x, Iterator):
+        raise OpaqueOutputError(
+            f"{what}, which can be gone through once and computes later",
+            hint="return a list or tuple of what it gives",
+        )
+    leak = _leak(x, _referents) if is_result and not isinstance(x, torch.Tensor) else None
+    if leak is not None and isinstance(x, (Set, ValuesView)):
+        raise OpaqueOutputError(
+            f"{what} with tensors in it, which has no order or keys that a trace could keep",
+            hint="return a list, tuple or dict",
+        )
+    _refuse_attributes(x, path)
+    if leak is not None:
+        held = "a tensor" if isinstance(leak, torch.Tensor) else "the storage of a tensor"
+        raise OpaqueOutputError(
+            f"{what} that holds {held}, which no call of a trace can make again",
+            hint="return the tensors that are in it",
+        )
 
 
-def _is_of_the_trace(x: Any) -> bool:
-    return isinstance(x, (FakeTensor, *_STORAGES))
+def _refuse_attributes(x: Any, path: str) -> None:
+    if isinstance(x, (torch.nn.Module, type)):
+        return
+    kind = type(x)
+    attributes = getattr(x, "__dict__", {}).items()
+    name = next((name for name, value in attributes if _leak(value, parts_of) is not None), None)
+    if name is not None and isinstance(x, torch.Tensor):
+        raise OpaqueOutputError(
+            f"{path} is a {kind.__name__}, a tensor subclass, whose parts (.{name}) a trace does not follow",
+            hint="pass and return the tensors in it",
+        )
+    if name is not None:
+        raise OpaqueOutputError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
+            "and scopetrace cannot see inside objects of this type",
+            hint="make it a dataclass, or register it with torch.utils._pytree.register_pytree_node",
+        )
 
 
-def _reached(x: Any) -> Iterator[Any]:
-    """What an object refers to, each once, nearest first."""
+def _leak(x: Any, parts: Callable[[Any], Iterable[Any]]) -> Any:
+    """A tensor of the trace, or its storage, to which an object leads; `parts` are what one refers to."""
     pending, seen = [x], {id(x): x}
-    for reached in pending:
-        yield reached
-        for inner in _referents(reached):
-            if id(inner) not in seen:
-                seen[id(inner)] = inner
-                pending.append(inner)
+    for reached in itertools.islice(pending, _MOST):  # which grows meanwhile
+        if isinstance(reached, (FakeTensor, *_STORAGES)):
+            return reached
+        new = {id(part): part for part in parts(reached) if id(part) not in seen}
+        seen |= new
+        pending += new.values()
+    return None
 
 
 def _referents(x: Any) -> Iterable[Any]:
-    if isinstance(x, (_NO_LEAVES, torch.Tensor)):
+    if isinstance(x, (*_NO_LEAVES, *Symbolic, torch.Tensor)):
         return ()
     if isinstance(x, types.FunctionType):  # without its globals
         return *(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), vars(x)

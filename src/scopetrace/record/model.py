@@ -239,10 +239,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 class SavedModule:
-    """A copy of the attributes of one module. What their values hold is saved in a Snapshot.
-
-    `fqn` is the module's name in the model, and `name` that in source.
-    """
+    """A copy of the attributes of a module, `fqn` in the model and `name` in source; Contents has what they hold."""
 
     def __init__(self, fqn: str, module: torch.nn.Module, contents: Contents, name: str = "self") -> None:
         self.fqn = fqn
@@ -298,22 +295,9 @@ class SavedModule:
             table, old = module_dict.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
-                    hooks, put = HOOKS[name], self._put_hooks(name)
-                    yield Change(f"{hooks} of {self.name}", old, dict(table), self.module, name, put)
+                    put = functools.partial(write_dict, table)
+                    yield Change(f"{HOOKS[name]} of {self.name}", old, dict(table), self.module, name, put)
                 write_dict(table, old)
-
-    def _put_hooks(self, name: str) -> Callable[[dict[Any, Any]], None]:
-        """Gives the module such hooks, and says how each is called, as before or after the forward."""
-        module_dict = self.module.__dict__
-        ways = [t for t in (f"{name}_with_kwargs", f"{name}_always_called") if t in module_dict]
-        entries = {way: {**self.hooks.get(way, {}), **module_dict[way]} for way in ways}
-
-        def put(hooks: dict[Any, Any]) -> None:
-            write_dict(module_dict[name], hooks)
-            for way, known in entries.items():
-                write_dict(module_dict[way], {key: x for key, x in known.items() if key in hooks})
-
-        return put
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes

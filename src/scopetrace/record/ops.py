@@ -57,7 +57,7 @@ from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.collectives import CollectiveRecorder, Pending
+from scopetrace.record.collectives import CollectiveRecorder, Finish
 from scopetrace.record.data import DataReader
 from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.higher_order import BodyRecorder
@@ -98,7 +98,7 @@ class OpRecorder:
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
         self._specialize = specialize
-        self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
+        self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
         self._at_end = contextlib.ExitStack()
         self.attention_kernels = attention_kernels()
@@ -324,7 +324,7 @@ class OpRecorder:
             ) from None
         for value in call.inputs if self._pending else ():
             if value.storage in self._pending:
-                self._pending[value.storage].finish()
+                self._pending[value.storage]()
         if facts.func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
             self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
         if facts.takes_one_dtype:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from scopetrace._compat.questions import fast_path_enabled, grad_enabled
+from scopetrace._compat.tensors import parameters_of
 from scopetrace.record.reads import ReadRecorder
 
 HasOtherPath = (nn.TransformerEncoder, nn.RNNBase)
@@ -40,32 +41,22 @@ _PACKED = (
 )
 
 
-_PARAMETERS = ("src", "mask", "src_key_padding_mask")
-"""The first of `nn.TransformerEncoder.forward`."""
-
-
 def _takes_nested_path(
     module: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any], reads: ReadRecorder
 ) -> bool:
     """The conditions of `nn.TransformerEncoder.forward`, but whether the padding is at the end, which is data."""
-    operands: list[Any] = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_PARAMETERS)]
-    src, mask, padding = operands
-    first: Any = module.layers[0]
+    operands: Any = dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)) | kwargs
+    src, padding, first = operands["src"], operands.get("src_key_padding_mask"), module.layers[0]
     if not getattr(module, "use_nested_tensor", False) or torch.is_autocast_enabled():
         return False
-    if first.training or padding is None or mask is not None or src.dim() != 3:
+    if first.training or padding is None or operands.get("mask") is not None or src.dim() != 3:
         return False
     if not fast_path_enabled():
         reads.on_flag("torch.backends.mha.get_fastpath_enabled", (), False)
         return False
-    needs = next((t for t in (*_read_by_fast_path(first), src) if t.requires_grad), None)
+    parameters = [p for part in first.modules() for p in parameters_of(part).values() if p is not None]
+    needs = next((t for t in (*parameters, src) if t.requires_grad), None)
     if needs is None or not grad_enabled():
         return True
     reads.on_gradient(needs)
     return False
-
-
-def _read_by_fast_path(layer: Any) -> list[torch.Tensor]:
-    parts = (layer.self_attn.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2)
-    parameters = [t for part in parts for t in (part.weight, part.bias)]
-    return [layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias, *parameters]

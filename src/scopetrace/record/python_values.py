@@ -33,7 +33,7 @@ from scopetrace._compat.sources import (
     prefixes,
 )
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
-from scopetrace.errors import DataDependentError, UnsupportedOpError
+from scopetrace.errors import DataDependentError
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
@@ -107,32 +107,39 @@ def _fact(name: str, reads: ReadRecorder, asked: Mine) -> Handler:
     return answered
 
 
+def _answer(replace: Replace, cls: type, name: str, answer: Handler) -> None:
+    """Let `answer`, which gets a method and its arguments, answer in its place."""
+    ask = getattr(cls, name)
+
+    def answered(*args: Any) -> Any:
+        return answer(ask, *args)
+
+    replace(cls, name, answered)
+
+
 def _report_parameters(replace: Replace, reads: ReadRecorder, mine: Mine) -> None:
     """`isinstance(x, nn.Parameter)`."""
-    meta: Any = type(torch.nn.Parameter)
-    ask = meta.__instancecheck__
 
-    def __instancecheck__(cls: Any, x: Any) -> bool:
-        is_parameter: bool = ask(cls, x)
+    def checked(ask: Callable[..., bool], cls: Any, x: Any) -> bool:
+        is_parameter = ask(cls, x)
         if isinstance(x, torch.Tensor) and mine() and asked_by_model(()):
             reads.on_fact(x, "is_parameter", (), is_parameter)
         return is_parameter
 
-    replace(meta, "__instancecheck__", __instancecheck__)
+    _answer(replace, type(torch.nn.Parameter), "__instancecheck__", checked)
 
 
 def _report_backends(replace: Replace, reads: ReadRecorder, mine: Mine) -> None:
     """`torch.backends.cudnn.enabled` and its kind, where code outside of torch asks."""
-    ask: Any = torch.backends.ContextProp.__get__
 
-    def __get__(self: Any, module: Any, cls: type) -> Any:
-        answer = ask(self, module, cls)
+    def got(ask: Callable[..., Any], prop: Any, module: Any, cls: type) -> Any:
+        answer = ask(prop, module, cls)
         if mine() and asked_by_model(()):
-            name = next((key for key, x in vars(type(module)).items() if x is self), "")
+            name = next((key for key, x in vars(type(module)).items() if x is prop), "")
             reads.on_flag(f"{module.__name__}.{name}", None, answer)
         return answer
 
-    replace(torch.backends.ContextProp, "__get__", __get__)
+    _answer(replace, torch.backends.ContextProp, "__get__", got)
 
 
 def _report_switches(replace: Replace, on: On, reads: ReadRecorder, mine: Mine) -> None:
@@ -167,20 +174,19 @@ def _report_block(
     replace: Replace, cls: Any, entered: Callable[[Any], None], left: Callable[[], None], mine: Mine
 ) -> None:
     """Tell before a block of a context manager begins and ends."""
-    enter, leave = cls.__enter__, cls.__exit__
 
-    def __enter__(self: Any) -> Any:
+    def enter(ask: Callable[..., Any], block: Any) -> Any:
         if mine():
-            entered(self)
-        return enter(self)
+            entered(block)
+        return ask(block)
 
-    def __exit__(self: Any, *error: Any) -> Any:
+    def leave(ask: Callable[..., Any], *args: Any) -> Any:
         if mine():
             left()
-        return leave(self, *error)
+        return ask(*args)
 
-    replace(cls, "__enter__", __enter__)
-    replace(cls, "__exit__", __exit__)
+    _answer(replace, cls, "__enter__", enter)
+    _answer(replace, cls, "__exit__", leave)
 
 
 # Values ------------------------------------------------------------------------------------------------------------
@@ -192,10 +198,9 @@ _OF_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
 
 def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
     """Refuse a change to what a tensor is for autograd."""
-    raise UnsupportedOpError(
+    raise builder.refusal(
         f"the forward {problem}, which no op does",
         op=f"Tensor.{name}",
-        **builder.where(),
         hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
     )
 
@@ -227,12 +232,9 @@ class PythonValues:
         on(tensor.__deepcopy__, self._deepcopy)
         texts = [(cls, name) for cls in (torch.SymInt, torch.SymFloat) for name in ("__repr__", "__format__")]
         for cls, name in ((torch.SymInt, "__hash__"), (torch.SymBool, "__repr__"), *texts):
-            replace(cls, name, self._of_number(getattr(cls, name)))
-        storage: Any = torch.UntypedStorage
-        replace(storage, "nbytes", self._nbytes(storage.nbytes))
-        replace(storage, "resize_", self._resize(storage.resize_))
-        address = storage.data_ptr
-        replace(storage, "data_ptr", lambda storage: self._may_fail(address, storage))
+            _answer(replace, cls, name, self._of_number)
+        for name, answer in (("nbytes", self._nbytes), ("resize_", self._resize), ("data_ptr", self._may_fail)):
+            _answer(replace, torch.UntypedStorage, name, answer)
         on(tensor.data.__get__, self._get_data)
         on(tensor.data.__set__, self._set_data)
 
@@ -248,11 +250,10 @@ class PythonValues:
         return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None, self._mine)
 
     def _refuse_copy(self) -> NoReturn:
-        raise UnsupportedOpError(
+        raise self._builder.refusal(
             "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
             "which runs no op",
             op="Tensor.__reduce_ex__",
-            **self._builder.where(),
             hint="write tensor.clone()",
         )
 
@@ -264,10 +265,9 @@ class PythonValues:
     def _refuse_base(self, name: str, *_: Any) -> None:
         """The forward asks whether a tensor is a view, which it need not be in a trace."""
         if asked_by_model():
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "the forward asks whether a tensor is a view, which no call of a trace can know",
                 op=f"Tensor.{name}",
-                **self._builder.where(),
                 hint="ask outside of the forward",
             )
 
@@ -295,11 +295,10 @@ class PythonValues:
             self._leave_data(t, new)
             return ask(t, new)
         if not self._mine() or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
-            raise UnsupportedOpError(
+            raise builder.refusal(
                 "`.data = ...` of a tensor of the model, or an input, "
                 + ("in a leaf module" if not self._mine() else f"that gives it {new.dtype} on {new.device}"),
                 op="Tensor.data",
-                **builder.where(),
                 hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
             )
         if not values.are_one_view(t, new):
@@ -315,30 +314,23 @@ class PythonValues:
             refuse_flag(builder, "sets `.data` of a tensor that it made to a view of its own memory", "data")
         values.leave_memory(t)
 
-    def _resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+    def _resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
         """A storage gets another size, in bytes: recorded as the op that Dynamo writes for it."""
+        known = []
+        if self._mine() and self._builder.running is None:
+            known = self._values.in_storage(id_of_storage(storage))
+        if not known:
+            return resize(storage, size)
+        torch.ops.inductor.resize_storage_bytes_(known[0].fake, size)
+        return storage
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            known = []
-            if self._mine() and self._builder.running is None:
-                known = self._values.in_storage(id_of_storage(storage))
-            if not known:
-                return resize(storage, size)
-            torch.ops.inductor.resize_storage_bytes_(known[0].fake, size)
-            return storage
-
-        return resize_
-
-    def _nbytes(self, ask: Callable[[Any], int]) -> Callable[[Any], int]:
-        def nbytes(storage: torch.UntypedStorage) -> int:
-            if self._mine() and asked_by_model(_STORAGES):
-                values = self._values.in_storage(id_of_storage(storage))
-                inputs = [v.fake for v in values if v in self._builder.tape.inputs]
-                for t in inputs[:1]:
-                    self._ops.reads.on_fact(t, "storage_nbytes", (), ask(storage))
-            return ask(storage)
-
-        return nbytes
+    def _nbytes(self, ask: Callable[[Any], int], storage: torch.UntypedStorage) -> int:
+        if self._mine() and asked_by_model(_STORAGES):
+            values = self._values.in_storage(id_of_storage(storage))
+            inputs = [v.fake for v in values if v in self._builder.tape.inputs]
+            for t in inputs[:1]:
+                self._ops.reads.on_fact(t, "storage_nbytes", (), ask(storage))
+        return ask(storage)
 
     def _array(self, ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         known = self._ops.data.data_of(t) if self._mine() else NotImplemented
@@ -356,10 +348,7 @@ class PythonValues:
         return [row.tolist() for row in t] if t.dim() > 0 else t.item()
 
     def _deepcopy(self, ask: Callable[..., Any], t: torch.Tensor, memo: dict[Any, Any]) -> Any:
-        """Of a tensor of the model that autograd does not know, such as a buffer, the copy is an op.
-
-        Copies of tensors that share memory would share theirs.
-        """
+        """Of a tensor of the model that autograd does not know the copy is an op, but where several share memory."""
         is_plain = type(t) is torch.Tensor and t.layout == torch.strided and not t.requires_grad
         if not (is_plain and self._mine()) or id(t) in memo:
             return ask(t, memo)
@@ -384,20 +373,16 @@ class PythonValues:
             self._tell_text()
         return ask(t, "" if isinstance(t, FakeTensor) and t.dim() == 0 else spec)
 
-    def _of_number(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+    def _of_number(self, ask: Callable[..., Any], number: Any, *spec: str) -> Any:
         """`hash`, `repr` or `format` of a symbolic number: of the number itself where the model's own code asks."""
-
-        def read(number: Any, *spec: str) -> Any:
-            if not (self._mine() and asked_by_model()):
-                return ask(number, *spec)
-            known = self._ops.data.number_of(number)
-            if known is not NotImplemented:
-                return getattr(known, ask.__name__)(*spec)
-            if ask.__name__ != "__hash__":
-                self._tell_text()
-            return ask(number, *(("",) if spec else ()))
-
-        return read
+        if not (self._mine() and asked_by_model()):
+            return ask(number, *spec)
+        known = self._ops.data.number_of(number)
+        if known is not NotImplemented:
+            return getattr(known, ask.__name__)(*spec)
+        if ask.__name__ != "__hash__":
+            self._tell_text()
+        return ask(number, *(("",) if spec else ()))
 
     def _tell_text(self) -> None:
         """Refuse text that code of the model makes, beyond `__repr__`s, whose text is that of their object.

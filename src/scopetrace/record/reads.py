@@ -26,7 +26,6 @@ from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     NO_CALL,
     Asked,
@@ -43,8 +42,6 @@ from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model
 from scopetrace.record.values import ValueTable
 
-Noted = tuple[Frames, str]
-"""Where something was read: the frames, and the path of the scope."""
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 """The op without derivative that a module of torch chooses where no gradient is recorded."""
 
@@ -129,11 +126,10 @@ class ReadRecorder:
         value = None if t is None else self._values.by_id.get(id(t))
         if t is not None and (value is None or value.op not in builder.tape.ops[builder.reentrant :]):
             return
-        raise UnsupportedOpError(
+        raise builder.refusal(
             "the forward asks whether autograd is on, or hangs a hook on a tensor, in a region under reentrant "
             "checkpointing, which runs without autograd first and with it in backward",
             op=question,
-            **builder.where(),
             hint="give checkpoint use_reentrant=False, which runs the region with autograd both times, or ask before",
         )
 
@@ -201,9 +197,8 @@ class ReadRecorder:
             first |= {i: op for i in range(len(frozen)) if bits & 2 << i and i not in first} if bits else {}
         for i, op in first.items():
             real = frozen[i].real
-            owner = None if real is None else self._model.owner(real)
-            if owner is not None:
-                self._of_model(*owner, (op.frames, op.scope.path))
+            if real is not None:
+                self.on_outside(real, "requires_grad", requires_grad_of(real), (), op.frames, op.scope.path)
 
     def on_autocast(self, entered: bool) -> None:
         """A block under `torch.autocast` begins or ends."""
@@ -228,10 +223,9 @@ class ReadRecorder:
             self._awaits_default_dtype = False
             self.on_flag("torch.get_default_dtype", (), self._default_dtype)
         elif func is not None:
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 f"the forward has set the default dtype, {questions.default_dtype()}, and an op of integers gives it",
                 op=str(func),
-                **self._builder.where(),
                 hint="convert the operand first: x.to(torch.get_default_dtype())",
             )
 
@@ -248,10 +242,18 @@ class ReadRecorder:
         """A question of `_compat.questions.methods` or `properties` to a tensor."""
         if name in ("requires_grad", "is_leaf", "grad_fn") and answer != (name == "is_leaf"):
             self.refuse_in_reentrant(t, f"Tensor.{name}")
-        if name == "is_coalesced" and self._values.by_id.get(id(t)) not in self._builder.tape.inputs:
-            self._on_coalesced(t)
-        else:
+        if name != "is_coalesced":
             self._note_fact(t, name, args, answer)
+        elif (
+            not self.on_outside(t, name, answer)  # fake tensors do not say it
+            and isinstance(t, FakeTensor)
+            and self._values.value_of(t).op.target not in _COALESCED
+        ):
+            raise self._builder.refusal(
+                "the forward asks whether a sparse tensor that it has made is coalesced",
+                op="Tensor.is_coalesced",
+                hint="ask the input, or write x.coalesce(), which does nothing to one that is",
+            )
 
     def _note_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
         """The facts of a tensor made in the forward follow from those of the inputs."""
@@ -259,50 +261,32 @@ class ReadRecorder:
         inputs = self._builder.tape.inputs
         answer = snapshot(answer) if name[0] == "." else answer
         if name == "_version" and (value not in inputs or value.storage in self._builder.tape.written_storages()):
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "the forward reads the version of a tensor that it has made or written, which counts other writes in "
                 "a trace",
                 op="Tensor._version",
-                **self._builder.where(),
                 hint="read that of an input, before the first write",
             )
         if name in ("requires_grad", "is_leaf", "grad_fn") and value is not None and self._is_shared(value.storage):
-            raise UnsupportedOpError(
+            raise self._builder.refusal(
                 "the forward asks for the gradient of a tensor in memory that several inputs share, and that it has "
                 "written",
                 op=f"Tensor.{name}",
-                **self._builder.where(),
                 hint="ask before the first write, or clone() one of the inputs",
             )
         if name == "contiguous":
             if value is not None and answer is t:
                 self.contiguous.append((value, len(self._builder.tape.ops), self._builder.frames()))
-        elif value is not None and value in inputs:
-            self._fact(inputs.index(value), name, args, answer)
-        elif name[0] == ".":
-            owner = self._model.owner(t)
-            if owner is not None:
-                self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
+        elif value in inputs or name[0] == ".":
+            self.on_outside(t, name, answer, args)
         elif name in ("stride", "is_contiguous", "dim_order", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
-            self.on_layout_of_model(t, name, (self._builder.frames(), self._builder.state.current_scope.path))
+            fact = "storage_offset" if name == "storage_offset" else "layout"
+            if unwrapped(t) is t and t.layout is torch.strided:
+                self.on_outside(t, fact, questions.fact_of(t, fact, ()))
         elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history
             self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)
-
-    def _on_coalesced(self, t: torch.Tensor) -> None:
-        """Of a sparse tensor of the model it is a read; of one that the forward made, fake tensors do not say it."""
-        owner = self._model.owner(t)
-        if owner is not None:
-            place = OfTensor(*owner[1:], "is_coalesced")
-            self.note_once(f"{owner[0]}.is_coalesced()", place.current(NO_CALL), place)
-        elif isinstance(t, FakeTensor) and self._values.value_of(t).op.target not in _COALESCED:
-            raise UnsupportedOpError(
-                "the forward asks whether a sparse tensor that it has made is coalesced",
-                op="Tensor.is_coalesced",
-                **self._builder.where(),
-                hint="ask the input, or write x.coalesce(), which does nothing to one that is",
-            )
 
     def _is_shared(self, storage: int) -> bool:
         """Whether several inputs lie in a storage that was written."""
@@ -322,49 +306,48 @@ class ReadRecorder:
         for i, value in enumerate(self._builder.tape.inputs):
             self._layout(i)
             if offset and value.fake.layout is torch.strided:
-                self._fact(i, "storage_offset", (), value.offset)
-
-    def on_layout_of_model(self, t: torch.Tensor, question: str, noted: Noted) -> None:
-        """A parameter, buffer or other tensor of the model may be replaced by one that lies otherwise in memory."""
-        owner = self._model.owner(t)
-        if owner is None or unwrapped(t) is not t or t.layout is not torch.strided:
-            return
-        name, fact = "'s strides", "layout"
-        if question == "storage_offset":
-            name, fact = ".storage_offset()", question
-        place = OfTensor(*owner[1:], fact)
-        self.note_once(owner[0] + name, place.current(NO_CALL), place, *noted)
+                self._fact(i, "storage_offset", value.offset)
 
     def _layout(self, index: int, frames: Frames | None = None) -> None:
         fake = self._builder.tape.inputs[index].fake
         if fake.layout is torch.strided:
-            name, answer = f"{self._builder.tape.input_paths[index]}'s strides", questions.fact_of(fake, "layout", ())
-            self.note_once(name, answer, OfInput(index, "layout"), frames)
+            self._fact(index, "layout", questions.fact_of(fake, "layout", ()), (), frames)
 
-    def _fact(self, index: int, name: str, args: tuple[Any, ...], answer: Any) -> None:
-        path = self._builder.tape.input_paths[index]
-        text = f"{path}.{name.removeprefix('.')}" + (
-            f"({', '.join(map(repr, args))})" if name in questions.methods else ""
-        )
-        self.note_once(text, answer, OfInput(index, name, args))
+    def _fact(
+        self, index: int, fact: str, answer: Any, args: tuple[Any, ...] = (), frames: Frames | None = None
+    ) -> None:
+        """Note a fact of an input."""
+        name = _text_of(self._builder.tape.input_paths[index], fact, args)
+        self.note_once(name, answer, OfInput(index, fact, args), frames)
+
+    def on_outside(
+        self,
+        t: torch.Tensor,
+        fact: str,
+        answer: Any,
+        args: tuple[Any, ...] = (),
+        frames: Frames | None = None,
+        path: str | None = None,
+    ) -> bool:
+        """Note a fact of an input, or of a tensor of the model. False for others."""
+        value, inputs, owner = self._values.by_id.get(id(t)), self._builder.tape.inputs, self._model.owner(t)
+        if value in inputs:
+            self._fact(inputs.index(value), fact, answer, args, frames)
+        elif owner is not None:
+            self.note_once(_text_of(owner[0], fact, args), answer, OfTensor(*owner[1:], fact), frames, path)
+        return value in inputs or owner is not None
 
     def on_requires_grad(self, t: torch.Tensor) -> None:
         """It matters whether a tensor requires grad, where autograd is on."""
-        owner = self._model.owner(t)
-        here = self._builder.frames(), self._builder.state.current_scope.path
-        if owner is not None:
-            self._of_model(*owner, here)
-            return
         tape = self._builder.tape
-        inputs = [v for v in tape.inputs if v is self._values.by_id.get(id(t))] or tape.inputs
-        for value in inputs:
-            self._fact(tape.inputs.index(value), "requires_grad", (), value.requires_grad)
-        if inputs is not tape.inputs:
+        value = self._values.by_id.get(id(t))
+        if self.on_outside(t, "requires_grad", value.requires_grad if value in tape.inputs else requires_grad_of(t)):
             return
+        for i, v in enumerate(tape.inputs):
+            self._fact(i, "requires_grad", v.requires_grad)
         noted, self._noted_owners = self._noted_owners, len(tape.owners)
-        for fqn, (module, name) in itertools.islice(tape.owners.items(), noted, None):
-            if module is not None:
-                self._of_model(fqn, module, name, here)
+        for fqn in itertools.islice(tape.owners, noted, None):
+            self.on_outside(tape.attributes[fqn], "requires_grad", requires_grad_of(tape.attributes[fqn]))
 
     def on_fast_path(self, tensors: Iterable[torch.Tensor]) -> None:
         """A module chose an op without derivative, as autograd is off or none of what it takes requires grad."""
@@ -381,11 +364,13 @@ class ReadRecorder:
         else:
             self.on_requires_grad(next(iter(op.values())).fake)
 
-    def _of_model(self, fqn: str, module: torch.nn.Module, name: str, noted: Noted) -> None:
-        tensor = self._builder.tape.attributes.get(fqn)
-        tensor = getattr(module, name) if tensor is None else tensor
-        answer = questions.fact_of(tensor, "requires_grad", ())
-        self.note_once(f"{fqn}.requires_grad", answer, OfTensor(module, name, "requires_grad"), *noted)
+
+def _text_of(name: str, fact: str, args: tuple[Any, ...]) -> str:
+    """A fact of a tensor as in source."""
+    if fact == "layout":
+        return f"{name}'s strides"
+    asked = f"({', '.join(map(repr, args))})" if fact in questions.methods else ""
+    return f"{name}.{fact.removeprefix('.')}{asked}"
 
 
 def _is_source_or_alias(op: Op) -> bool:

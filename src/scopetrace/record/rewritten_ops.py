@@ -1,15 +1,14 @@
 """Ops that are recorded as other ops, or not at all.
 
 Data flow:
-    an op with a row in REWRITES -> its function runs other ops, which are recorded, or answers without any
+    an op with a row in REWRITES -> its function gets the OpRecorder, and runs other ops, or answers without any
     NotImplemented from there    -> the op is recorded as it is
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,47 +18,31 @@ from scopetrace._compat.questions import attention_kernels, default_dtype
 from scopetrace._compat.tensors import is_symbolic, run_parts, runs_in_python
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, UnsupportedOpError
-from scopetrace.ops.recurrent import drops_between_layers
+from scopetrace.ops.functional_variants import drops_between_layers
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
 _END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction
 
 
-class Recorder(Protocol):
-    """What the functions below need of `OpRecorder`."""
-
-    values: ValueTable
-    reads: ReadRecorder
-    attention_kernels: tuple[Any, ...]
-
-    def recorded(self, run: Callable[[], Any]) -> Any:
-        """What `run` returns; the ops that it calls are recorded."""
-
-    def where(self) -> dict[str, str | None]:
-        """Module and source line of the op that is being recorded, as arguments of an error."""
-
-
-def _lift_fresh(ops: Recorder, t: torch.Tensor) -> torch.Tensor:
+def _lift_fresh(ops: Any, t: torch.Tensor) -> torch.Tensor:
     if t.dtype == default_dtype():
         ops.reads.on_default_dtype()
     ops.reads.on_default_device(t.device)
     return ops.values.lift_fresh(t)
 
 
-def _split(ops: Recorder, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
+def _split(ops: Any, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
     return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
 
 
-def _narrow(ops: Recorder, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
+def _narrow(ops: Any, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
     return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
 
 
 def _ctc_loss(
-    ops: Recorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
+    ops: Any, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
 ) -> Any:
     """That of lengths as tensors: to divide by numbers, torch would write them into a tensor without data."""
 
@@ -71,7 +54,7 @@ def _ctc_loss(
 
 
 def _ctc_loss_of_tensors(
-    ops: Recorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
+    ops: Any, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
 ) -> Any:
     """That of lengths on the device of `log_probs`: eager makes numbers of them, and torch's parts divide by them."""
     device = log_probs.device
@@ -82,14 +65,14 @@ def _ctc_loss_of_tensors(
     )
 
 
-def _dropout_in_place(ops: Recorder, x: torch.Tensor, p: float, train: bool) -> Any:
+def _dropout_in_place(ops: Any, x: torch.Tensor, p: float, train: bool) -> Any:
     """On a GPU its parts, since `aten.dropout`, its functional variant, has a kernel there that draws other numbers."""
     if x.device.type == "cpu":
         return NotImplemented
     return ops.recorded(lambda: run_parts(_aten.dropout_.default, x, p, train))
 
 
-def _fill_diagonal(ops: Recorder, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
+def _fill_diagonal(ops: Any, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
     """With symbolic sizes, which torch's kernel does not take, the writes to views that it does."""
     if not is_symbolic(x) or x.dim() < 2 or (x.dim() > 2 and any(n != x.size(0) for n in x.shape)):
         return NotImplemented  # the last raises
@@ -108,35 +91,23 @@ def _fill_diagonal(ops: Recorder, x: torch.Tensor, value: Any, wrap: bool = Fals
     return ops.recorded(run)
 
 
-def _combinations(ops: Recorder, x: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+def _combinations(ops: Any, x: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
     """By indices: torch selects each column by a mask of its own, which makes as many sizes that depend on data."""
-    if x.dim() != 1 or r < 1:
+    if x.dim() != 1 or r < 1 or is_symbolic(x):
         return NotImplemented
-    count = x.shape[0]
-    if not isinstance(count, torch.SymInt):
-        with eager():
-            indices = torch.combinations(torch.arange(count), r, with_replacement).to(x.device)
-        return ops.recorded(lambda: x[indices])
-    follows = torch.le if with_replacement else torch.lt
-
-    def run() -> torch.Tensor:
-        places = torch.meshgrid([torch.arange(count, device=x.device)] * r, indexing="ij")
-        is_one = torch.ones([count] * r, dtype=torch.bool, device=x.device)
-        for first, second in itertools.pairwise(places):
-            is_one = is_one & follows(first, second)
-        return x[is_one.nonzero()]
-
-    return ops.recorded(run)
+    with eager():
+        indices = torch.combinations(torch.arange(x.shape[0]), r, with_replacement).to(x.device)
+    return ops.recorded(lambda: x[indices])
 
 
-def _attention(ops: Recorder, *args: Any, **kwargs: Any) -> Any:
+def _attention(ops: Any, *args: Any, **kwargs: Any) -> Any:
     """Under `torch.nn.attention.sdpa_kernel` in the forward the parts, which say the kernel that it chooses."""
     if attention_kernels() == ops.attention_kernels:
         return NotImplemented
     return ops.recorded(lambda: run_parts(_ATTENTION, *args, **kwargs))
 
 
-def _refuse_batched(ops: Recorder, *_: Any) -> Any:
+def _refuse_batched(ops: Any, *_: Any) -> Any:
     raise UnsupportedOpError(
         "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)",
         op="torch.autograd.grad",
@@ -155,7 +126,7 @@ def refuse_lost_dropout(builder: TapeBuilder, func: Any, args: tuple[Any, ...]) 
     if any(map(is_symbolic, tensors)):
         hint = f"trace with fixed sizes, or {hint}"
         raise DynamicShapeError(f"{problem}, of dynamic sizes", op=str(func), **builder.where(), hint=hint)
-    raise UnsupportedOpError(f"{problem}, on a GPU", op=str(func), **builder.where(), hint=hint)
+    raise builder.refusal(f"{problem}, on a GPU", op=str(func), hint=hint)
 
 
 REWRITES: dict[Any, Callable[..., Any]] = {

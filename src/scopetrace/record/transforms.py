@@ -17,7 +17,6 @@ import torch.fx
 from scopetrace._compat.gradients import next_sequence_number
 from scopetrace._compat.ops import BelowAutograd, unwrapped, without_transforms
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of
-from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import map_argument
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.values import ValueTable
@@ -59,10 +58,9 @@ class TransformRecorder:
         for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
             v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
             if v.op.target is _aten._to_copy.default and v.fake.is_meta and not v.op.tensor(0).fake.is_meta:
-                self._builder.loses_device = UnsupportedOpError(
+                self._builder.loses_device = self._builder.refusal(
                     "torch computes this derivative in forward mode with a tensor of zeros that is on no device",
                     op=str(func),
-                    **self._builder.where(),
                     hint="use a derivative in reverse mode (torch.func.grad, vjp, jacrev), or compute it outside",
                 )
         return out

@@ -40,46 +40,42 @@ def shows_only(frame: types.FrameType) -> bool:
     tree = _tree(code)
     if tree is None:
         return not names_of(code).all.isdisjoint({"print", *_TELLING})
-    at_place = (n for n in _walk(tree, ()) if isinstance(n[0], ast.expr) and _place_of(n[0]) == place)
+    nodes = list(_walk(tree, ()))
+    at_place = (n for n in nodes if isinstance(n[0], ast.expr) and _place_of(n[0]) == place)
     expression = next(at_place, None)
-    return expression is not None and _is_shown(tree, *expression)
+    return expression is not None and _is_shown(nodes, *expression)
 
 
 def _place_of(node: ast.expr) -> tuple[int | None, ...]:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
-def _is_shown(tree: Any, node: ast.AST, parents: Parents, *, by_name: bool = True) -> bool:
+def _is_shown(nodes: list[tuple[ast.AST, Parents]], node: ast.AST, parents: Parents, *, by_name: bool = True) -> bool:
     """Whether the value of an expression goes nowhere but into what shows it; `by_name`, by one variable too."""
     for parent, outer in zip(parents, (*parents[1:], None), strict=True):
         if isinstance(parent, ast.Call) and _name_of(parent.func) not in _CONVERSIONS:
-            return _shows(tree, parent, node, outer)
-        if isinstance(parent, (ast.Raise, ast.Assert)):
-            return isinstance(parent, ast.Raise) or node is parent.msg
+            return isinstance(outer, ast.Raise) or _shows(parent, node, is_statement=isinstance(outer, ast.Expr))
         if by_name and isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
-            name = parent.targets[0].id
-            uses = [f for f in _walk(tree, ()) if isinstance(f[0], ast.Name) and f[0].id == name]
-            reads = [f for f in uses if isinstance(f[0].ctx, ast.Load)]  # type: ignore[attr-defined]
-            return len(uses) == len(reads) + 1 and all(_is_shown(tree, *f, by_name=False) for f in reads)
-        if isinstance(parent, ast.IfExp) and node is parent.test:
-            return False
-        if not isinstance(parent, (ast.Call, *_PASSING)):
-            return isinstance(parent, ast.Expr)
+            uses = [n for n in nodes if isinstance(n[0], ast.Name) and n[0].id == parent.targets[0].id]
+            reads = [n for n in uses if n[0] is not parent.targets[0]]
+            return all(isinstance(n.ctx, ast.Load) and _is_shown(nodes, n, p, by_name=False) for n, p in reads)  # type: ignore[attr-defined]
+        if isinstance(parent, (ast.NamedExpr, ast.stmt)):
+            is_message = isinstance(parent, ast.Assert) and node is parent.msg
+            return is_message or isinstance(parent, (ast.Raise, ast.Expr))
         node = parent
     return False
 
 
-def _shows(tree: Any, call: ast.Call, node: ast.AST, outer: ast.AST | None) -> bool:
-    """Whether a call with this argument, whose result `outer` takes, shows it; methods of the model do anything."""
+def _shows(call: ast.Call, node: ast.AST, *, is_statement: bool) -> bool:
+    """Whether a call with this argument shows it; methods of the model do anything."""
     name, owner = str(_name_of(call.func)), getattr(call.func, "value", None)
-    if isinstance(outer, ast.Raise) or name in ("record_function", "range_push"):
-        return True
     if name in _CHECKS:
         return node not in call.args[:1]
-    self_name = tree.args.args[0].arg if tree.args.args else ""
-    tells = name == "print" or (owner is not None and name in _TELLING and _name_of(owner) != self_name)
+    is_models = owner is not None and _name_of(owner) == "self"
+    if name == "print" or (name in _GIVING_NOTHING and not is_models):
+        return True
     helps = owner is None and any(word in name.lower() for word in _FOR_PEOPLE)  # as `warn_once`
-    return (tells and name in _GIVING_NOTHING) or ((tells or helps) and isinstance(outer, ast.Expr))
+    return is_statement and (helps or (name in _TELLING and owner is not None and not is_models))
 
 
 def _name_of(node: ast.AST) -> str | None:
@@ -92,15 +88,10 @@ _TELLING = (
     *("warning_once", "info_once", "warning_advice", "set_description", "set_postfix"),
 )
 _FOR_PEOPLE = ("print", "warn", "log", "info", "debug", "error", "report", "show", "message")
-_GIVING_NOTHING = ("print", "warn")
+_GIVING_NOTHING = ("warn", "record_function", "range_push")
 _CHECKS = ("_assert", "_check", "_check_index", "_check_type", "_check_value", "_check_with")
 """They take a condition, and a text that they show where it does not hold."""
 _CONVERSIONS = ("round", "float", "int", "str", "repr", "abs", "len", "tuple", "list", "format", "join", "size")
-_PASSING = (
-    *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.JoinedStr, ast.FormattedValue, ast.keyword, ast.Starred),
-    *(ast.Tuple, ast.List, ast.ListComp, ast.GeneratorExp, ast.Dict, ast.IfExp),
-)
-"""Expressions whose value is made of that of their parts."""
 
 
 def takes_by_key(forward: Any, name: str | None) -> bool:
