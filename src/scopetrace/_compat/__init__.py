@@ -1,5 +1,5 @@
-"""All that uses private names of torch, checked on import: `manifest` lists the names, `versions` what differs."""
+"""All that uses private names of torch, which an unsupported torch is asked for on import: see `versions`."""
 
-from scopetrace._compat import manifest
+from scopetrace._compat import versions
 
-manifest.check()
+versions.check()

@@ -40,7 +40,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from scopetrace._compat import manifest
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
 
 _MACHINERY = (
@@ -50,8 +49,6 @@ _MACHINERY = (
 )
 _TORCH_INIT = prefixes(TORCH_DIRECTORY, "__init__.py")
 _TORCH_NN = prefixes(TORCH_DIRECTORY, "nn/")
-
-_ATTRIBUTES = manifest.SHAPE_ENV.split()
 
 Place = dict[str, str | None]
 
@@ -104,8 +101,6 @@ class WatchedShapeEnv(ShapeEnv):
 
     def __init__(self) -> None:
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True)
-        if any(not hasattr(self, name) for name in _ATTRIBUTES):
-            manifest.require(manifest.missing_on(self, manifest.SHAPE_ENV))
         self.fixed: list[Fixed] = []
         self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
         self.smallest: dict[sympy.Symbol, int] = {}
