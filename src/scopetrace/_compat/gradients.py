@@ -18,7 +18,6 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from types import FrameType
 from typing import Any
 
 import torch
@@ -229,66 +228,64 @@ _ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 
 
 def _report_saved_tensors_hooks(replace: Replace, listener: Any, mine: Mine) -> None:
-    enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
-    reported: dict[int, contextlib.AbstractContextManager[None]] = {}
+    """`with saved_tensors_hooks`: those of users and of regions under checkpointing stay off.
+
+    Those of torch itself, such as `save_on_cpu`, leave values and gradients as they are.
+    """
+    enter, leave, checkpoint = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__, torch.utils.checkpoint
+    marks: dict[int, Any] = {}
 
     def __enter__(self: Any) -> None:
-        if not mine():
-            return enter(self)
-        context = _reported_hooks(listener, self, enter, leave, sys._getframe(1))
-        context.__enter__()
-        reported[id(self)] = context
+        if mine():
+            marks[id(self)] = listener.mark()
+        if not mine() or not _stays_off(self):
+            enter(self)
 
     def __exit__(self: Any, *error: Any) -> None:
-        context = reported.pop(id(self), None)
-        if context is None:
+        mark = marks.pop(id(self), None)
+        if mark is None or not _stays_off(self):
             leave(self, *error)
-        else:
-            context.__exit__(*error)
+        if mark is not None and not any(error):
+            if _is_users(self):
+                listener.leave_saved_tensors_hooks(mark)
+            elif isinstance(self, torch.autograd.graph.save_on_cpu):
+                listener.leave_offloading(mark)
 
-    def regions(*args: Any, **kwargs: Any) -> Iterator[None]:
-        """Those of `torch.utils.checkpoint(use_reentrant=False)`, which has no hooks where autograd is off."""
-        off, mark = mine() and not torch.is_grad_enabled(), listener.mark()
-        yield from run(*args, **kwargs)
-        if off:
-            arguments = inspect.signature(run).bind(*args, **kwargs).arguments
-            listener.on_recomputed(mark, keeps_rng=arguments.get("preserve_rng_state", True))
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        return _reported_region(listener, run, args, kwargs) if mine() else run(*args, **kwargs)
 
     name = CURRENT.checkpoint_generator
-    run = getattr(torch.utils.checkpoint, name)
+    run = getattr(checkpoint, name)
     replace(_saved_tensors_hooks, "__enter__", __enter__)
     replace(_saved_tensors_hooks, "__exit__", __exit__)
-    for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
+    for module in (checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
         if module is not None:
-            replace(module, name, regions)
+            replace(module, name, region)
 
 
-@contextlib.contextmanager
-def _reported_hooks(
-    listener: Any, hooks: Any, enter: Callable[..., None], leave: Callable[..., None], frame: FrameType
-) -> Iterator[None]:
-    """Inside `with hooks`, in `frame`. Those of users stay off; a region under checkpointing is told of at its end.
+def _is_users(hooks: Any) -> bool:
+    return type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch.")
 
-    Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are.
-    """
-    mark = listener.mark()
-    if type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
-        yield
-        listener.leave_saved_tensors_hooks(mark)
-        return
-    is_region = type(hooks).__module__ == torch.utils.checkpoint.__name__
-    arguments, early_stop, context_fn, keeps_rng = _how_checkpointed(frame if is_region else None)
+
+def _stays_off(hooks: Any) -> bool:
+    return _is_users(hooks) or isinstance(hooks, torch.utils.checkpoint._checkpoint_hook)
+
+
+def _reported_region(listener: Any, run: Callable[..., Iterator[None]], args: Any, kwargs: Any) -> Iterator[None]:
+    """torch's generator `run` around a region of `torch.utils.checkpoint(use_reentrant=False)`."""
+    bound = inspect.signature(run).bind(*args, **kwargs)
+    bound.apply_defaults()
+    options, mark, context_fn = bound.arguments, listener.mark(), None
     with contextlib.ExitStack() as stack:
-        if is_region and listener.differentiates:
-            stack.enter_context(checkpointed(listener, arguments, early_stop=early_stop, context_fn=context_fn))
-        else:
-            enter(hooks)
-            stack.callback(leave, hooks, None, None, None)
-        yield
-    if is_region:
-        listener.on_recomputed(mark, context_fn, keeps_rng=keeps_rng)
-    elif isinstance(hooks, torch.autograd.graph.save_on_cpu):
-        listener.leave_offloading(mark)
+        if torch.is_grad_enabled():
+            context_fn = options["context_fn"]
+            context_fn = None if context_fn is torch.utils.checkpoint.noop_context_fn else context_fn
+            if listener.differentiates:
+                early_stop = torch.utils.checkpoint._enable_checkpoint_early_stop
+                how = {"early_stop": options["early_stop"] if early_stop is None else early_stop}
+                stack.enter_context(checkpointed(listener, options["args"], context_fn=context_fn, **how))
+        yield from run(*args, **kwargs)
+    listener.on_recomputed(mark, context_fn, keeps_rng=options["preserve_rng_state"])
 
 
 @contextlib.contextmanager
@@ -304,23 +301,6 @@ def checkpointed(
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         listener.end_checkpointed()
-
-
-def _how_checkpointed(frame: FrameType | None) -> tuple[tuple[Any, ...], bool, Any, bool]:
-    """Of the function that checkpoints, which runs in `frame` or around it: its arguments, and three of its options.
-
-    They are `early_stop`, `context_fn`, which is None for its default, and `preserve_rng_state`.
-    """
-    checkpoint = torch.utils.checkpoint
-    while frame is not None and frame.f_code.co_filename == checkpoint.__file__:
-        names = frame.f_locals
-        if "context_fn" in names:
-            context_fn = names["context_fn"]
-            early_stop = getattr(names.get("new_frame"), "early_stop", True)
-            context_fn = None if context_fn is checkpoint.noop_context_fn else context_fn
-            return names.get("args", ()), early_stop, context_fn, names.get("preserve_rng_state", True)
-        frame = frame.f_back
-    return (), True, None, True
 
 
 def policy_of(context_fn: Any) -> Callable[..., bool]:

@@ -45,7 +45,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scopetrace._compat.encoder_layer import FUSED
 from scopetrace._compat.tensors import run_parts
 from scopetrace._compat.versions import CURRENT
 
@@ -569,8 +568,9 @@ def autocast_rule(func: OpOverload, device: str) -> tuple[Callable[..., Any] | N
 
 CASTS_INSIDE = frozenset(
     {
-        *(FUSED, torch.ops.aten._native_multi_head_attention.default, torch.ops.aten._trilinear.default),
+        *(torch.ops.aten._transformer_encoder_layer_fwd.default, torch.ops.aten._native_multi_head_attention.default),
         *(torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_pinv.atol_rtol_float),
+        torch.ops.aten._trilinear.default,
     }
 )
 """Ops that autocast leaves alone, and of which the kernel calls ops that it casts. Found by torch's samples."""

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.functions import APPLY_BY_GRADIENTS
+from scopetrace._compat.higher_order import APPLY_BY_GRADIENTS
 from scopetrace._compat.tensors import FakeFactory, base_of, requires_grad_of, run_fake
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards.reach import names_of
