@@ -156,6 +156,7 @@ def report_hooks(replace: Replace, on: On, listener: Any, mine: Mine) -> None:
     _report_flags(on, listener, recording)
     _report_gradients(replace, on, listener, recording)
     _report_saved_tensors_hooks(replace, listener, mine)
+    _report_regions(replace, listener, mine)
 
 
 def _history(name: str, listener: Any, mine: Mine) -> Handler:
@@ -232,7 +233,7 @@ def _report_saved_tensors_hooks(replace: Replace, listener: Any, mine: Mine) -> 
 
     Those of torch itself, such as `save_on_cpu`, leave values and gradients as they are.
     """
-    enter, leave, checkpoint = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__, torch.utils.checkpoint
+    enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
     marks: dict[int, Any] = {}
 
     def __enter__(self: Any) -> None:
@@ -251,14 +252,19 @@ def _report_saved_tensors_hooks(replace: Replace, listener: Any, mine: Mine) -> 
             elif isinstance(self, torch.autograd.graph.save_on_cpu):
                 listener.leave_offloading(mark)
 
+    replace(_saved_tensors_hooks, "__enter__", __enter__)
+    replace(_saved_tensors_hooks, "__exit__", __exit__)
+
+
+def _report_regions(replace: Replace, listener: Any, mine: Mine) -> None:
+    """Regions of `torch.utils.checkpoint(use_reentrant=False)`."""
+
     def region(*args: Any, **kwargs: Any) -> Iterator[None]:
         return _reported_region(listener, run, args, kwargs) if mine() else run(*args, **kwargs)
 
     name = CURRENT.checkpoint_generator
-    run = getattr(checkpoint, name)
-    replace(_saved_tensors_hooks, "__enter__", __enter__)
-    replace(_saved_tensors_hooks, "__exit__", __exit__)
-    for module in (checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
+    run = getattr(torch.utils.checkpoint, name)
+    for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
         if module is not None:
             replace(module, name, region)
 
@@ -272,7 +278,7 @@ def _stays_off(hooks: Any) -> bool:
 
 
 def _reported_region(listener: Any, run: Callable[..., Iterator[None]], args: Any, kwargs: Any) -> Iterator[None]:
-    """torch's generator `run` around a region of `torch.utils.checkpoint(use_reentrant=False)`."""
+    """torch's generator `run` around a region."""
     bound = inspect.signature(run).bind(*args, **kwargs)
     bound.apply_defaults()
     options, mark, context_fn = bound.arguments, listener.mark(), None

@@ -22,7 +22,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.expressions import encode_environment, restore_environment
@@ -74,7 +73,7 @@ class TracedGraphModule(_LazyGraphModule):
         used = dict.fromkeys(n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module"))
         held = {name: look_up(self, name) for name in used}
         is_body = isinstance(self, BodyGraphModule)
-        return _unpickle, (held, dumps(_records(self.graph)), self._get_name(), self.training, is_body)
+        return _unpickle, (held, dumps([self.graph, *self.graph.nodes]), self._get_name(), self.training, is_body)
 
 
 @constant_to_dynamo
@@ -285,36 +284,15 @@ def _reserved_names() -> frozenset[str]:
     return frozenset({*dir(torch.fx.GraphModule({}, torch.fx.Graph())), *dir(TracedGraphModule)})
 
 
-class _Ref:
-    """A reference to a node in a pickle, by its index in the graph."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _records(graph: torch.fx.Graph) -> list[tuple[Any, ...]]:
-    order: dict[torch.fx.Node, Any] = {node: _Ref(i) for i, node in enumerate(graph.nodes)}
-    records: list[tuple[Any, ...]] = []
-    for n in graph.nodes:
-        args, kwargs = torch.fx.node.map_aggregate(
-            (n.args, n.kwargs), lambda a: order[a] if isinstance(a, torch.fx.Node) else a
-        )
-        meta = {key: n.meta[key] for key in _PICKLED_META if key in n.meta}
-        records.append((n.op, n.name, n.target, args, kwargs, meta))
-    return records
-
-
 def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_body: bool) -> TracedGraphModule:
-    graph = torch.fx.Graph()
-    nodes: list[torch.fx.Node] = []
+    graph, *_ = pickle.loads(data)
+    return make_graph_module(held, graph, name, is_body=is_body).train(training)
 
-    for op, node_name, target, args, kwargs, meta in pickle.loads(data):
-        args, kwargs = tree_map_only(_Ref, lambda ref: nodes[ref.index], (args, kwargs))
-        node = graph.create_node(op, target, args, kwargs, name=node_name)
-        node.meta.update(meta)
-        nodes.append(node)
-    module = make_graph_module(held, graph, name, is_body=is_body)
-    return module.train(training)
+
+def _node(graph: torch.fx.Graph, meta: dict[str, Any], *parts: Any) -> torch.fx.Node:
+    node = graph.create_node(*parts)
+    node.meta.update(meta)
+    return node
 
 
 def look_up(module: torch.nn.Module, name: str) -> Any:
@@ -332,6 +310,11 @@ class _Pickler(pickle.Pickler):
         self._factory = _Factory()
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.fx.Graph):
+            return torch.fx.Graph, ()
+        if isinstance(obj, torch.fx.Node):  # the nodes that it reads are in the pickle before it
+            meta = {key: obj.meta[key] for key in _PICKLED_META if key in obj.meta}
+            return _node, (obj.graph, meta, obj.op, obj.target, obj.args, obj.kwargs, obj.name)
         if isinstance(obj, OpOverload):
             return find_op, (obj._schema.name, obj._overloadname)
         if isinstance(obj, HigherOrderOperator):
