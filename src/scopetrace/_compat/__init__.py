@@ -1,5 +1,3 @@
-"""All that uses private names of torch, which an unsupported torch is asked for on import: see `versions`."""
+"""All that uses private names of torch; `versions` says what differs between versions of torch, and warns of others."""
 
-from scopetrace._compat import versions
-
-versions.check()
+from scopetrace._compat import versions as versions

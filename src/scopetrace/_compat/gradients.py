@@ -54,7 +54,8 @@ def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tenso
     none; or a tensor from `outside` of the forward was computed from it.
     """
     hooked = [t for t, hooks in zip(by, hooks_of(*by), strict=True) if hooks and not isinstance(t, torch.nn.Parameter)]
-    if hooked or any(t.retains_grad or _is_leaf_view(t) for t in by):
+    views = (t for t in by if t.is_leaf and t._base is not None and t._base.requires_grad)
+    if hooked or any(t.retains_grad for t in by) or any(views):
         return True
     nodes = nodes_of(outside)
     edges = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in by if t.requires_grad} if nodes else set()
@@ -136,10 +137,6 @@ def is_function(node: Any) -> bool:
 def node_number(t: torch.Tensor) -> int:
     """The number of the node that made a tensor; -1 for a leaf."""
     return -1 if t.grad_fn is None else sequence_number(t.grad_fn)
-
-
-def _is_leaf_view(t: torch.Tensor) -> bool:
-    return t.is_leaf and t._base is not None and t._base.requires_grad
 
 
 def report_hooks(replace: Replace, on: On, listener: Any, mine: Mine) -> None:

@@ -5,13 +5,9 @@ To support another version, see CONTRIBUTING.md.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import pkgutil
-import re
 import warnings
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,17 +40,13 @@ SUPPORTED = {(2, 13): TORCH_2_13, (2, 14): TORCH_2_14, (2, 15): TORCH_2_15}
 """By (major, minor) of torch, oldest first."""
 
 
-def _number(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
 def differences_of(version: str) -> Differences:
     """Those of a torch version such as `2.15.0+cpu`; of one outside the supported range, those of the nearest.
 
     Warns outside the range: private parts of torch that this package uses may have another form there.
     """
-    number = _number(version)
+    major, minor = version.split(".")[:2]
+    number = int(major), int(minor)
     if number in SUPPORTED:
         return SUPPORTED[number]
     (first, *_, last) = sorted(SUPPORTED)
@@ -68,46 +60,3 @@ def differences_of(version: str) -> Differences:
 
 CURRENT = differences_of(torch.__version__)
 """What may differ between versions of torch, as far as this package depends on it."""
-
-
-def check() -> None:
-    """Raise ImportError if a torch outside the supported range lacks names that this package uses."""
-    if _number(torch.__version__) not in SUPPORTED:
-        sources = [path.read_text() for path in Path(__file__).parent.glob("*.py") if path.stem != "onnx"]
-        require(sorted(name for source in sources for name in missing(source)))
-
-
-def require(absent: list[str]) -> None:
-    """Raise ImportError if names are absent, with all of them and the torch that lacks them."""
-    if absent:
-        (first, *_, last) = sorted(SUPPORTED)
-        raise ImportError(
-            f"torch {torch.__version__} has no {', '.join(absent)}, which scopetrace uses. It supports torch "
-            f"{first[0]}.{first[1]} to {last[0]}.{last[1]}: install one of these, or a newer scopetrace."
-        )
-
-
-def missing(source: str) -> set[str]:
-    """The dotted names of torch in Python code that the installed torch does not have."""
-    return {name for name in _names_of_torch(ast.parse(source)) if not _is_there(name)}
-
-
-def _names_of_torch(tree: ast.Module) -> Iterator[str]:
-    """The names that are imported from torch, and the attributes of these and of torch."""
-    names = {"torch": "torch"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and re.match(r"torch\b", node.module or ""):
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    yield from names.values()
-    for node in ast.walk(tree):
-        path = re.fullmatch(r"(\w+)\.([\w.]+)", ast.unparse(node)) if isinstance(node, ast.Attribute) else None
-        if path is not None and path[1] in names:
-            yield f"{names[path[1]]}.{path[2]}"
-
-
-def _is_there(name: str) -> bool:
-    try:
-        pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return False
-    return True
