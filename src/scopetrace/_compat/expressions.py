@@ -14,6 +14,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch.utils._sympy.functions as torch_functions
 from sympy.logic.boolalg import BooleanAtom  # type: ignore[import-untyped]
+from torch.fx.experimental.symbolic_shapes import RuntimeAssert
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -135,5 +136,8 @@ def restore_environment(env: WatchedShapeEnv, data: dict[str, Any]) -> None:
         smallest={decode(symbol): int(value) for symbol, value in data["smallest"]},
         names={decode(symbol): str(name) for symbol, name in data["names"]},
         guards=[decode(guard) for guard in data["guards"]],
-        asserts={decode(s): [(decode(e), message) for e, message in of_symbol] for s, of_symbol in data["asserts"]},
+        deferred_runtime_asserts={
+            decode(s): [RuntimeAssert(decode(e), message, None) for e, message in of_symbol]  # type: ignore[arg-type]
+            for s, of_symbol in data["asserts"]
+        },
     )

@@ -13,7 +13,7 @@ import keyword
 import operator
 import pickle
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.expressions import encode_environment, restore_environment
-from scopetrace._compat.ops import find_higher_order, find_op
+from scopetrace._compat.ops import find_higher_order, find_op, is_random
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
@@ -124,7 +124,7 @@ class BodyGraphModule(TracedGraphModule):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self._get_name() == "wrap_body" and _is_random(self):
-            self.meta[_CONTEXT_FN] = _with_equal_random_numbers
+            self.meta[_CONTEXT_FN] = functools.partial(_region_runs, None, is_random=True)
 
     has_regions = False  # Inductor has no regions inside of regions
 
@@ -135,58 +135,41 @@ class BodyGraphModule(TracedGraphModule):
 
 def _is_random(graph_module: torch.fx.GraphModule) -> bool:
     graphs = [inner.graph for inner in graph_module.modules() if isinstance(inner, torch.fx.GraphModule)]
-    targets = {node.target for graph in graphs for node in graph.nodes}
-    return any(isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags for op in targets)
+    return any(is_random(node.target) for graph in graphs for node in graph.nodes)
 
 
-class _RunContext(contextlib.ExitStack):
-    """The context of one run of a checkpointed region; it may be entered again."""
+class _RegionRun(contextlib.ExitStack):
+    """The context of one run of a checkpointed region, which may be entered again.
+
+    Where there are `states`, it draws the random numbers of the first run that has the same ones.
+    """
 
     ac_graph_id: Any = None
     """The op writes it."""
 
-
-class _RandomState(_RunContext):
-    """Draws random numbers as the first context with the same `states` does."""
-
-    def __init__(self, states: list[Any]) -> None:
+    def __init__(self, context: Any, states: list[Any] | None) -> None:
         super().__init__()
-        self._states = states
+        self._context, self._states = context, states
 
-    def __enter__(self) -> _RandomState:
+    def __enter__(self) -> _RegionRun:
+        if self._context is not None:
+            self._context.ac_graph_id = self.ac_graph_id
+            self.enter_context(self._context)
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        if not self._states:
+        if self._states:
+            self.enter_context(torch.random.fork_rng(devices))
+            torch.set_rng_state(self._states[0])
+            for i, state in zip(devices, self._states[1], strict=False):
+                torch.cuda.set_rng_state(state, i)
+        elif self._states is not None:
             self._states += torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices]
-            return self
-        self.enter_context(torch.random.fork_rng(devices))
-        torch.set_rng_state(self._states[0])
-        for i, state in zip(devices, self._states[1], strict=False):
-            torch.cuda.set_rng_state(state, i)
         return self
 
 
-def _with_equal_random_numbers() -> tuple[_RandomState, _RandomState]:
-    states: list[Any] = []
-    return _RandomState(states), _RandomState(states)
-
-
-class _Contexts(_RunContext):
-    """Several contexts as one."""
-
-    def __init__(self, contexts: Sequence[Any]) -> None:
-        super().__init__()
-        self._contexts = contexts
-
-    def __enter__(self) -> _Contexts:
-        for context in self._contexts:
-            context.ac_graph_id = self.ac_graph_id
-            self.enter_context(context)
-        return self
-
-
-def _contexts_of(functions: Sequence[Callable[[], Any]]) -> tuple[_Contexts, _Contexts]:
-    forward, again = zip(*[function() for function in functions], strict=True)
-    return _Contexts(forward), _Contexts(again)
+def _region_runs(context_fn: Callable[[], Any] | None, *, is_random: bool) -> tuple[_RegionRun, _RegionRun]:
+    forward, again = (None, None) if context_fn is None else context_fn()
+    states: list[Any] | None = [] if is_random else None
+    return _RegionRun(forward, states), _RegionRun(again, states)
 
 
 def switches_grad(graph_module: torch.fx.GraphModule) -> bool:
@@ -230,8 +213,7 @@ def make_graph_module(
         return module
     body = BodyGraphModule(attributes, graph, class_name=name)
     if context_fn is not None:
-        functions = [context_fn, *filter(None, [body.meta.get(_CONTEXT_FN)])]
-        body.meta[_CONTEXT_FN] = functools.partial(_contexts_of, functions)
+        body.meta[_CONTEXT_FN] = functools.partial(_region_runs, context_fn, is_random=_CONTEXT_FN in body.meta)
     return body
 
 

@@ -45,6 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from scopetrace._compat.questions import AUTOCAST_DEVICES
 from scopetrace._compat.tensors import run_parts
 from scopetrace._compat.versions import CURRENT
 
@@ -529,14 +530,7 @@ def function_in_transform(args: Any) -> Any:
 
 # Autocast ------------------------------------------------------------------------------------------------------------
 
-_key: Any = DispatchKey  # typed with some of its members only
-_AUTOCAST_KEYS = {
-    "cpu": _key.AutocastCPU,
-    "cuda": _key.AutocastCUDA,
-    "xpu": _key.AutocastXPU,
-    "hpu": _key.AutocastHPU,
-    "mps": _key.AutocastMPS,
-}
+_AUTOCAST_KEYS = {device: getattr(DispatchKey, f"Autocast{device.upper()}") for device in AUTOCAST_DEVICES}
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -63,7 +63,7 @@ autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any type of device."""
 AUTOCAST = "torch.autocast"
 """The name of the flag that `autocast_state` tells."""
-_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
@@ -76,7 +76,7 @@ def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """The types of device for which autocast is on, each with its dtype."""
     if not autocast_enabled():
         return ()
-    return tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if _is_autocast_enabled(d))
+    return tuple((d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if _is_autocast_enabled(d))
 
 
 def flag(name: str, args: tuple[Any, ...]) -> Any:
@@ -164,7 +164,7 @@ _settings = dict(_SETTINGS)
 
 def settings() -> dict[str, Any]:
     """The state of the process that a forward may change, by name."""
-    dtypes = tuple(map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))  # also where autocast is off
+    dtypes = tuple(map(torch.get_autocast_dtype, AUTOCAST_DEVICES))  # also where autocast is off
     return {AUTOCAST: autocast_state(), "dtypes of torch.autocast": dtypes, **{name: ask() for name, ask in _SETTINGS}}
 
 

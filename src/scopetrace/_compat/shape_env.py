@@ -26,7 +26,6 @@ from torch.fx.experimental.sym_node import _NO_HINT, SymNode
 from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined]
     DimDynamic,
     GuardOnDataDependentSymNode,
-    RuntimeAssert,
     ShapeEnv,
     ShapeGuard,
     SLoc,
@@ -222,8 +221,8 @@ class WatchedShapeEnv(ShapeEnv):
         except ZeroDivisionError:
             return True
 
-    def restore(self, guards: list[Any], asserts: dict[Any, list[tuple[Any, str]]], **state: Any) -> None:
-        """Set the state of another environment: conditions, messages of runtime asserts, and attributes by name."""
+    def restore(self, guards: list[Any], **state: Any) -> None:
+        """Set the state of another environment: conditions, and attributes by name."""
         vars(self).update(state)
         # each with places of its own: where an op refines a bound, torch notes its place in this
         self.var_to_range_sloc = {symbol: ValueRangesSLoc(_NOWHERE, _NOWHERE) for symbol in self.var_to_range}
@@ -231,10 +230,6 @@ class WatchedShapeEnv(ShapeEnv):
         self.guards = []
         for condition in guards:
             self.add_guard(condition)
-        self.deferred_runtime_asserts = {
-            symbol: [RuntimeAssert(expr, message, None) for expr, message in of_symbol]  # type: ignore[arg-type]
-            for symbol, of_symbol in asserts.items()
-        }
 
     def take_for_more_than_one(self, size: Any, place: Place | None = None) -> None:
         """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.

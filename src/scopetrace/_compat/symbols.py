@@ -223,26 +223,6 @@ def _is_looser(expr: Any, others: list[Any]) -> bool:
     return any(n > number if is_lower else n < number for n in same)
 
 
-def all_hold(symbols: Sequence[sympy.Symbol], conditions: Iterable[Any]) -> Callable[..., bool]:
-    """A function of the values of `symbols`, whether all conditions hold. Its code is Python that torch.compile traces.
-
-    Raises NotImplementedError for an expression without a Python form.
-    """
-    graph = torch.fx.Graph()
-    tracer = GraphAppendingTracer(graph)
-    values = {symbol: torch.fx.Proxy(graph.placeholder(f"n{i}"), tracer) for i, symbol in enumerate(symbols)}
-    results = [sympy_interp(_Conditions, values, condition) for condition in conditions]
-    graph.output([x.node if isinstance(x, torch.fx.Proxy) else bool(x) for x in results])
-    run = torch.fx.GraphModule({}, graph).forward
-    return lambda *sizes: all(run(*sizes))
-
-
-class _Conditions(_NodeArithmetic):
-    """With `not`: Dynamo cannot trace torch's `sym_not` of a bool."""
-
-    not_ = staticmethod(functools.partial(_called, operator.not_))
-
-
 def expression_text(expr: Any, names: dict[Any, str]) -> str:
     """An expression as text, with these names for its symbols."""
     named = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}
@@ -251,6 +231,16 @@ def expression_text(expr: Any, names: dict[Any, str]) -> str:
 
 python_text: Callable[[Any], str] = PythonPrinter().doprint
 """A condition as Python code, as the guards of an ExportedProgram are written: `x == 1 + y`."""
+
+
+def all_hold(symbols: Sequence[sympy.Symbol], conditions: Iterable[Any]) -> Callable[..., bool]:
+    """A function of the values of `symbols`, whether all conditions hold, in Python that torch.compile traces."""
+    names = {symbol: sympy.Symbol(f"n{i}", integer=True) for i, symbol in enumerate(symbols)}
+    tests = [f"({python_text(sympy.sympify(condition).xreplace(names))})" for condition in conditions]
+    function: Callable[..., bool] = eval(
+        f"lambda {', '.join(map(str, names.values()))}: bool({' and '.join(tests) or True})", {"math": math}
+    )
+    return function
 
 
 def to_expr(numbers: Any) -> Any:
