@@ -166,7 +166,7 @@ def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
     """The outermost modules below the root that have parameters, are called with hooks, and fit."""
     registered = order.registered
     calls = [(registered.module(c.fqn), c.hooked and not c.writes_input) for c in order.calls]
-    called = {name for name, _ in calls} - {name for name, all_hooks_run in calls if not all_hooks_run}
+    called = {name for name, _ in calls if name} - {name for name, all_hooks_run in calls if not all_hooks_run}
     children = _children(registered)
 
     def parts(name: str) -> Iterator[str]:
