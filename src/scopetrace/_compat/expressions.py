@@ -76,7 +76,10 @@ def decode_expression(data: Any) -> Any:
     if isinstance(data, float):
         return sympy.Float(data)
     if isinstance(data, dict):
-        return _symbol(data)
+        ((name, assumptions),) = data.items()
+        if not name.isidentifier() or not all(type(value) is bool for value in assumptions.values()):
+            raise ValueError(f"{name!r} is no symbol")
+        return sympy.Symbol(name, **assumptions)
     name, *args = data
     if name == "rational":
         return sympy.Rational(*map(decode_expression, args))
@@ -84,13 +87,6 @@ def decode_expression(data: Any) -> Any:
     if name in ("sympy.Pow", "torch.PowByNatural", "torch.FloatPow"):
         _refuse_large_power(*parts)
     return _CLASSES[name](*parts)
-
-
-def _symbol(data: dict[str, Any]) -> Any:
-    ((name, assumptions),) = data.items()
-    if not name.isidentifier() or not all(type(value) is bool for value in assumptions.values()):
-        raise ValueError(f"{name!r} is no symbol")
-    return sympy.Symbol(name, **assumptions)
 
 
 def _refuse_large_power(base: Any, exponent: Any) -> None:

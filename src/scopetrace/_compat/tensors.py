@@ -124,17 +124,11 @@ def passes_its_class(t: torch.Tensor) -> bool:
 def tags_of(t: torch.Tensor) -> dict[str, Any]:
     """The attributes that users set on a tensor; those of torch are private, or such as all fake tensors have."""
     attributes = vars(t)
-    if not attributes or attributes.keys() <= _USUAL:
-        return {}
-    of_torch = _OF_BUFFERS if "_is_buffer" in attributes else _OF_FAKES  # nn.Buffer sets these
-    return {k: x for k, x in attributes.items() if k[0] != "_" and k not in of_torch}
+    of_buffers = {"persistent"} if "_is_buffer" in attributes else ()
+    return {k: x for k, x in attributes.items() if not (k[0] == "_" or k in _OF_FAKES or k in of_buffers)}
 
 
 _OF_FAKES = frozenset(FakeTensor.__annotations__)
-_MEMOS = ("nonzero", "item", "unique", "unique_consecutive", "nested_int")
-_OF_BUFFERS = _OF_FAKES | {"persistent"}
-_USUAL = _OF_FAKES | {f"_{k}_memo{end}" for k in _MEMOS for end in ("", "_vc", "_epoch")}
-"""What most fake tensors have: to look at each name takes three times as long."""
 
 
 _storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ Data flow:
 
 The op is torch's own: a call of the trace makes a Function of both bodies and applies it. Where autograd does not see
 the call, the ops of the forward are recorded in its place. A Function of several results that asks for None in place of
-gradients that are zero has a backward for each set of gradients: see `_compat.functions`.
+gradients that are zero has a backward for each set of gradients: see `_compat.higher_order`.
 """
 
 from __future__ import annotations
