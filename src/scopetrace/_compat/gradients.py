@@ -276,34 +276,29 @@ def _stays_off(hooks: Any) -> bool:
 
 def _reported_region(listener: Any, run: Callable[..., Iterator[None]], args: Any, kwargs: Any) -> Iterator[None]:
     """torch's generator `run` around a region."""
-    bound = inspect.signature(run).bind(*args, **kwargs)
+    checkpoint, bound = torch.utils.checkpoint, inspect.signature(run).bind(*args, **kwargs)
     bound.apply_defaults()
-    options, mark, context_fn = bound.arguments, listener.mark(), None
-    with contextlib.ExitStack() as stack:
-        if torch.is_grad_enabled():
-            context_fn = options["context_fn"]
-            context_fn = None if context_fn is torch.utils.checkpoint.noop_context_fn else context_fn
-            if listener.differentiates:
-                early_stop = torch.utils.checkpoint._enable_checkpoint_early_stop
-                how = {"early_stop": options["early_stop"] if early_stop is None else early_stop}
-                stack.enter_context(checkpointed(listener, options["args"], context_fn=context_fn, **how))
+    options, grad = bound.arguments, torch.is_grad_enabled()
+    context_fn = options["context_fn"] if grad else checkpoint.noop_context_fn
+    early_stop = checkpoint._enable_checkpoint_early_stop
+    with listener.checkpointed(
+        options["args"],
+        None if context_fn is checkpoint.noop_context_fn else context_fn,
+        grad=grad,
+        early_stop=options["early_stop"] if early_stop is None else early_stop,
+        keeps_rng=options["preserve_rng_state"],
+    ):
         yield from run(*args, **kwargs)
-    listener.on_recomputed(mark, context_fn, keeps_rng=options["preserve_rng_state"])
 
 
 @contextlib.contextmanager
-def checkpointed(
-    listener: Any, arguments: Iterable[Any], *, early_stop: bool, context_fn: Any = None
-) -> Iterator[None]:
-    """Inside, a region under checkpointing runs in a forward that differentiates."""
-    tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
-    hooks = listener.begin_checkpointed(tensors, early_stop=early_stop, context_fn=context_fn)
-    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+def saving_by(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Inside, autograd saves tensors by these hooks, of which the listener is not told."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
     try:
         yield
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        listener.end_checkpointed()
 
 
 def policy_of(context_fn: Any) -> Callable[..., bool]:
