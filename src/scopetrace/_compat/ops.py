@@ -260,13 +260,6 @@ def device_at_once() -> tuple[Any, str, Any]:
     return FakeTensorMode, "__torch_dispatch__", dispatch
 
 
-def _register_higher_order_ops() -> None:
-    """Register an implementation under `PreDispatchMode` for each higher-order op that has none yet."""
-    for hop in _higher_order_ops.values():
-        if PreDispatchMode not in hop.python_key_table:
-            hop.py_impl(PreDispatchMode)(_reported(hop))
-
-
 def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:
     """Hands a call of `hop` to the mode, without the keyword arguments that torch passes with a default value."""
     defaults = CURRENT.hop_defaults.get(hop.name(), {})
@@ -284,7 +277,9 @@ def dispatching_to(mode: PreDispatchMode, *others: Any) -> Iterator[None]:
 
     The mode of an outer trace in this thread is off inside.
     """
-    _register_higher_order_ops()
+    for hop in _higher_order_ops.values():
+        if PreDispatchMode not in hop.python_key_table:
+            hop.py_impl(PreDispatchMode)(_reported(hop))
     with paused(), contextlib.ExitStack() as stack:
         for entered in (*others, enable_python_dispatcher(), mode):
             stack.enter_context(entered)
