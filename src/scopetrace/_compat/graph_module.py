@@ -339,7 +339,7 @@ def dumps(x: Any) -> bytes:
 # Under torch.compile -------------------------------------------------------------------------------------------------
 
 
-class CompiledApart:
+class CompiledSeparately:
     """A callable object in place of which torch.compile takes a function that calls `call`.
 
     All callable objects of a process share one code object under torch.compile, which it compiles eight times at most.

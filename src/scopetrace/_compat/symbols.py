@@ -65,11 +65,11 @@ class SymbolNodes:
         self._unbacked: dict[sympy.Symbol, tuple[torch.fx.Node, Any]] = {}
         self._asserted: set[Any] = set()
 
-    def learn_number(self, number: Any, node: torch.fx.Node) -> None:
+    def add_number(self, number: Any, node: torch.fx.Node) -> None:
         """Tell that the symbolic number is the result of `node`."""
         self._nodes.setdefault(number.node.expr, node)
 
-    def learn_sizes(self, fake: torch.Tensor, node: torch.fx.Node) -> None:
+    def add_sizes(self, fake: torch.Tensor, node: torch.fx.Node) -> None:
         """Tell that `fake` is the result of `node`, so that its sizes can be read there."""
         for dim, size in enumerate(fake.size()):
             if isinstance(size, torch.SymInt):
@@ -92,7 +92,7 @@ class SymbolNodes:
         """Whether there is a node for `number` already, or it is constant."""
         return number.node.expr in self._nodes or _is_known(number.node.expr)
 
-    def learn_unbacked(self, node: torch.fx.Node, bindings: Any) -> None:
+    def add_unbacked(self, node: torch.fx.Node, bindings: Any) -> None:
         """Tell that `node` makes unbacked symbols. `bindings` has the key path of each in its result."""
         for symbol, path in bindings.items():
             self._unbacked[symbol] = node, path
