@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -55,54 +56,36 @@ def decomposition_rules(table: Mapping[Any, Rule] | None) -> RuleOf:
     return rule
 
 
-def _encoder_layer(
-    src: torch.Tensor,
-    embed_dim: int,
-    num_heads: int,
-    qkv_weight: torch.Tensor,
-    qkv_bias: torch.Tensor,
-    proj_weight: torch.Tensor,
-    proj_bias: torch.Tensor,
-    use_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    norm_weight_1: torch.Tensor,
-    norm_bias_1: torch.Tensor,
-    norm_weight_2: torch.Tensor,
-    norm_bias_2: torch.Tensor,
-    ffn_weight_1: torch.Tensor,
-    ffn_bias_1: torch.Tensor,
-    ffn_weight_2: torch.Tensor,
-    ffn_bias_2: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    mask_type: int | None = None,
-) -> torch.Tensor:
+def _encoder_layer(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`FUSED` in ops that every backend has, of which torch has no such form: `src` is `[batch, length, embed_dim]`.
 
     `mask` is True, or not 0, where a key is left out: `[length, length]` for a `mask_type` of 0, `[batch, length]` for
     1, all four sizes of the attention for 2.
     """
+    names = [argument.name for argument in FUSED._schema.arguments]
+    op = types.SimpleNamespace(**{"mask": None, **dict(zip(names, args, strict=False)), **kwargs})
 
     def first(x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+        return F.layer_norm(x, (op.embed_dim,), op.norm_weight_1, op.norm_bias_1, op.eps)
 
     def second(x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+        return F.layer_norm(x, (op.embed_dim,), op.norm_weight_2, op.norm_bias_2, op.eps)
 
     def attention(x: torch.Tensor) -> torch.Tensor:
-        heads = F.linear(x, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))
+        heads = F.linear(x, op.qkv_weight, op.qkv_bias).unflatten(-1, (3, op.num_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
-        kept = None if mask is None else mask.to(torch.bool).logical_not()
-        if kept is not None and mask_type == 1:
+        kept = None if op.mask is None else op.mask.to(torch.bool).logical_not()
+        if kept is not None and op.mask_type == 1:
             kept = kept[:, None, None, :]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=kept)
-        return F.linear(mixed.transpose(1, 2).flatten(2), proj_weight, proj_bias)
+        return F.linear(mixed.transpose(1, 2).flatten(2), op.proj_weight, op.proj_bias)
 
     def feed_forward(x: torch.Tensor) -> torch.Tensor:
-        inner = F.linear(x, ffn_weight_1, ffn_bias_1)
-        return F.linear(F.gelu(inner) if use_gelu else F.relu(inner), ffn_weight_2, ffn_bias_2)
+        inner = F.linear(x, op.ffn_weight_1, op.ffn_bias_1)
+        return F.linear(F.gelu(inner) if op.use_gelu else F.relu(inner), op.ffn_weight_2, op.ffn_bias_2)
 
-    if norm_first:
+    src: torch.Tensor = op.src
+    if op.norm_first:
         src = src + attention(first(src))
         return src + feed_forward(second(src))
     src = first(src + attention(src))
