@@ -257,8 +257,7 @@ class AutogradRecorder:
             yield
         known = ((name, self._values.by_id.get(id(t))) for name, t in self._model.bound_tensors())
         attributes = {name: value for name, value in known if value is not None}
-        of_region = {"context_fn": context_fn, "keeps_rng": keeps_rng, "attributes": attributes}
-        self._builder.end_region(CHECKPOINT, mark, **of_region)
+        self._builder.end_region(CHECKPOINT, mark, context_fn=context_fn, keeps_rng=keeps_rng, attributes=attributes)
 
     def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
         """The forward leaves `saved_tensors_hooks`, which act on the ops that autograd records."""
