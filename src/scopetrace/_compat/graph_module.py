@@ -111,20 +111,12 @@ def call_inline(body: torch.nn.Module, _: str, *operands: Any) -> Any:
     return body(*operands)
 
 
-_CONTEXT_FN = "_checkpoint_context_fn"
-
-
 class BodyGraphModule(TracedGraphModule):
     """The body of a higher-order op. Its code is generated at once, as torch.compile cannot do that inside the op.
 
     Where a checkpointed region draws random numbers, backward draws the same ones: the op itself leaves that to a
     compiler, and takes from `meta` in which contexts to run the body.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self._get_name() == "wrap_body" and _is_random(self):
-            self.meta[_CONTEXT_FN] = functools.partial(_region_runs, None, is_random=True)
 
     has_regions = False  # Inductor has no regions inside of regions
 
@@ -212,8 +204,9 @@ def make_graph_module(
         module.graph = graph
         return module
     body = BodyGraphModule(attributes, graph, class_name=name)
-    if context_fn is not None:
-        body.meta[_CONTEXT_FN] = functools.partial(_region_runs, context_fn, is_random=_CONTEXT_FN in body.meta)
+    draws = name == "wrap_body" and _is_random(body)
+    if draws or context_fn is not None:
+        body.meta["_checkpoint_context_fn"] = functools.partial(_region_runs, context_fn, is_random=draws)
     return body
 
 
