@@ -27,6 +27,7 @@ from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.expressions import encode_environment, restore_environment
 from scopetrace._compat.ops import find_higher_order, find_op, is_random
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
+from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
 set_grad_enabled = torch._C._set_grad_enabled
@@ -287,9 +288,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, FakeTensor):
             layout = tuple(obj.size()), tuple(obj.stride())
             return _fake, (self._factory, *layout, obj.dtype, obj.device, obj.requires_grad)
-        if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            node = obj.node
-            return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
+        if isinstance(obj, Symbolic):
+            return _number, (type(obj), obj.node.shape_env, *number_parts(obj))
         if isinstance(obj, WatchedShapeEnv):
             return _environment, (self._factory, encode_environment(obj))
         return NotImplemented
