@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from scopetrace._compat import manifest
-
 # The rooms of src/scopetrace with what each is for, ground floor first. A module imports from its own room, without
 # cycles, and from those before it. Imports in functions and for type checking count.
 LAYERS = {
     "errors": "one exception class for each kind of mistake",
     "formatting": "aligned columns, quantities and objects as text",
-    "_compat": "all private torch, one file for each concern, and a manifest of the names",
+    "_compat": "all private torch, one file for each concern",
     "containers": "arguments and results as trees: pytree, dataclasses, objects that hold tensors",
     "ir": "the program as data: values, ops, calls, scopes, tapes, write-back",
     "guards": "what of Python a forward may reach, and what it reads of modules",
@@ -47,9 +45,18 @@ PRIVATE_MODULES = ("torch.fx.experimental",)
 NOT_PRIVATE = ("torch.utils._pytree", "torch.ops")
 
 # Private attributes of torch's classes, which a class of ours may have too; and what is private by its name only.
-OF_CLASSES = [names for owner, names in manifest.NAMES.items() if ":" in owner]
-OF_INSTANCES = [names for _, names in manifest.INSTANCES.values()]
-TORCH_ATTRIBUTES = {name for names in (*OF_CLASSES, *OF_INSTANCES) for name in names.split()}
+TORCH_ATTRIBUTES = set(
+    """
+    _backward_hooks _backward_pre_hooks _base _buffers _c _call_impl _can_decompose _cdata _check_input_dim
+    _check_scale_growth_tracker _compiled_call_impl _debug_flush_compilation_cache _erased _examples _expr
+    _forward_hooks _forward_pre_hooks _get_dispatch _get_method _get_name _get_user_frame _has_symbolic_sizes_strides
+    _init_group _is_better _is_python_assert _is_view _lazy_init_scale_growth_tracker _make_subclass _maybe_opt_step
+    _method_names _modules _name_template _named_members _non_persistent_buffers_set _op_dk _optimizer_step_post_hooks
+    _optimizer_step_pre_hooks _overloadname _parameters _per_optimizer_states _post_accumulate_grad_hooks
+    _real_recompile _resolve_unbacked_binding _schema _schema_check_mode _set_replacement _suppress_guards_tls
+    _update_args_kwargs _update_version_counter _version
+    """.split()  # noqa: SIM905
+)
 PUBLIC_ATTRIBUTES = {"_asdict", "_fields", "_getframe", "_replace"}
 
 MAX_LINES = 600  # more is a warning: walls follow ideas, and a long file often has two

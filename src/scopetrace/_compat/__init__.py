@@ -1,5 +1,3 @@
-"""All that uses private names of torch, checked on import: `manifest` lists the names, `versions` what differs."""
+"""All that uses private names of torch; `versions` says what differs between versions of torch, and warns of others."""
 
-from scopetrace._compat import manifest
-
-manifest.check()
+from scopetrace._compat import versions as versions

@@ -14,6 +14,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch.utils._sympy.functions as torch_functions
 from sympy.logic.boolalg import BooleanAtom  # type: ignore[import-untyped]
+from torch.fx.experimental.symbolic_shapes import RuntimeAssert
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -75,7 +76,10 @@ def decode_expression(data: Any) -> Any:
     if isinstance(data, float):
         return sympy.Float(data)
     if isinstance(data, dict):
-        return _symbol(data)
+        ((name, assumptions),) = data.items()
+        if not name.isidentifier() or not all(type(value) is bool for value in assumptions.values()):
+            raise ValueError(f"{name!r} is no symbol")
+        return sympy.Symbol(name, **assumptions)
     name, *args = data
     if name == "rational":
         return sympy.Rational(*map(decode_expression, args))
@@ -83,13 +87,6 @@ def decode_expression(data: Any) -> Any:
     if name in ("sympy.Pow", "torch.PowByNatural", "torch.FloatPow"):
         _refuse_large_power(*parts)
     return _CLASSES[name](*parts)
-
-
-def _symbol(data: dict[str, Any]) -> Any:
-    ((name, assumptions),) = data.items()
-    if not name.isidentifier() or not all(type(value) is bool for value in assumptions.values()):
-        raise ValueError(f"{name!r} is no symbol")
-    return sympy.Symbol(name, **assumptions)
 
 
 def _refuse_large_power(base: Any, exponent: Any) -> None:
@@ -135,5 +132,8 @@ def restore_environment(env: WatchedShapeEnv, data: dict[str, Any]) -> None:
         smallest={decode(symbol): int(value) for symbol, value in data["smallest"]},
         names={decode(symbol): str(name) for symbol, name in data["names"]},
         guards=[decode(guard) for guard in data["guards"]],
-        asserts={decode(s): [(decode(e), message) for e, message in of_symbol] for s, of_symbol in data["asserts"]},
+        deferred_runtime_asserts={
+            decode(s): [RuntimeAssert(decode(e), message, None) for e, message in of_symbol]  # type: ignore[arg-type]
+            for s, of_symbol in data["asserts"]
+        },
     )

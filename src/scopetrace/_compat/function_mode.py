@@ -29,8 +29,6 @@ depth: Callable[[], int] = torch._C._len_torch_function_stack
 """How many modes of torch functions are active."""
 _pop, _push = torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
 _at = torch._C._get_function_stack_at
-without_functions: Any = torch._C.DisableTorchFunction
-"""A context in which no mode and no subclass gets calls of torch's functions."""
 
 
 class FunctionMode(TorchFunctionMode):
@@ -38,17 +36,18 @@ class FunctionMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._handlers: dict[Any, Handler] = {}
+        self._handlers: dict[Any, tuple[Handler, Callable[..., Any]]] = {}  # with what it asks
 
     def on(self, func: Callable[..., Any], handler: Handler) -> None:
         """Let a handler answer calls of `func`. Where there is one already, the new one gets that as the function."""
         before = self._handlers.get(func)
-        self._handlers[func] = handler if before is None else _above(functools.partial(before, func), handler)
+        self._handlers[func] = handler, func if before is None else functools.partial(before[0], before[1])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = self._handlers.get(func)
-        if handler is not None:
-            return handler(func, *args, **(kwargs or {}))
+        entry = self._handlers.get(func)
+        if entry is not None:
+            handler, ask = entry
+            return handler(ask, *args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
     @contextlib.contextmanager
@@ -72,10 +71,6 @@ def _taken() -> list[Any]:
 def _put_back(modes: list[Any]) -> None:
     for mode in reversed(modes):
         _push(mode)
-
-
-def _above(ask: Callable[..., Any], handler: Handler) -> Handler:
-    return lambda _, *args, **kwargs: handler(ask, *args, **kwargs)
 
 
 def after(tell: Callable[..., Any], mine: Callable[[], bool]) -> Handler:

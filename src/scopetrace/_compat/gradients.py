@@ -18,7 +18,6 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from types import FrameType
 from typing import Any
 
 import torch
@@ -55,7 +54,8 @@ def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tenso
     none; or a tensor from `outside` of the forward was computed from it.
     """
     hooked = [t for t, hooks in zip(by, hooks_of(*by), strict=True) if hooks and not isinstance(t, torch.nn.Parameter)]
-    if hooked or any(t.retains_grad or _is_leaf_view(t) for t in by):
+    views = (t for t in by if t.is_leaf and t._base is not None and t._base.requires_grad)
+    if hooked or any(t.retains_grad for t in by) or any(views):
         return True
     nodes = nodes_of(outside)
     edges = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in by if t.requires_grad} if nodes else set()
@@ -139,10 +139,6 @@ def node_number(t: torch.Tensor) -> int:
     return -1 if t.grad_fn is None else sequence_number(t.grad_fn)
 
 
-def _is_leaf_view(t: torch.Tensor) -> bool:
-    return t.is_leaf and t._base is not None and t._base.requires_grad
-
-
 def report_hooks(replace: Replace, on: On, listener: Any, mine: Mine) -> None:
     """Tell `listener` of hooks, `requires_grad` and `grad`, first."""
     tensor: Any = torch.Tensor
@@ -157,6 +153,7 @@ def report_hooks(replace: Replace, on: On, listener: Any, mine: Mine) -> None:
     _report_flags(on, listener, recording)
     _report_gradients(replace, on, listener, recording)
     _report_saved_tensors_hooks(replace, listener, mine)
+    _report_regions(replace, listener, mine)
 
 
 def _history(name: str, listener: Any, mine: Mine) -> Handler:
@@ -229,98 +226,79 @@ _ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 
 
 def _report_saved_tensors_hooks(replace: Replace, listener: Any, mine: Mine) -> None:
+    """`with saved_tensors_hooks`: those of users and of regions under checkpointing stay off.
+
+    Those of torch itself, such as `save_on_cpu`, leave values and gradients as they are.
+    """
     enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
-    reported: dict[int, contextlib.AbstractContextManager[None]] = {}
+    marks: dict[int, Any] = {}
 
     def __enter__(self: Any) -> None:
-        if not mine():
-            return enter(self)
-        context = _reported_hooks(listener, self, enter, leave, sys._getframe(1))
-        context.__enter__()
-        reported[id(self)] = context
+        if mine():
+            marks[id(self)] = listener.mark()
+        if not mine() or not _stays_off(self):
+            enter(self)
 
     def __exit__(self: Any, *error: Any) -> None:
-        context = reported.pop(id(self), None)
-        if context is None:
+        mark = marks.pop(id(self), None)
+        if mark is None or not _stays_off(self):
             leave(self, *error)
-        else:
-            context.__exit__(*error)
+        if mark is not None and not any(error):
+            if _is_users(self):
+                listener.leave_saved_tensors_hooks(mark)
+            elif isinstance(self, torch.autograd.graph.save_on_cpu):
+                listener.leave_offloading(mark)
 
-    def regions(*args: Any, **kwargs: Any) -> Iterator[None]:
-        """Those of `torch.utils.checkpoint(use_reentrant=False)`, which has no hooks where autograd is off."""
-        off, mark = mine() and not torch.is_grad_enabled(), listener.mark()
-        yield from run(*args, **kwargs)
-        if off:
-            arguments = inspect.signature(run).bind(*args, **kwargs).arguments
-            listener.on_recomputed(mark, keeps_rng=arguments.get("preserve_rng_state", True))
+    replace(_saved_tensors_hooks, "__enter__", __enter__)
+    replace(_saved_tensors_hooks, "__exit__", __exit__)
+
+
+def _report_regions(replace: Replace, listener: Any, mine: Mine) -> None:
+    """Regions of `torch.utils.checkpoint(use_reentrant=False)`."""
+
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        return _reported_region(listener, run, args, kwargs) if mine() else run(*args, **kwargs)
 
     name = CURRENT.checkpoint_generator
     run = getattr(torch.utils.checkpoint, name)
-    replace(_saved_tensors_hooks, "__enter__", __enter__)
-    replace(_saved_tensors_hooks, "__exit__", __exit__)
     for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
         if module is not None:
-            replace(module, name, regions)
+            replace(module, name, region)
+
+
+def _is_users(hooks: Any) -> bool:
+    return type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch.")
+
+
+def _stays_off(hooks: Any) -> bool:
+    return _is_users(hooks) or isinstance(hooks, torch.utils.checkpoint._checkpoint_hook)
+
+
+def _reported_region(listener: Any, run: Callable[..., Iterator[None]], args: Any, kwargs: Any) -> Iterator[None]:
+    """torch's generator `run` around a region."""
+    checkpoint, bound = torch.utils.checkpoint, inspect.signature(run).bind(*args, **kwargs)
+    bound.apply_defaults()
+    options, grad = bound.arguments, torch.is_grad_enabled()
+    context_fn = options["context_fn"] if grad else checkpoint.noop_context_fn
+    early_stop = checkpoint._enable_checkpoint_early_stop
+    with listener.checkpointed(
+        options["args"],
+        None if context_fn is checkpoint.noop_context_fn else context_fn,
+        grad=grad,
+        early_stop=options["early_stop"] if early_stop is None else early_stop,
+        keeps_rng=options["preserve_rng_state"],
+    ):
+        yield from run(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _reported_hooks(
-    listener: Any, hooks: Any, enter: Callable[..., None], leave: Callable[..., None], frame: FrameType
-) -> Iterator[None]:
-    """Inside `with hooks`, in `frame`. Those of users stay off; a region under checkpointing is told of at its end.
-
-    Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are.
-    """
-    mark = listener.mark()
-    if type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
-        yield
-        listener.leave_saved_tensors_hooks(mark)
-        return
-    is_region = type(hooks).__module__ == torch.utils.checkpoint.__name__
-    arguments, early_stop, context_fn, keeps_rng = _how_checkpointed(frame if is_region else None)
-    with contextlib.ExitStack() as stack:
-        if is_region and listener.differentiates:
-            stack.enter_context(checkpointed(listener, arguments, early_stop=early_stop, context_fn=context_fn))
-        else:
-            enter(hooks)
-            stack.callback(leave, hooks, None, None, None)
-        yield
-    if is_region:
-        listener.on_recomputed(mark, context_fn, keeps_rng=keeps_rng)
-    elif isinstance(hooks, torch.autograd.graph.save_on_cpu):
-        listener.leave_offloading(mark)
-
-
-@contextlib.contextmanager
-def checkpointed(
-    listener: Any, arguments: Iterable[Any], *, early_stop: bool, context_fn: Any = None
-) -> Iterator[None]:
-    """Inside, a region under checkpointing runs in a forward that differentiates."""
-    tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
-    hooks = listener.begin_checkpointed(tensors, early_stop=early_stop, context_fn=context_fn)
-    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+def saving_by(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Inside, autograd saves tensors by these hooks, of which the listener is not told."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
     try:
         yield
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        listener.end_checkpointed()
-
-
-def _how_checkpointed(frame: FrameType | None) -> tuple[tuple[Any, ...], bool, Any, bool]:
-    """Of the function that checkpoints, which runs in `frame` or around it: its arguments, and three of its options.
-
-    They are `early_stop`, `context_fn`, which is None for its default, and `preserve_rng_state`.
-    """
-    checkpoint = torch.utils.checkpoint
-    while frame is not None and frame.f_code.co_filename == checkpoint.__file__:
-        names = frame.f_locals
-        if "context_fn" in names:
-            context_fn = names["context_fn"]
-            early_stop = getattr(names.get("new_frame"), "early_stop", True)
-            context_fn = None if context_fn is checkpoint.noop_context_fn else context_fn
-            return names.get("args", ()), early_stop, context_fn, names.get("preserve_rng_state", True)
-        frame = frame.f_back
-    return (), True, None, True
 
 
 def policy_of(context_fn: Any) -> Callable[..., bool]:

@@ -13,7 +13,7 @@ import keyword
 import operator
 import pickle
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.expressions import encode_environment, restore_environment
-from scopetrace._compat.ops import find_higher_order, find_op
+from scopetrace._compat.ops import find_higher_order, find_op, is_random
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
+from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
 set_grad_enabled = torch._C._set_grad_enabled
@@ -74,7 +74,7 @@ class TracedGraphModule(_LazyGraphModule):
         used = dict.fromkeys(n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module"))
         held = {name: look_up(self, name) for name in used}
         is_body = isinstance(self, BodyGraphModule)
-        return _unpickle, (held, dumps(_records(self.graph)), self._get_name(), self.training, is_body)
+        return _unpickle, (held, dumps([self.graph, *self.graph.nodes]), self._get_name(), self.training, is_body)
 
 
 @constant_to_dynamo
@@ -112,20 +112,12 @@ def call_inline(body: torch.nn.Module, _: str, *operands: Any) -> Any:
     return body(*operands)
 
 
-_CONTEXT_FN = "_checkpoint_context_fn"
-
-
 class BodyGraphModule(TracedGraphModule):
     """The body of a higher-order op. Its code is generated at once, as torch.compile cannot do that inside the op.
 
     Where a checkpointed region draws random numbers, backward draws the same ones: the op itself leaves that to a
     compiler, and takes from `meta` in which contexts to run the body.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self._get_name() == "wrap_body" and _is_random(self):
-            self.meta[_CONTEXT_FN] = _with_equal_random_numbers
 
     has_regions = False  # Inductor has no regions inside of regions
 
@@ -136,58 +128,41 @@ class BodyGraphModule(TracedGraphModule):
 
 def _is_random(graph_module: torch.fx.GraphModule) -> bool:
     graphs = [inner.graph for inner in graph_module.modules() if isinstance(inner, torch.fx.GraphModule)]
-    targets = {node.target for graph in graphs for node in graph.nodes}
-    return any(isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags for op in targets)
+    return any(is_random(node.target) for graph in graphs for node in graph.nodes)
 
 
-class _RunContext(contextlib.ExitStack):
-    """The context of one run of a checkpointed region; it may be entered again."""
+class _RegionRun(contextlib.ExitStack):
+    """The context of one run of a checkpointed region, which may be entered again.
+
+    Where there are `states`, it draws the random numbers of the first run that has the same ones.
+    """
 
     ac_graph_id: Any = None
     """The op writes it."""
 
-
-class _RandomState(_RunContext):
-    """Draws random numbers as the first context with the same `states` does."""
-
-    def __init__(self, states: list[Any]) -> None:
+    def __init__(self, context: Any, states: list[Any] | None) -> None:
         super().__init__()
-        self._states = states
+        self._context, self._states = context, states
 
-    def __enter__(self) -> _RandomState:
+    def __enter__(self) -> _RegionRun:
+        if self._context is not None:
+            self._context.ac_graph_id = self.ac_graph_id
+            self.enter_context(self._context)
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        if not self._states:
+        if self._states:
+            self.enter_context(torch.random.fork_rng(devices))
+            torch.set_rng_state(self._states[0])
+            for i, state in zip(devices, self._states[1], strict=False):
+                torch.cuda.set_rng_state(state, i)
+        elif self._states is not None:
             self._states += torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices]
-            return self
-        self.enter_context(torch.random.fork_rng(devices))
-        torch.set_rng_state(self._states[0])
-        for i, state in zip(devices, self._states[1], strict=False):
-            torch.cuda.set_rng_state(state, i)
         return self
 
 
-def _with_equal_random_numbers() -> tuple[_RandomState, _RandomState]:
-    states: list[Any] = []
-    return _RandomState(states), _RandomState(states)
-
-
-class _Contexts(_RunContext):
-    """Several contexts as one."""
-
-    def __init__(self, contexts: Sequence[Any]) -> None:
-        super().__init__()
-        self._contexts = contexts
-
-    def __enter__(self) -> _Contexts:
-        for context in self._contexts:
-            context.ac_graph_id = self.ac_graph_id
-            self.enter_context(context)
-        return self
-
-
-def _contexts_of(functions: Sequence[Callable[[], Any]]) -> tuple[_Contexts, _Contexts]:
-    forward, again = zip(*[function() for function in functions], strict=True)
-    return _Contexts(forward), _Contexts(again)
+def _region_runs(context_fn: Callable[[], Any] | None, *, is_random: bool) -> tuple[_RegionRun, _RegionRun]:
+    forward, again = (None, None) if context_fn is None else context_fn()
+    states: list[Any] | None = [] if is_random else None
+    return _RegionRun(forward, states), _RegionRun(again, states)
 
 
 def switches_grad(graph_module: torch.fx.GraphModule) -> bool:
@@ -230,18 +205,21 @@ def make_graph_module(
         module.graph = graph
         return module
     body = BodyGraphModule(attributes, graph, class_name=name)
-    if context_fn is not None:
-        functions = [context_fn, *filter(None, [body.meta.get(_CONTEXT_FN)])]
-        body.meta[_CONTEXT_FN] = functools.partial(_contexts_of, functions)
+    draws = name == "wrap_body" and _is_random(body)
+    if draws or context_fn is not None:
+        body.meta["_checkpoint_context_fn"] = functools.partial(_region_runs, context_fn, is_random=draws)
     return body
 
 
 def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
     """Put tensors and modules under their paths, those of short paths first, in modules that are made for them."""
-    modules = {"": root}
     for name in sorted(attributes, key=lambda name: name.count(".")):
-        path, _, field = name.rpartition(".")
-        module = _module_at(path, modules)
+        *path, field = name.split(".")
+        module: Any = root
+        for part in path:
+            if module._modules.get(part) is None:
+                module._modules[part] = torch.nn.Module()
+            module = module._modules[part]
         x = attributes[name]
         if isinstance(x, torch.nn.Parameter):  # as `register_parameter` does, which takes four times as long
             module._parameters[field] = x
@@ -249,19 +227,6 @@ def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
             module._buffers[field] = x
         else:
             setattr(module, field, x)
-
-
-def _module_at(path: str, modules: dict[str, torch.nn.Module]) -> torch.nn.Module:
-    """The module at a path, a new one where there is none; `modules` are those that were found, by their paths."""
-    module = modules.get(path)
-    if module is None:
-        outer, _, name = path.rpartition(".")
-        children = _module_at(outer, modules)._modules
-        module = children.get(name)
-        if module is None:
-            module = children[name] = torch.nn.Module()
-        modules[path] = module
-    return module
 
 
 def is_taken(name: str) -> bool:
@@ -285,36 +250,15 @@ def _reserved_names() -> frozenset[str]:
     return frozenset({*dir(torch.fx.GraphModule({}, torch.fx.Graph())), *dir(TracedGraphModule)})
 
 
-class _Ref:
-    """A reference to a node in a pickle, by its index in the graph."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _records(graph: torch.fx.Graph) -> list[tuple[Any, ...]]:
-    order: dict[torch.fx.Node, Any] = {node: _Ref(i) for i, node in enumerate(graph.nodes)}
-    records: list[tuple[Any, ...]] = []
-    for n in graph.nodes:
-        args, kwargs = torch.fx.node.map_aggregate(
-            (n.args, n.kwargs), lambda a: order[a] if isinstance(a, torch.fx.Node) else a
-        )
-        meta = {key: n.meta[key] for key in _PICKLED_META if key in n.meta}
-        records.append((n.op, n.name, n.target, args, kwargs, meta))
-    return records
-
-
 def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_body: bool) -> TracedGraphModule:
-    graph = torch.fx.Graph()
-    nodes: list[torch.fx.Node] = []
+    graph, *_ = pickle.loads(data)
+    return make_graph_module(held, graph, name, is_body=is_body).train(training)
 
-    for op, node_name, target, args, kwargs, meta in pickle.loads(data):
-        args, kwargs = tree_map_only(_Ref, lambda ref: nodes[ref.index], (args, kwargs))
-        node = graph.create_node(op, target, args, kwargs, name=node_name)
-        node.meta.update(meta)
-        nodes.append(node)
-    module = make_graph_module(held, graph, name, is_body=is_body)
-    return module.train(training)
+
+def _node(graph: torch.fx.Graph, meta: dict[str, Any], *parts: Any) -> torch.fx.Node:
+    node = graph.create_node(*parts)
+    node.meta.update(meta)
+    return node
 
 
 def look_up(module: torch.nn.Module, name: str) -> Any:
@@ -332,6 +276,11 @@ class _Pickler(pickle.Pickler):
         self._factory = _Factory()
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.fx.Graph):
+            return torch.fx.Graph, ()
+        if isinstance(obj, torch.fx.Node):  # the nodes that it reads are in the pickle before it
+            meta = {key: obj.meta[key] for key in _PICKLED_META if key in obj.meta}
+            return _node, (obj.graph, meta, obj.op, obj.target, obj.args, obj.kwargs, obj.name)
         if isinstance(obj, OpOverload):
             return find_op, (obj._schema.name, obj._overloadname)
         if isinstance(obj, HigherOrderOperator):
@@ -339,9 +288,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, FakeTensor):
             layout = tuple(obj.size()), tuple(obj.stride())
             return _fake, (self._factory, *layout, obj.dtype, obj.device, obj.requires_grad)
-        if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            node = obj.node
-            return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
+        if isinstance(obj, Symbolic):
+            return _number, (type(obj), obj.node.shape_env, *number_parts(obj))
         if isinstance(obj, WatchedShapeEnv):
             return _environment, (self._factory, encode_environment(obj))
         return NotImplemented
@@ -384,7 +332,7 @@ def dumps(x: Any) -> bytes:
 # Under torch.compile -------------------------------------------------------------------------------------------------
 
 
-class CompiledApart:
+class CompiledSeparately:
     """A callable object in place of which torch.compile takes a function that calls `call`.
 
     All callable objects of a process share one code object under torch.compile, which it compiles eight times at most.

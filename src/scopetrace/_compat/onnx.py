@@ -23,14 +23,9 @@ from torch.export import decomp_utils, exported_program
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
 from torch.onnx._internal.exporter._torchlib.ops.hop import call_op as call_op
 
-from scopetrace._compat import manifest
-from scopetrace._compat.decompositions import core_aten
-from scopetrace._compat.encoder_layer import FUSED
+from scopetrace._compat.decompositions import FUSED, core_aten
 from scopetrace._compat.ops import one_at_a_time
 from scopetrace.errors import OnnxExportError
-
-manifest.require(list(manifest.missing(manifest.ONNX)))
-
 
 _registry = functools.cache(_registration.ONNXRegistry.from_torchlib)
 

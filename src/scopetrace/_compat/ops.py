@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scopetrace._compat.encoder_layer import FUSED
+from scopetrace._compat.questions import AUTOCAST_DEVICES
 from scopetrace._compat.tensors import run_parts
 from scopetrace._compat.versions import CURRENT
 
@@ -260,13 +260,6 @@ def device_at_once() -> tuple[Any, str, Any]:
     return FakeTensorMode, "__torch_dispatch__", dispatch
 
 
-def _register_higher_order_ops() -> None:
-    """Register an implementation under `PreDispatchMode` for each higher-order op that has none yet."""
-    for hop in _higher_order_ops.values():
-        if PreDispatchMode not in hop.python_key_table:
-            hop.py_impl(PreDispatchMode)(_reported(hop))
-
-
 def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:
     """Hands a call of `hop` to the mode, without the keyword arguments that torch passes with a default value."""
     defaults = CURRENT.hop_defaults.get(hop.name(), {})
@@ -284,7 +277,9 @@ def dispatching_to(mode: PreDispatchMode, *others: Any) -> Iterator[None]:
 
     The mode of an outer trace in this thread is off inside.
     """
-    _register_higher_order_ops()
+    for hop in _higher_order_ops.values():
+        if PreDispatchMode not in hop.python_key_table:
+            hop.py_impl(PreDispatchMode)(_reported(hop))
     with paused(), contextlib.ExitStack() as stack:
         for entered in (*others, enable_python_dispatcher(), mode):
             stack.enter_context(entered)
@@ -337,62 +332,68 @@ one_at_a_time = threading.RLock()
 """The stack of pre-dispatch modes and what a trace replaces belong to the process: one thread builds programs."""
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def _compile_lock() -> Any:
     """The lock under which Dynamo compiles, which would read what a trace replaces; taken before `one_at_a_time`."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return getattr(dynamo, "compile_lock", None) or contextlib.nullcontext()
+    return getattr(dynamo, "compile_lock", _NOTHING)
 
 
 # While programs are built --------------------------------------------------------------------------------------------
 
 
 class _Interrupts:
-    """Keeps a signal such as an interrupt (Ctrl-C) until `act`, or the end; a second one acts at once.
+    """Keeps a signal such as an interrupt (Ctrl-C) until `act`, or the end; at a second one the first acts at once.
 
     One may arrive at any line here: what each line leaves is right by itself. Where another signal has cut `__enter__`
     or `__exit__` short, the next one acts at once.
     """
 
-    def __init__(self, number: int) -> None:
-        """`number` is that of the signal."""
-        self.pending = False
-        self._number = number
+    def __init__(self, *signals: int) -> None:
+        self.pending = 0
+        """The number of the signal that is kept; 0 for none."""
         self._depth = 0
-        self._outside: Any = None
-        """What handles the signal outside."""
+        self._outside: dict[int, Any] = dict.fromkeys(signals)
+        """What handles the signals outside."""
 
     def __enter__(self) -> None:
         if self._depth == 0:
-            handler = signal.getsignal(self._number)
-            self.pending, self._outside = False, self._outside if handler == self._on_signal else handler
-            if callable(self._outside):
-                signal.signal(self._number, self._on_signal)
+            self.pending = 0
+            for number in self._outside:
+                handler = signal.getsignal(number)
+                self._outside[number] = self._outside[number] if handler == self._on_signal else handler
+                if callable(self._outside[number]):
+                    signal.signal(number, self._on_signal)
         self._depth += 1
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, number: int, _: Any) -> None:
         if not self._depth:
-            signal.signal(self._number, self._outside)
+            signal.signal(number, self._outside[number])
         if self.pending or not self._depth:
-            self.act()
-        self.pending = True
+            self.act(self.pending or number)
+        self.pending = number
 
-    def act(self) -> None:
-        """Do what the signal does outside, in the main thread: raise KeyboardInterrupt, as a rule."""
+    def act(self, number: int = 0) -> None:
+        """Do what a signal does outside, that which is kept, in the main thread: raise KeyboardInterrupt, as a rule."""
         if threading.current_thread() is threading.main_thread():
-            self.pending = False
-            self._outside(self._number, sys._getframe())
+            number, self.pending = number or self.pending, 0
+            self._outside[number](number, sys._getframe())
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            if callable(self._outside):
-                signal.signal(self._number, self._outside)
+            for number, handler in self._outside.items():
+                if callable(handler):
+                    signal.signal(number, handler)
             if self.pending:
                 self.act()
 
 
-_alarm = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows has none
-interrupts = _Interrupts(_alarm), _Interrupts(signal.SIGTERM), _Interrupts(signal.SIGINT)
+interrupts = _Interrupts(
+    getattr(signal, "SIGALRM", signal.SIGTERM), signal.SIGTERM, signal.SIGINT
+)  # no alarm on Windows
 """The signals whose handlers raise, as those of time limits do. Only the main thread of the process gets them."""
 
 
@@ -401,36 +402,12 @@ def building() -> Iterator[None]:
     """Entered while tapes, graphs or files are built.
 
     Other threads wait, and signals too, since torch's modes and our patches are switched on and off inside. Python's
-    garbage collector is off.
+    garbage collector is off: it would visit programs, which only grow, again and again.
     """
-    with _compile_lock(), one_at_a_time, garbage_collector_off():
+    kept: Any = interrupts if threading.current_thread() is threading.main_thread() else _NOTHING
+    with _compile_lock(), one_at_a_time, kept, to_undo(gc.enable) if gc.isenabled() else _NOTHING:
+        gc.disable()
         yield
-
-
-_collector_lock = threading.Lock()
-_collector_off: dict[object, bool] = {}
-"""Who is in `garbage_collector_off`, of all threads, and whether the collector was on before."""
-
-
-@contextlib.contextmanager
-def garbage_collector_off() -> Iterator[None]:
-    """Entered where programs only grow: Python's collector would visit them again and again as they do.
-
-    It is on again when the last of all threads has left. Signals wait.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    kept: Any = interrupts if in_main else (contextlib.nullcontext(),) * 3
-    me = object()
-    with kept[0], kept[1], kept[2]:
-        try:
-            with _collector_lock:
-                _collector_off[me] = any(_collector_off.values()) or gc.isenabled()
-                gc.disable()
-            yield
-        finally:
-            with _collector_lock:
-                if _collector_off.pop(me, False) and not _collector_off:
-                    gc.enable()
 
 
 _unfinished: list[Callable[[], None]] = []
@@ -452,16 +429,13 @@ def _forget_other_threads() -> None:
     if one_at_a_time.acquire(blocking=False):  # nobody else was building
         one_at_a_time.release()
         return
-    for lock in (one_at_a_time, _collector_lock, _compile_lock()):
+    for lock in (one_at_a_time, _compile_lock()):
         getattr(lock, "_at_fork_reinit", bool)()
     _slots._schema_check_mode = None
     for i in range(2):
         _slots.set(i, None)
     while _unfinished:
         _unfinished.pop()()
-    if any(_collector_off.values()):
-        gc.enable()
-    _collector_off.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -530,14 +504,7 @@ def function_in_transform(args: Any) -> Any:
 
 # Autocast ------------------------------------------------------------------------------------------------------------
 
-_key: Any = DispatchKey  # typed with some of its members only
-_AUTOCAST_KEYS = {
-    "cpu": _key.AutocastCPU,
-    "cuda": _key.AutocastCUDA,
-    "xpu": _key.AutocastXPU,
-    "hpu": _key.AutocastHPU,
-    "mps": _key.AutocastMPS,
-}
+_AUTOCAST_KEYS = {device: getattr(DispatchKey, f"Autocast{device.upper()}") for device in AUTOCAST_DEVICES}
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -569,8 +536,9 @@ def autocast_rule(func: OpOverload, device: str) -> tuple[Callable[..., Any] | N
 
 CASTS_INSIDE = frozenset(
     {
-        *(FUSED, torch.ops.aten._native_multi_head_attention.default, torch.ops.aten._trilinear.default),
+        *(torch.ops.aten._transformer_encoder_layer_fwd.default, torch.ops.aten._native_multi_head_attention.default),
         *(torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_pinv.atol_rtol_float),
+        torch.ops.aten._trilinear.default,
     }
 )
 """Ops that autocast leaves alone, and of which the kernel calls ops that it casts. Found by torch's samples."""

@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scopetrace._compat.function_mode import FunctionMode, after, without_mode
-from scopetrace._compat.gradients import checkpointed, report_hooks
+from scopetrace._compat.gradients import report_hooks
 from scopetrace._compat.ops import (
     device_at_once,
     in_transform,
@@ -385,18 +385,11 @@ def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 def _reentrant(observer: Any, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
     """A reentrant checkpoint: what it wraps runs. Its results require grad only if one of its arguments does."""
-    mark = observer.mark()
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    keeps = any(map(requires_grad_of, tensors))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(observer.on_reentrant(tensors))
-        if not keeps:
-            stack.enter_context(torch.no_grad())
-        elif observer.differentiates:
-            stack.enter_context(checkpointed(observer, tensors, early_stop=False))
-        out = function(*args)
-    observer.on_recomputed(mark, keeps_rng=keeps_rng)
-    return out
+    grad = any(map(requires_grad_of, tensors))
+    region = observer.checkpointed(tensors, grad=grad, early_stop=False, keeps_rng=keeps_rng)
+    with region, observer.on_reentrant(tensors), contextlib.nullcontext() if grad else torch.no_grad():
+        return function(*args)
 
 
 def _report_seeding(replace: Replace, observer: Any, mine: Mine) -> None:

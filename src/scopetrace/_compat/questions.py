@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.utils.checkpoint
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from scopetrace._compat.function_mode import depth as function_modes
 
@@ -57,12 +58,12 @@ properties: dict[str, Callable[..., Any]] = {
 VIEW_QUESTIONS: dict[str, Any] = {"_is_view": _tensor._is_view, "_base": _tensor._base.__get__}
 """What tells whether a tensor is a view, or of what."""
 _CPU = torch.device("cpu")
-_default_device, _is_autocast_enabled = torch.get_default_device, torch.is_autocast_enabled
+_is_autocast_enabled = torch.is_autocast_enabled
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any type of device."""
 AUTOCAST = "torch.autocast"
 """The name of the flag that `autocast_state` tells."""
-_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
@@ -75,7 +76,7 @@ def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """The types of device for which autocast is on, each with its dtype."""
     if not autocast_enabled():
         return ()
-    return tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if _is_autocast_enabled(d))
+    return tuple((d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if _is_autocast_enabled(d))
 
 
 def flag(name: str, args: tuple[Any, ...]) -> Any:
@@ -86,9 +87,10 @@ def flag(name: str, args: tuple[Any, ...]) -> Any:
     if name == AUTOCAST:
         return autocast_state()
     if name in PROCESS_GROUP:
-        return _of_process_group(PROCESS_GROUP[name])
-    if name == "torch.get_default_device" and not function_modes():
-        return _CPU  # another one is a mode on that stack; torch's own function takes 9 µs
+        try:
+            return PROCESS_GROUP[name]()
+        except ValueError:  # there is none
+            return MISSING
     ask = flags.get(name) or _settings.get(name)
     return ask(*args) if ask is not None else operator.attrgetter(name.removeprefix("torch."))(torch)
 
@@ -115,20 +117,12 @@ switch_grad: Callable[[bool], None] = torch._C._set_grad_enabled
 """By which all that switches autograd does it."""
 
 
-def _of_process_group(ask: Callable[..., Any]) -> Any:
-    try:
-        return ask()
-    except ValueError:  # there is none
-        return MISSING
-
-
-_BACKENDS = [
-    (f"{module.__name__}.{name}", x.getter)
+_BACKENDS = {
+    f"{module.__name__}.{name}": x.getter
     for module in (torch.backends.cudnn, torch.backends.mkldnn)
     for name, x in vars(type(module)).items()
     if isinstance(x, torch.backends.ContextProp)
-]
-
+}
 
 _OTHERS = {
     "torch": """
@@ -144,39 +138,35 @@ _OTHERS = {
 """Further settings, of which no question is seen: those that code names count as asked."""
 
 
-def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
-    for path, names in _OTHERS.items():
-        owner: Any = functools.reduce(getattr, path.split(".")[1:], torch)
-        for name in names.split():
-            yield f"{path}.{name}", torch._C._get_qengine if name == "engine" else getattr(owner, name)
-
-
-OTHER_SETTINGS = dict(_others())
-_SETTINGS = [
-    *[(name, ask) for name, ask in flags.items() if "autocast" not in name and name != "torch.get_default_device"],
-    *_BACKENDS,
-    *OTHER_SETTINGS.items(),
-]
+OTHER_SETTINGS: dict[str, Callable[..., Any]] = {
+    f"{path}.{name}": torch._C._get_qengine if name == "engine" else getattr(pkgutil.resolve_name(path), name)
+    for path, names in _OTHERS.items()
+    for name in names.split()
+}
+_settings = {
+    **{name: ask for name, ask in flags.items() if "autocast" not in name and name != "torch.get_default_device"},
+    **_BACKENDS,
+    **OTHER_SETTINGS,
+}
 """Those that take no arguments, and run no op to answer."""
-_settings = dict(_SETTINGS)
 
 
 def settings() -> dict[str, Any]:
     """The state of the process that a forward may change, by name."""
-    dtypes = tuple(map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))  # also where autocast is off
-    return {AUTOCAST: autocast_state(), "dtypes of torch.autocast": dtypes, **{name: ask() for name, ask in _SETTINGS}}
+    dtypes = tuple(map(torch.get_autocast_dtype, AUTOCAST_DEVICES))  # also where autocast is off
+    return {
+        AUTOCAST: autocast_state(),
+        "dtypes of torch.autocast": dtypes,
+        **{name: ask() for name, ask in _settings.items()},
+    }
 
 
-_attention_flags: list[Callable[[], Any]] = [
-    *(torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled),
-    *(torch._C._get_cudnn_sdp_enabled, torch._C._get_overrideable_sdp_enabled),
-]
 _backend_flags = torch._C._get_cudnn_enabled, torch._C._get_mkldnn_enabled, torch._C._get_deterministic_algorithms
 
 
 def attention_kernels() -> tuple[Any, ...]:
-    """What `torch.nn.attention.sdpa_kernel` sets: which kernels may compute attention, and in which order to try."""
-    return (*[ask() for ask in _attention_flags], *torch._C._get_sdp_priority_order())
+    """What `torch.nn.attention.sdpa_kernel` sets: which kernels may compute attention, in the order to try them."""
+    return tuple(_cur_sdpa_kernel_backends(with_priority=True))
 
 
 def backend_flags() -> tuple[Any, ...]:

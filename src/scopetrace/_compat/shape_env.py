@@ -19,14 +19,15 @@ from types import FrameType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
+import torch
 from torch._guards import Source
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
 from torch.fx.experimental import _config
 from torch.fx.experimental.sym_node import _NO_HINT, SymNode
 from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined]
     DimDynamic,
     GuardOnDataDependentSymNode,
-    RuntimeAssert,
     ShapeEnv,
     ShapeGuard,
     SLoc,
@@ -40,8 +41,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from scopetrace._compat import manifest
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.symbols import Symbolic
 
 _MACHINERY = (
     *prefixes(TORCH_DIRECTORY, "fx/", "__init__.py", "_guards.py", "utils/"),
@@ -50,8 +51,6 @@ _MACHINERY = (
 )
 _TORCH_INIT = prefixes(TORCH_DIRECTORY, "__init__.py")
 _TORCH_NN = prefixes(TORCH_DIRECTORY, "nn/")
-
-_ATTRIBUTES = manifest.SHAPE_ENV.split()
 
 Place = dict[str, str | None]
 
@@ -104,8 +103,6 @@ class WatchedShapeEnv(ShapeEnv):
 
     def __init__(self) -> None:
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True)
-        if any(not hasattr(self, name) for name in _ATTRIBUTES):
-            manifest.require(manifest.missing_on(self, manifest.SHAPE_ENV))
         self.fixed: list[Fixed] = []
         self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
         self.smallest: dict[sympy.Symbol, int] = {}
@@ -227,8 +224,8 @@ class WatchedShapeEnv(ShapeEnv):
         except ZeroDivisionError:
             return True
 
-    def restore(self, guards: list[Any], asserts: dict[Any, list[tuple[Any, str]]], **state: Any) -> None:
-        """Set the state of another environment: conditions, messages of runtime asserts, and attributes by name."""
+    def restore(self, guards: list[Any], **state: Any) -> None:
+        """Set the state of another environment: conditions, and attributes by name."""
         vars(self).update(state)
         # each with places of its own: where an op refines a bound, torch notes its place in this
         self.var_to_range_sloc = {symbol: ValueRangesSLoc(_NOWHERE, _NOWHERE) for symbol in self.var_to_range}
@@ -236,10 +233,6 @@ class WatchedShapeEnv(ShapeEnv):
         self.guards = []
         for condition in guards:
             self.add_guard(condition)
-        self.deferred_runtime_asserts = {
-            symbol: [RuntimeAssert(expr, message, None) for expr, message in of_symbol]  # type: ignore[arg-type]
-            for symbol, of_symbol in asserts.items()
-        }
 
     def take_for_more_than_one(self, size: Any, place: Place | None = None) -> None:
         """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.
@@ -370,6 +363,56 @@ def new_size(env: WatchedShapeEnv, value: int, operand: int, dim: int | None) ->
     else:
         symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
     return symbol, env.create_symintnode(symbol, hint=value)
+
+
+class FreshFakes:
+    """Makes fake tensors like others, in a mode and shape environment of its own.
+
+    torch knows a symbol by the first tensor that has it as a size. Graphs side by side that must not read each other's
+    tensors need symbols of their own, so each symbol has a `realm`: any hashable value, one for each such graph.
+    """
+
+    def __init__(self) -> None:
+        self._env = WatchedShapeEnv()
+        self._mode = FakeTensorMode(shape_env=self._env)
+        self._symbols: dict[tuple[Any, sympy.Symbol], sympy.Symbol] = {}
+
+    @property
+    def origins(self) -> dict[str, sympy.Symbol]:
+        """By name of a new symbol, the one that it replaces."""
+        return {str(new): old for (_, old), new in self._symbols.items()}
+
+    def like(self, realm: Any, value: Any) -> Any:
+        """A contiguous tensor or a number like this one, with the symbols of the realm; other values as they are."""
+        if isinstance(value, Symbolic):
+            return self._number(realm, value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        sizes = [self._number(realm, n) for n in value.shape]
+        with self._mode, torch.no_grad():
+            return torch.empty(sizes, dtype=value.dtype, device=value.device)
+
+    def _number(self, realm: Any, number: Any) -> Any:
+        if not isinstance(number, torch.SymInt):
+            return number
+        env, expr = number.node.shape_env, number.node.expr
+        new = {symbol: self._symbol(realm, symbol, env) for symbol in expr.free_symbols}
+        hint = int(number.node.hint) if number.node.has_hint() else None
+        return self._env.create_symintnode(expr.xreplace(new), hint=hint)
+
+    def _symbol(self, realm: Any, old: sympy.Symbol, env: Any) -> sympy.Symbol:
+        new = self._symbols.get((realm, old))
+        if new is None:
+            hint = env.backed_var_to_val.get(old)
+            if hint is None:
+                new = self._env.create_unbacked_symint().node.expr
+                self._env.pending_fresh_unbacked_symbols.clear()
+            else:
+                new, _ = new_size(self._env, int(hint), len(self._symbols), 0)
+            if old in env.var_to_range:
+                self._env.var_to_range[new] = env.var_to_range[old]
+            self._symbols[realm, old] = new
+        return new
 
 
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:

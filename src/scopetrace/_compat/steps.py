@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -57,21 +56,28 @@ def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: 
     stack.callback(register_optimizer_step_post_hook(after).remove)
 
 
+def _tell_before(replace: Replace, owner: Any, name: str, tell: Callable[..., None], mine: Mine) -> None:
+    """Call `tell` with the arguments of a method before it runs."""
+    run = getattr(owner, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if mine():
+            tell(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    replace(owner, name, method)
+
+
 def _report_scalers(replace: Replace, listener: Any, mine: Mine) -> None:
     """Scalers of gradients."""
     scaler = torch.amp.GradScaler
-    begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
+    begin, decide = scaler._lazy_init_scale_growth_tracker, scaler._maybe_opt_step
 
     def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
         with eager() if mine() else contextlib.nullcontext():
             begin(self, device)
         if mine():
             listener.gradients.on_scaler(self)
-
-    def scales(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        if mine():
-            listener.gradients.on_scaler(self)
-        return scale(self, outputs)
 
     def decides(
         self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
@@ -83,45 +89,37 @@ def _report_scalers(replace: Replace, listener: Any, mine: Mine) -> None:
         return listener.gradients.on_scaled_step(optimizer, overflows, step)
 
     replace(scaler, "_lazy_init_scale_growth_tracker", begins)
-    replace(scaler, "scale", scales)
     replace(scaler, "_maybe_opt_step", decides)
+    _tell_before(replace, scaler, "scale", lambda self, *_, **__: listener.gradients.on_scaler(self), mine)
 
 
 def _report_schedulers(replace: Replace, listener: Any, mine: Mine) -> None:
     """Schedulers of learning rates, by what their `step` calls, since that may be bound before the trace."""
 
-    def reported(run: Callable[..., Any], scheduler_of: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if mine():
-                scheduler = scheduler_of(args)
-                listener.gradients.on_python_step(scheduler, scheduler.optimizer)
-            return run(*args, **kwargs)
+    def tell(scheduler: Any) -> None:
+        listener.gradients.on_python_step(scheduler, scheduler.optimizer)
 
-        return method
-
-    replace(ReduceLROnPlateau, "_is_better", reported(ReduceLROnPlateau._is_better, operator.itemgetter(0)))
-    replace(_enable_get_lr_call, "__init__", reported(_enable_get_lr_call.__init__, operator.itemgetter(1)))
+    _tell_before(replace, ReduceLROnPlateau, "_is_better", lambda scheduler, *_, **__: tell(scheduler), mine)
+    _tell_before(replace, _enable_get_lr_call, "__init__", lambda _, scheduler: tell(scheduler), mine)
 
 
 def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, listener: Any, mine: Mine) -> None:
     """What a scaler has noted of optimizers since its last `update()` is put back when the stack ends."""
-    check = torch.amp.GradScaler._check_scale_growth_tracker
     used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
 
-    def checks(self: torch.amp.GradScaler, asker: str) -> Any:
-        if mine() and id(self) not in used:
-            if self._per_optimizer_states:
+    def note(scaler: torch.amp.GradScaler, *_: Any) -> None:
+        if id(scaler) not in used:
+            if scaler._per_optimizer_states:
                 listener.gradients.on_begun_scaler("GradScaler.unscale_ or step was called before what is traced")
-            used[id(self)] = self, self._per_optimizer_states
-        return check(self, asker)
+            used[id(scaler)] = scaler, scaler._per_optimizer_states
 
     def put_back(kind: type[BaseException] | None, *_: object) -> None:
-        left = [self for self, _ in used.values() if self._per_optimizer_states]
-        for self, states in used.values():
+        left = [scaler for scaler, _ in used.values() if scaler._per_optimizer_states]
+        for scaler, states in used.values():
             states.clear()
-            self._per_optimizer_states = states
+            scaler._per_optimizer_states = states
         if left and kind is None:
             listener.gradients.on_begun_scaler("GradScaler.update is not called after unscale_ or step")
 
-    replace(torch.amp.GradScaler, "_check_scale_growth_tracker", checks)
+    _tell_before(replace, torch.amp.GradScaler, "_check_scale_growth_tracker", note, mine)
     stack.push(put_back)

@@ -16,17 +16,12 @@ from scopetrace._compat.symbols import Symbolic
 _PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def class_of_number(x: Any) -> type:
-    """The class that `type(x)` is in eager."""
-    return _PYTHON_TYPES.get(type(x), type(x))
-
-
 def behave_as_numbers(replace: Replace, mine: Mine) -> None:
     """`isinstance` and `__class__` say to the model's code what they say of Python's numbers."""
 
     def get(self: Any, name: str) -> Any:
         if name == "__class__" and mine() and asked_by_model():
-            return class_of_number(self)
+            return _PYTHON_TYPES.get(type(self), type(self))
         return object.__getattribute__(self, name)
 
     for cls in _PYTHON_TYPES:
@@ -72,7 +67,8 @@ def index_with_symbols(on: On, mine: Mine) -> None:
         if not (mine() and any(isinstance(item, torch.SymInt) for item in items)):
             return ask(t, index)
         selected, rest = _select_symbols(t, items)
-        return selected if all(map(_is_everything, rest)) else ask(selected, rest)
+        is_whole = all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in rest)
+        return selected if is_whole else ask(selected, rest)
 
     def tensor(ask: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
         symbolic = mine() and any(isinstance(a, Symbolic) for a in tree_leaves(data))
@@ -105,10 +101,6 @@ def _select_symbols(t: torch.Tensor, items: tuple[Any, ...]) -> tuple[torch.Tens
         if isinstance(items[i], torch.SymInt):
             t = t.select(sum(map(_dims, items[:i])) + (skipped if i > ellipsis else 0), items[i])
     return t, tuple(item for item in items if not isinstance(item, torch.SymInt))
-
-
-def _is_everything(item: Any) -> bool:
-    return item is Ellipsis or (isinstance(item, slice) and item == slice(None))
 
 
 def _dims(item: Any) -> int:

@@ -65,11 +65,11 @@ class SymbolNodes:
         self._unbacked: dict[sympy.Symbol, tuple[torch.fx.Node, Any]] = {}
         self._asserted: set[Any] = set()
 
-    def learn_number(self, number: Any, node: torch.fx.Node) -> None:
+    def add_number(self, number: Any, node: torch.fx.Node) -> None:
         """Tell that the symbolic number is the result of `node`."""
         self._nodes.setdefault(number.node.expr, node)
 
-    def learn_sizes(self, fake: torch.Tensor, node: torch.fx.Node) -> None:
+    def add_sizes(self, fake: torch.Tensor, node: torch.fx.Node) -> None:
         """Tell that `fake` is the result of `node`, so that its sizes can be read there."""
         for dim, size in enumerate(fake.size()):
             if isinstance(size, torch.SymInt):
@@ -92,7 +92,7 @@ class SymbolNodes:
         """Whether there is a node for `number` already, or it is constant."""
         return number.node.expr in self._nodes or _is_known(number.node.expr)
 
-    def learn_unbacked(self, node: torch.fx.Node, bindings: Any) -> None:
+    def add_unbacked(self, node: torch.fx.Node, bindings: Any) -> None:
         """Tell that `node` makes unbacked symbols. `bindings` has the key path of each in its result."""
         for symbol, path in bindings.items():
             self._unbacked[symbol] = node, path
@@ -223,26 +223,6 @@ def _is_looser(expr: Any, others: list[Any]) -> bool:
     return any(n > number if is_lower else n < number for n in same)
 
 
-def all_hold(symbols: Sequence[sympy.Symbol], conditions: Iterable[Any]) -> Callable[..., bool]:
-    """A function of the values of `symbols`, whether all conditions hold. Its code is Python that torch.compile traces.
-
-    Raises NotImplementedError for an expression without a Python form.
-    """
-    graph = torch.fx.Graph()
-    tracer = GraphAppendingTracer(graph)
-    values = {symbol: torch.fx.Proxy(graph.placeholder(f"n{i}"), tracer) for i, symbol in enumerate(symbols)}
-    results = [sympy_interp(_Conditions, values, condition) for condition in conditions]
-    graph.output([x.node if isinstance(x, torch.fx.Proxy) else bool(x) for x in results])
-    run = torch.fx.GraphModule({}, graph).forward
-    return lambda *sizes: all(run(*sizes))
-
-
-class _Conditions(_NodeArithmetic):
-    """With `not`: Dynamo cannot trace torch's `sym_not` of a bool."""
-
-    not_ = staticmethod(functools.partial(_called, operator.not_))
-
-
 def expression_text(expr: Any, names: dict[Any, str]) -> str:
     """An expression as text, with these names for its symbols."""
     named = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}
@@ -251,6 +231,16 @@ def expression_text(expr: Any, names: dict[Any, str]) -> str:
 
 python_text: Callable[[Any], str] = PythonPrinter().doprint
 """A condition as Python code, as the guards of an ExportedProgram are written: `x == 1 + y`."""
+
+
+def all_hold(symbols: Sequence[sympy.Symbol], conditions: Iterable[Any]) -> Callable[..., bool]:
+    """A function of the values of `symbols`, whether all conditions hold, in Python that torch.compile traces."""
+    names = {symbol: sympy.Symbol(f"n{i}", integer=True) for i, symbol in enumerate(symbols)}
+    tests = [f"({python_text(sympy.sympify(condition).xreplace(names))})" for condition in conditions]
+    function: Callable[..., bool] = eval(
+        f"lambda {', '.join(map(str, names.values()))}: bool({' and '.join(tests) or True})", {"math": math}
+    )
+    return function
 
 
 def to_expr(numbers: Any) -> Any:

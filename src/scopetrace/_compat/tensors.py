@@ -28,17 +28,14 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     PendingUnbackedSymbolNotFound,
-    ShapeEnv,
     compute_unbacked_bindings,
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.ctc_loss import CTC_RULES
-from scopetrace._compat.empty import has_empty, or_real
-from scopetrace._compat.layout_questions import asked_without_guards
+from scopetrace._compat.fake_mode import fake_mode_of, or_real
 from scopetrace._compat.questions import inference_mode_enabled
 from scopetrace._compat.shape_env import WatchedShapeEnv
-from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.symbols import Symbolic, is_static
 
 __all__ = ["FakeFactory", "FakeMaker", "FakeTensor", "FakeTensorMode"]
 
@@ -127,17 +124,11 @@ def passes_its_class(t: torch.Tensor) -> bool:
 def tags_of(t: torch.Tensor) -> dict[str, Any]:
     """The attributes that users set on a tensor; those of torch are private, or such as all fake tensors have."""
     attributes = vars(t)
-    if not attributes or attributes.keys() <= _USUAL:
-        return {}
-    of_torch = _OF_BUFFERS if "_is_buffer" in attributes else _OF_FAKES  # nn.Buffer sets these
-    return {k: x for k, x in attributes.items() if k[0] != "_" and k not in of_torch}
+    of_buffers = {"persistent"} if "_is_buffer" in attributes else ()
+    return {k: x for k, x in attributes.items() if not (k[0] == "_" or k in _OF_FAKES or k in of_buffers)}
 
 
 _OF_FAKES = frozenset(FakeTensor.__annotations__)
-_MEMOS = ("nonzero", "item", "unique", "unique_consecutive", "nested_int")
-_OF_BUFFERS = _OF_FAKES | {"persistent"}
-_USUAL = _OF_FAKES | {f"_{k}_memo{end}" for k in _MEMOS for end in ("", "_vc", "_epoch")}
-"""What most fake tensors have: to look at each name takes three times as long."""
 
 
 _storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
@@ -151,6 +142,19 @@ def storage_id(t: torch.Tensor) -> int:
         return _storage_id(t)
     except NotImplementedError:
         return -id(t)
+
+
+def dense_order(t: torch.Tensor) -> list[int]:
+    """The dimensions by stride, the longest first, of a tensor without gaps in memory; empty for any other."""
+    size, stride = t.size(), stride_of(t)
+    dims = range(len(size))
+    order = sorted(dims, key=lambda i: (-stride[i], i)) if is_static((*size, *stride)) else list(dims)
+    expected = 1
+    for i in reversed(order):
+        if size[i] != 1 and stride[i] != expected:
+            return []
+        expected *= size[i]
+    return order
 
 
 # Functions, as Dynamo cannot trace an attrgetter.
@@ -298,7 +302,7 @@ class FakeFactory(FakeMaker):
 
     def __init__(self) -> None:
         self.shape_env = WatchedShapeEnv()
-        super().__init__(_fake_mode_of(self.shape_env))
+        super().__init__(fake_mode_of(self.shape_env))
         self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._real_of: dict[int, torch.Tensor] = {}
@@ -499,7 +503,7 @@ def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     if any(map(_is_symbolic, operands)):
         with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
             return func(*args, **kwargs)
-    if not has_empty(operands):
+    if not any(isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.numel() for x in operands):
         return _run_static(mode, func, args, kwargs)
     run = functools.partial(_run_static, mode, func, args, kwargs)
     return or_real(run, mode, func, args, kwargs, (*DATA_DEPENDENT, *NO_SHAPE_RULE))
@@ -573,32 +577,3 @@ def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         return mode.shape_env.create_unbacked_symint()
-
-
-# The fake mode of a trace ---------------------------------------------------------------------------------------------
-
-_GIVING_ONE_TWICE = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
-"""Ops of which two results are one tensor. Torch's cache of fake tensors gives two where it knows the op."""
-
-
-def _fake_mode_of(shape_env: ShapeEnv) -> FakeTensorMode:
-    """A FakeTensorMode of torch's own class, by which higher-order ops know it, that runs the parts of `ctc_loss`."""
-    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=True)
-    mode.dispatch = functools.partial(_dispatch, weakref.ref(mode))  # type: ignore[method-assign]
-    return mode
-
-
-def _dispatch(
-    mode_ref: Callable[[], FakeTensorMode | None], func: Any, types: Any, args: Any = (), kwargs: Any = None
-) -> Any:
-    """As `FakeTensorMode.dispatch`: what an op gives for fake tensors."""
-    mode = mode_ref()
-    assert mode is not None and mode.shape_env is not None
-    if func in CTC_RULES:
-        return CTC_RULES[func](mode, *args)
-    before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and func not in _GIVING_ONE_TWICE
-    try:
-        with asked_without_guards(func) if mode.shape_env.var_to_range else _NOTHING:
-            return FakeTensorMode.dispatch(mode, func, types, args, kwargs)
-    finally:
-        mode.cache_enabled = before

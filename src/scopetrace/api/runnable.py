@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import CompiledApart
+from scopetrace._compat.graph_module import CompiledSeparately
 from scopetrace._compat.ops import building
 from scopetrace.errors import ArgumentError, ArgumentTypeError, EditError
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
@@ -34,7 +34,7 @@ from scopetrace.view.summary import Summary
 from scopetrace.view.text import refuse_unnamed, render
 
 
-class Runnable(CompiledApart):
+class Runnable(CompiledSeparately):
     """A graph and its write-back: what Trace, OutlinedProgram and Functionalized have in common."""
 
     def __init__(self, program: TracedProgram) -> None:

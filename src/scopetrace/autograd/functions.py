@@ -7,7 +7,7 @@ Data flow:
 
 The op is torch's own: a call of the trace makes a Function of both bodies and applies it. Where autograd does not see
 the call, the ops of the forward are recorded in its place. A Function of several results that asks for None in place of
-gradients that are zero has a backward for each set of gradients: see `_compat.functions`.
+gradients that are zero has a backward for each set of gradients: see `_compat.higher_order`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.functions import APPLY_BY_GRADIENTS
+from scopetrace._compat.higher_order import APPLY_BY_GRADIENTS
 from scopetrace._compat.tensors import FakeFactory, base_of, requires_grad_of, run_fake
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards.reach import names_of

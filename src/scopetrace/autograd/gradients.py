@@ -30,10 +30,9 @@ from scopetrace._compat.gradients import (
     leaves_of,
     run_after_accumulation,
 )
-from scopetrace._compat.layout_questions import dense_order
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
-from scopetrace._compat.tensors import FakeTensor, is_view, requires_grad_of, storage_id
+from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
 from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.optimizers import (
     are_held,

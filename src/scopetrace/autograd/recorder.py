@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from scopetrace._compat.gradients import BackwardHookFunction, SavedTensorsHooks, next_sequence_number, node_number
+from scopetrace._compat.gradients import BackwardHookFunction, next_sequence_number, node_number, saving_by
 from scopetrace._compat.ops import paused, unwrapped
 from scopetrace._compat.tensors import FakeTensor, is_known_leaf, requires_grad_of
 from scopetrace.autograd.checkpoints import CheckpointedRegion
@@ -229,33 +229,34 @@ class AutogradRecorder:
         """This place in the program."""
         return self._builder.mark()
 
-    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None, *, keeps_rng: bool = True) -> None:
-        """A checkpointed region that began at `mark` ends; `context_fn` chooses what it keeps, None for nothing.
+    @contextlib.contextmanager
+    def checkpointed(
+        self, arguments: Iterable[Any], context_fn: Any = None, *, grad: bool, early_stop: bool, keeps_rng: bool
+    ) -> Iterator[None]:
+        """A region under checkpointing runs inside.
 
-        `keeps_rng` says whether backward runs it again from the same state of the random number generators.
+        Args:
+            arguments: what it is called with: tensors may not be written before backward runs it again.
+            context_fn: chooses what it keeps; None for nothing.
+            grad: whether autograd saves tensors in it.
+            early_stop: whether backward runs it only until it has what it needs.
+            keeps_rng: whether backward runs it from the same state of the random number generators.
         """
+        mark = self._builder.mark()
+        with contextlib.ExitStack() as stack:
+            if grad and self.differentiates:
+                outer = self._open_regions[-1] if self._open_regions else None
+                tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
+                parts = self._builder, self._values, self._ops.record, outer, tensors
+                region = CheckpointedRegion(*parts, early_stop=early_stop, context_fn=context_fn)
+                self._checkpointed.append(region)
+                self._open_regions.append(region)
+                stack.callback(lambda: self._open_regions.pop().end())
+                stack.enter_context(saving_by(*region.hooks()))
+            yield
         known = ((name, self._values.by_id.get(id(t))) for name, t in self._model.bound_tensors())
         attributes = {name: value for name, value in known if value is not None}
-        of_region = {"context_fn": context_fn, "keeps_rng": keeps_rng, "attributes": attributes}
-        self._builder.end_region(CHECKPOINT, mark, **of_region)
-
-    def begin_checkpointed(
-        self, arguments: list[torch.Tensor], *, early_stop: bool, context_fn: Any = None
-    ) -> SavedTensorsHooks:
-        """A checkpointed region begins, in a forward that may differentiate. Returns what autograd saves by in it.
-
-        `early_stop` says whether backward runs the region only until it has what it needs.
-        """
-        outer = self._open_regions[-1] if self._open_regions else None
-        parts = self._builder, self._values, self._ops.record
-        region = CheckpointedRegion(*parts, outer, arguments, early_stop=early_stop, context_fn=context_fn)
-        self._checkpointed.append(region)
-        self._open_regions.append(region)
-        return region.hooks()
-
-    def end_checkpointed(self) -> None:
-        """The region that began last ends."""
-        self._open_regions.pop().end()
+        self._builder.end_region(CHECKPOINT, mark, context_fn=context_fn, keeps_rng=keeps_rng, attributes=attributes)
 
     def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
         """The forward leaves `saved_tensors_hooks`, which act on the ops that autograd records."""

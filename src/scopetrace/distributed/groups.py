@@ -11,13 +11,12 @@ FSDP2 takes lists of modules for one group, and lets the root have what no other
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from scopetrace.errors import PlanError
-from scopetrace.ir.registered import Registered
+from scopetrace.ir.registered import Registered, inside
 from scopetrace.order.execution import ExecutionOrder
 
 Group = tuple[str, ...]
@@ -63,10 +62,8 @@ def modules_around(name: str) -> Iterator[str]:
 
 def contains(registered: Registered, outer: str, inner: str) -> bool:
     """Whether a module is inside another one under any of their names."""
-    if outer == "":
-        return inner != ""
-    prefixes = tuple(f"{name}." for name in registered.modules[outer].names)
-    return any(name.startswith(prefixes) for name in registered.modules[inner].names)
+    names = registered.modules[inner].names
+    return any(any(inside(names, name)) for name in registered.modules[outer].names)
 
 
 def without_ties(grouping: Grouping) -> Grouping:
@@ -168,7 +165,8 @@ def _in_runs(order: ExecutionOrder, parts: Iterable[Group], is_group: Callable[[
 def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
     """The outermost modules below the root that have parameters, are called with hooks, and fit."""
     registered = order.registered
-    called = called_modules(order)
+    calls = [(registered.module(c.fqn), c.hooked and not c.writes_input) for c in order.calls]
+    called = {name for name, _ in calls if name} - {name for name, all_hooks_run in calls if not all_hooks_run}
     children = _children(registered)
 
     def parts(name: str) -> Iterator[str]:
@@ -208,19 +206,9 @@ def disjoint(grouping: Grouping) -> dict[Group, list[str]]:
     return {group: [part for name in group for part in parts(name)] for group in grouping.groups}
 
 
-def _dtypes(registered: Registered) -> dict[str | None, set[torch.dtype]]:
+def _dtypes(registered: Registered) -> dict[str, set[torch.dtype]]:
     """By module, the dtypes of its parameters: FSDP2 reduces the gradients of a group as one tensor."""
-    dtypes: dict[str | None, set[torch.dtype]] = {name: set() for name in registered.modules}
-    for param in registered.params.values():
-        for module in itertools.chain.from_iterable(map(modules_around, param.names)):
-            dtypes[registered.module(module)].add(param.dtype)
-    return dtypes
-
-
-def called_modules(order: ExecutionOrder) -> set[str]:
-    """The modules with a call in which all forward hooks run, before and after it."""
-    calls = [(order.registered.module(c.fqn), not c.hooked or c.writes_input) for c in order.calls]
-    return {name for name, _ in calls if name} - {name for name, is_odd in calls if is_odd}
+    return {name: {registered.params[p].dtype for p in registered.inside(name)} for name in registered.modules}
 
 
 def first_call(order: ExecutionOrder) -> dict[str, int]:

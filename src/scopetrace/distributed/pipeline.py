@@ -347,18 +347,17 @@ def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:
 
 def _most_even(at: Sequence[int], stages: int) -> int:
     """The smallest possible cost of the largest stage; `at` is the cost up to each possible cut."""
-    return bisect.bisect_left(range(at[-1]), True, key=lambda limit: _needed(at, limit) <= stages)
 
+    def is_enough(limit: int) -> bool:
+        count, start = 1, 0
+        for here, following in itertools.pairwise(at):
+            if following - here > limit:
+                return False
+            if following - start > limit:
+                count, start = count + 1, here
+        return count <= stages
 
-def _needed(at: Sequence[int], limit: int) -> float:
-    """The number of stages needed if none may cost more than `limit`."""
-    count, start = 1, 0
-    for here, following in itertools.pairwise(at):
-        if following - here > limit:
-            return float("inf")
-        if following - start > limit:
-            count, start = count + 1, here
-    return count
+    return bisect.bisect_left(range(at[-1]), True, key=is_enough)
 
 
 def _cheapest(at: Sequence[int], cuts: Sequence[Cut], stages: int, limit: float) -> list[int]:

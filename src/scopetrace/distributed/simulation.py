@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -124,8 +124,7 @@ def simulate(
     }
     before, before_event, total = _flops(tr, plan)
     rank = _Rank(flops, bandwidth * ranks / max(ranks - 1, 1), latency, sizes)
-    forward = _run_forward(plan, rank, before)
-    backward = _run_backward(plan, rank, before_event, total)
+    forward, backward = rank.run(_forward(plan, before)), rank.run(_backward(plan, before_event, total))
     params = [plan.order.registered.params[name] for group in plan.groups for name in group.params]
     exact = sum(torch.Size(p.shape).numel() * (param_dtype or p.dtype).itemsize for p in params)
     padding = 1 - exact / max(sum(sizes.values()), 1)
@@ -191,75 +190,65 @@ def _flops(tr: Trace, plan: Plan) -> tuple[list[int], Callable[[int], int], int]
     return before, at_op.__getitem__, at_op[ends[-1]]
 
 
-@dataclasses.dataclass
+_Event = tuple[int, str, Group]
+"""What happens after some FLOPs: an `all-gather` or a `reduce-scatter` is queued, or the processor has to `wait` for a
+group's last transfer, or at the `end` for all transfers."""
+
+
 class _Rank:
     """The processor and the link of a rank, which does one transfer after the other. The step begins at time 0."""
 
-    flops: float
-    bandwidth: float
-    latency: float
-    sizes: Mapping[Group, int]
-    transfers: list[Transfer] = dataclasses.field(default_factory=list)
-    arrives: dict[Group, float] = dataclasses.field(default_factory=dict)
-    """By group, when its last transfer is done."""
-    free: float = 0.0
-    """When the link has done all transfers."""
-    time: float = 0.0
-    done: int = 0
-    """The FLOPs that the processor has done."""
+    def __init__(self, flops: float, bandwidth: float, latency: float, sizes: Mapping[Group, int]) -> None:
+        self.transfers: list[Transfer] = []
+        self.done = 0  # FLOPs of the processor
+        self._flops, self._bandwidth, self._latency, self._sizes = flops, bandwidth, latency, sizes
+        self._arrives: dict[Group, float] = {}  # when the last transfer of a group is done
+        self._free = 0.0  # when all are
+        self._time = 0.0
 
-    def compute_to(self, flops: int) -> None:
-        self.time += max(flops - self.done, 0) / self.flops
-        self.done = max(flops, self.done)
+    def run(self, events: Iterable[_Event]) -> float:
+        """Compute up to each event. The seconds waited."""
+        exposed = 0.0
+        for flops, kind, group in events:
+            self._time += max(flops - self.done, 0) / self._flops
+            self.done = max(flops, self.done)
+            if kind in ("wait", "end"):
+                arrives = self._free if kind == "end" else self._arrives.get(group, 0.0)
+                exposed += max(arrives - self._time, 0.0)
+                self._time = max(arrives, self._time)
+            else:
+                self._send(kind, group)
+        return exposed
 
-    def wait_until(self, time: float) -> float:
-        """The seconds waited."""
-        waited = max(time - self.time, 0.0)
-        self.time += waited
-        return waited
-
-    def reduce(self, group: Group) -> None:
-        """Queue the reduction of a group's gradients, and free its parameters."""
-        self.send("reduce-scatter", group)
-        self.arrives.pop(group, None)
-
-    def send(self, kind: str, group: Group) -> None:
-        start = max(self.free, self.time)
-        self.free = self.arrives[group] = start + self.latency + self.sizes[group] / self.bandwidth
-        self.transfers.append(Transfer(kind, group, self.sizes[group], self.time, start, self.free))
+    def _send(self, kind: str, group: Group) -> None:
+        start = max(self._free, self._time)
+        self._free = self._arrives[group] = start + self._latency + self._sizes[group] / self._bandwidth
+        self.transfers.append(Transfer(kind, group, self._sizes[group], self._time, start, self._free))
+        if kind == "reduce-scatter":  # which frees the group's parameters
+            del self._arrives[group]
 
 
-def _run_forward(plan: Plan, rank: _Rank, before: list[int]) -> float:
-    issued = [(at, 0, group) for group, at in plan.gathers[0]]
-    needed = [(p.start, 1, p.group) for p in plan.schedule.passes]
-    exposed = 0.0
-    for at, is_need, group in sorted(issued + needed, key=lambda event: event[:2]):
-        rank.compute_to(before[at])
-        if is_need:
-            exposed += rank.wait_until(rank.arrives.get(group, 0.0))
-        else:
-            rank.send("all-gather", group)
-    rank.compute_to(before[-1])
-    return exposed
+def _forward(plan: Plan, before: Sequence[int]) -> Iterator[_Event]:
+    issued = [(at, "all-gather", group) for group, at in plan.gathers[0]]
+    needed = [(p.start, "wait", p.group) for p in plan.schedule.passes]
+    for at, kind, group in sorted(issued + needed, key=lambda event: event[:2]):
+        yield before[at], kind, group
+    yield before[-1], "wait", ()
 
 
-def _run_backward(plan: Plan, rank: _Rank, before: Callable[[int], int], total: int) -> float:
+def _backward(plan: Plan, before: Callable[[int], int], total: int) -> Iterator[_Event]:
     issued: dict[int, list[Group]] = {}
     for group, at in plan.gathers[1]:
         issued.setdefault(at, []).append(group)
-    exposed = 0.0
     begun: dict[Group, None] = {}
     for event in plan.backward_events:
-        rank.compute_to(before(event.at))
-        for other in issued.pop(event.at, ()):
-            rank.send("all-gather", other)
+        flops = before(event.at)
+        yield from ((flops, "all-gather", other) for other in issued.pop(event.at, ()))
         if event.kind == "arguments":
             begun.pop(event.group, None)
-            rank.reduce(event.group)
+            yield flops, "reduce-scatter", event.group
         else:
-            exposed += rank.wait_until(rank.arrives.get(event.group, 0.0))
             begun[event.group] = None
-    rank.compute_to(total)
-    for group in begun:
-        rank.reduce(group)
-    return exposed + rank.wait_until(rank.free)
+            yield flops, "wait", event.group
+    yield from ((total, "reduce-scatter", group) for group in begun)
+    yield total, "end", ()

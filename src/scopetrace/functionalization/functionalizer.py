@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.layout_questions import dense_order
 from scopetrace._compat.ops import building, in_large_stack, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history

@@ -22,11 +22,10 @@ import torch.fx
 from torch.export import Dim
 
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
-from scopetrace._compat.layout_questions import dense_order
 from scopetrace._compat.ops import is_op
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import Symbolic, example, has_unbacked
-from scopetrace._compat.tensors import FakeFactory, is_symbolic
+from scopetrace._compat.tensors import FakeFactory, dense_order, is_symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError, UnsupportedOpError
 from scopetrace.ir.conditions import SizeRules

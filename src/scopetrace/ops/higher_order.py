@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.functions import APPLY_BY_GRADIENTS
+from scopetrace._compat.higher_order import APPLY_BY_GRADIENTS
 from scopetrace.ir.tape import BodyTape, Value
 
 _hops = torch.ops.higher_order

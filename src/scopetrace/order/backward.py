@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import operator
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import BackwardNode, Call, ProgramTape, RecordedTape, Value
@@ -27,15 +26,9 @@ def gradient_steps(tape: ProgramTape, numbers: Mapping[Call, int]) -> tuple[tupl
     return tuple(_Backward(tape, nodes, position).steps(numbers) for nodes in tape.backwards)
 
 
-class _At(NamedTuple):
-    """When something happens."""
-
-    node: int
-    """The number of the node before which it happens."""
-    rank: int
-    """First what is at the arguments of calls, then at results, then regions that run again."""
-    order: tuple[int, int]
-    """Arguments: the call that began last first. Results: the call that ended first, as hooks on one tensor run."""
+_At = tuple[int, int, tuple[int, int]]
+"""When something happens: the number of the node before which it does; first what is at the arguments of calls, then at
+results, then regions that run again; of arguments the call that began last first, of results that which ended first."""
 
 
 class _Backward:
@@ -55,7 +48,7 @@ class _Backward:
         steps = [(at, kind, call) for call in self._tape.calls for at, kind in self._of_call(call)]
         steps += [(at, "again", call) for region in self._tape.checkpointed for at, call in self._again(*region)]
         steps.sort(key=operator.itemgetter(0))
-        return tuple(GradientStep(kind, numbers[call], self._ops_before(at.node)) for at, kind, call in steps)
+        return tuple(GradientStep(kind, numbers[call], self._ops_before(at[0])) for at, kind, call in steps)
 
     def _ops_before(self, node: int) -> int:
         if node:
@@ -72,11 +65,11 @@ class _Backward:
             node = self._first.get(self._position[v])
             if node is not None and v in arguments:  # an argument that is given back
                 passed = node if passed is None else passed
-                yield _At(passed, 0, (-call.position, 0)), "result"
+                yield (passed, 0, (-call.position, 0)), "result"
             elif node is not None and v.requires_grad:
-                yield _At(node, 1, (call.stop, -len(list(call.ancestors())))), "result"
+                yield (node, 1, (call.stop, -len(list(call.ancestors())))), "result"
         if passed is not None:
-            yield _At(passed, 0, (-call.position, 1)), "arguments"
+            yield (passed, 0, (-call.position, 1)), "arguments"
 
     def _again(self, start: int, stop: int) -> Iterator[tuple[_At, Call]]:
         first = next(
@@ -84,4 +77,4 @@ class _Backward:
         )
         for call in self._tape.calls:
             if first is not None and start <= call.start < stop and call.stop <= stop:
-                yield _At(first, 2, (call.position, 0)), call
+                yield (first, 2, (call.position, 0)), call

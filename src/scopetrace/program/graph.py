@@ -287,7 +287,7 @@ class FxLowering:
         self._bind(node, op)
         if op.unbacked:
             node.meta["unbacked_bindings"] = op.unbacked
-            self._symbols.learn_unbacked(node, op.unbacked)
+            self._symbols.add_unbacked(node, op.unbacked)
             self._assert_facts(op.unbacked)
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> torch.fx.Node:
@@ -344,12 +344,12 @@ class FxLowering:
 
     def _bind_one(self, node: torch.fx.Node, part: Any) -> None:
         if not isinstance(part, Value):
-            self._symbols.learn_number(part, node)
+            self._symbols.add_number(part, node)
             return
         self._nodes[part] = node
         fake = part.fake
         if is_symbolic(fake) and fake.layout is torch.strided:
-            self._symbols.learn_sizes(fake, node)
+            self._symbols.add_sizes(fake, node)
 
     def _take(self, node: torch.fx.Node, op: Op, key: int | str, part: Any) -> torch.fx.Node:
         how: Any = operator.getitem

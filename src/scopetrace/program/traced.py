@@ -34,7 +34,7 @@ from scopetrace._compat.graph_module import (
     was_erased,
     without_grad_switches,
 )
-from scopetrace._compat.ops import garbage_collector_off, is_op
+from scopetrace._compat.ops import building, is_op
 from scopetrace.containers.classes import with_imports
 from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
 from scopetrace.errors import (
@@ -74,7 +74,7 @@ def functional_tape(recorded: RecordedTape) -> FunctionalTape:
 
     Raises FunctionalizationError for what no functional op says, DynamicShapeError where one fixes a dynamic size.
     """
-    with garbage_collector_off():
+    with building():
         is_as_recorded = not (recorded.differentiated() or recorded.has_writes())
         tape = FunctionalTape.of(recorded) if is_as_recorded else Functionalizer(recorded).run()
     if tape.sizes is not None:
@@ -363,13 +363,13 @@ class TracedProgram:
     @functools.cached_property
     def lowering(self) -> FxLowering:
         """The torch.fx graph, and the node of each value of the tape."""
-        with garbage_collector_off():
+        with building():
             return FxLowering(self.tape)
 
     @functools.cached_property
     def graph_module(self) -> TracedGraphModule:
         """The graph as a GraphModule that holds the model's own tensors; see `Trace.graph_module`."""
-        with garbage_collector_off():
+        with building():
             return self.lowering.graph_module()
 
     @functools.cached_property

@@ -134,9 +134,8 @@ class OpRecorder:
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
-        for kept in interrupts:
-            if kept.pending:
-                kept.act()
+        if interrupts.pending:
+            interrupts.act()
         builder = self._builder
         outer, builder.op_frames = builder.op_frames, builder.frames()
         try:

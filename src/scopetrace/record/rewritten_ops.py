@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ctc_loss import CTC_LIBRARIES
+from scopetrace._compat.fake_mode import CTC_LIBRARIES
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import attention_kernels, default_dtype
 from scopetrace._compat.tensors import is_symbolic, run_parts, runs_in_python

@@ -22,10 +22,10 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.fresh_fakes import FreshFakes
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.higher_order import eager_ops
 from scopetrace._compat.ops import schema_of
+from scopetrace._compat.shape_env import FreshFakes
 from scopetrace._compat.symbols import Symbolic, example, is_row_major, to_expr
 from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
