@@ -328,6 +328,22 @@ def test_a_second_edit():
     torch.testing.assert_close(run(model, copy.deepcopy(trace))[0], results)
 
 
+def test_an_edited_training_step_keeps_its_phases():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    trace = st.trace(step, (torch.randn(2, 4),))
+    phases = [trace.phase_of(node) for node in trace.graph_module.graph.nodes]
+    change_target(trace.graph_module)
+    trace.lint()
+    assert [trace.phase_of(node) for node in trace.graph_module.graph.nodes] == phases
+    assert trace.calls[1].backward_nodes
+
+
 def test_a_weight_replaced_in_the_graph_module_stays():
     """Each call binds the model's present tensors to the graph, but not in the place of what somebody put there."""
     model = nn.Linear(4, 4)
