@@ -34,8 +34,8 @@ from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, checks_enabled, values_in
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
-from scopetrace.program.fake_run import FakeRun, append_op, are_alike, fakes_of, makes_numbers, written_by
-from scopetrace.program.graph import FxLowering, scope_path, set_place
+from scopetrace.program.fake_run import FakeRun, append_op, are_alike, makes_numbers, written_by
+from scopetrace.program.graph import FxLowering, fakes_of, scope_path, set_place
 from scopetrace.program.matching import Matching, Place
 from scopetrace.program.outputs import outputs_of_edit
 from scopetrace.program.ranges import CallRanges
@@ -99,7 +99,7 @@ class Reading:
         outer = old.ops[0].call if isinstance(old, BodyTape) and old.ops else None  # of what is in no call of the graph
         root = Place(by_position[min(by_position)] if outer is None else self.calls[outer], old.root)
         scopes = {scope.path: scope for scope in self.program.scopes()}
-        self._matching = Matching([*self.old.states], self.graph, by_position, scopes, root)
+        self._matching = Matching(self.old.states, self.graph, by_position, scopes, root)
         for node in self.graph.nodes:
             if node is not self._output:
                 self._results[node] = placeholders[node] if node in placeholders else self._result_of(node)

@@ -60,19 +60,12 @@ class NodeState(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class NodeStates:
-    """The nodes of a graph as they were when this was made, in order."""
+_state_of = operator.attrgetter(*NodeState._fields[1:])
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
-        nodes = list(graph.nodes)  # columns, and no tuple for each: nobody looks at them in most traces
-        self._columns = (nodes, *(list(map(operator.attrgetter(field), nodes)) for field in NodeState._fields[1:]))
 
-    def __iter__(self) -> Iterator[NodeState]:
-        return itertools.starmap(NodeState, zip(*self._columns, strict=True))
-
-    def are_of(self, graph: torch.fx.Graph) -> bool:
-        """Whether the nodes of a graph are still as they were."""
-        return self._columns == NodeStates(graph)._columns
+def node_states(graph: torch.fx.Graph) -> list[NodeState]:
+    """The nodes of a graph as they are now, in order."""
+    return [NodeState(node, *_state_of(node)) for node in graph.nodes]
 
 
 def refuse_names(names: Iterable[str], module: str) -> None:
@@ -117,7 +110,7 @@ class FxLowering:
         self._start(tape, torch.fx.Graph())
         self._asserted = asserted
         self._build()
-        self.states = NodeStates(self.graph)
+        self.states = node_states(self.graph)
 
     @classmethod
     def of_graph(
@@ -133,7 +126,7 @@ class FxLowering:
         lowering._start(tape, graph)
         lowering.bodies, lowering.op_of = bodies, op_of
         lowering.output = next(iter(reversed(graph.nodes)))
-        lowering.states = NodeStates(graph)
+        lowering.states = node_states(graph)
         for node, result in results.items():
             if isinstance(result, _PARTS):
                 lowering._bind_one(node, result)
@@ -178,7 +171,7 @@ class FxLowering:
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
-        self.output.meta["val"] = _fakes(returned)
+        self.output.meta["val"] = fakes_of(returned)
         set_place(self.output, str(tape.root), 0)
 
     def _emit_described(self, op: Op) -> None:
@@ -196,7 +189,7 @@ class FxLowering:
 
     def is_edited(self, graph: torch.fx.Graph | None) -> bool:
         """Whether `graph`, in the place of this one, is another one, or has a node that is not as it was lowered."""
-        return graph is not self.graph or not self.states.are_of(self.graph)
+        return graph is not self.graph or self.states != node_states(self.graph)
 
     def walk(self) -> Iterator[FxLowering]:
         """This graph and those of all bodies inside it, outer before inner."""
@@ -328,7 +321,7 @@ class FxLowering:
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
         outputs = op.outputs
-        node.meta["val"] = _fakes(outputs)
+        node.meta["val"] = fakes_of(outputs)
         if isinstance(outputs, _PARTS):
             self._bind_one(node, outputs)
         elif outputs is not None:
@@ -357,7 +350,7 @@ class FxLowering:
             how, key = (getattr, key[1:]) if key[0] == "." else (how, ast.literal_eval(key[1:-1]))
         taken = self._call(how, (node, key), {}, how.__name__)
         self._describe(taken, op)
-        taken.meta["val"] = _fakes(part)
+        taken.meta["val"] = fakes_of(part)
         return taken
 
     def _as_arguments(self, x: Any) -> Any:
@@ -490,9 +483,9 @@ def _plain_name(path: str) -> str | None:
     return name if name.islower() and name.isascii() and name.isidentifier() and name[0] != "_" else None
 
 
-def _fakes(x: Any) -> Any:
-    """What the nodes of a structure of values give: fake tensors and symbolic numbers."""
-    return x.fake if isinstance(x, Value) else map_structure(_fakes, x, Value)
+def fakes_of(x: Any) -> Any:
+    """A structure with the fake tensors of values in their place."""
+    return x.fake if isinstance(x, Value) else map_structure(fakes_of, x, Value)
 
 
 # node.meta -----------------------------------------------------------------------------------------------------------
