@@ -106,9 +106,8 @@ def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, Pro
 
     Raises TraceFileError for anything else.
     """
-    _refuse_pickle(file)
     archive = ArchiveReader(file)
-    _check_header(archive.json("header.json") if archive.has("header.json") else None)
+    _check_header(archive.json("header.json"))
     data = archive.json("program.json")
     decoder = Decoder(data["tables"], data["environment"], archive, list(foreign))
     recorded, tape = (decoder.row("tapes", data[name]) for name in ("recorded", "program"))
@@ -151,16 +150,6 @@ def _bind_attributes(tape: ProgramTape, holders: dict[str, torch.nn.Module]) -> 
             else:
                 holder.register_buffer(write.name, tensor, persistent=write.buffer)
             tape.owners[write.path] = holder, write.name
-
-
-def _refuse_pickle(file: IO[bytes]) -> None:
-    start = file.read(2)
-    file.seek(0)
-    if start[:1] == b"\x80":
-        raise TraceFileError(
-            "this is a pickle, as earlier development versions of scopetrace 0.1.0 wrote traces; a pickle can run any "
-            "code, so it is not read. Trace the model again and save that"
-        )
 
 
 def _check_header(header: Any) -> None:

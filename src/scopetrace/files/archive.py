@@ -86,12 +86,10 @@ class ArchiveReader:
         self._entries = _checked_entries(self._zip, file.seek(0, os.SEEK_END))
         self._storages: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
 
-    def has(self, name: str) -> bool:
-        """Whether there is an entry of this name."""
-        return _PREFIX + name in self._entries
-
     def json(self, name: str) -> Any:
-        """An entry of JSON. Raises ValueError for one that is not."""
+        """An entry of JSON; None where there is none of this name. Raises ValueError for one that is not JSON."""
+        if _PREFIX + name not in self._entries:
+            return None
         data = self._read(name)
         content = json.loads(data, parse_constant=_refuse_constant)
         if b"\\ud" in data.lower():  # halves of characters, which are no text where the other half is missing

@@ -75,7 +75,7 @@ class GraphValues:
         pairs: dict[int, tuple[_Layout, torch.Tensor]] = {}
         for i, layout in enumerate(self._layouts):
             if layout is not None and isinstance(values[i], torch.Tensor):
-                pairs[i] = layout if layout.is_static else layout.in_call(number), values[i]
+                pairs[i] = layout.in_call(number), values[i]
                 _check(i, *pairs[i])
         taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
         for places in self._own.values():
@@ -110,11 +110,6 @@ class _Layout(NamedTuple):
     def in_call(self, number: Number) -> _Layout:
         """With numbers in the place of symbolic ones."""
         return _Layout(*resolved(tuple(self), number))
-
-    @property
-    def is_static(self) -> bool:
-        """Whether all numbers are known."""
-        return all(type(n) is int for n in (*self.size, *self.stride, self.offset))
 
     @property
     def start(self) -> int:

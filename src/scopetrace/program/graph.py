@@ -187,9 +187,12 @@ class FxLowering:
             if op.phase is not None and scope_path(node) is None:
                 set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
 
-    def is_edited(self, graph: torch.fx.Graph | None) -> bool:
-        """Whether `graph`, in the place of this one, is another one, or has a node that is not as it was lowered."""
-        return graph is not self.graph or self.states != node_states(self.graph)
+    def is_edited(self, graph_module: Any) -> bool:
+        """Whether a GraphModule in the place of this one, or of a body, has another graph, or nodes that are others."""
+        graph = getattr(graph_module, "graph", None)
+        bodies = ((body, getattr(graph_module, name, None)) for name, body in self.bodies.items())
+        is_other = graph is not self.graph or self.states != node_states(self.graph)
+        return is_other or any(body.is_edited(module) for body, module in bodies)
 
     def walk(self) -> Iterator[FxLowering]:
         """This graph and those of all bodies inside it, outer before inner."""

@@ -17,7 +17,7 @@ import functools
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -313,8 +313,7 @@ class TracedProgram:
 
     def _is_edited(self) -> bool:
         """Whether a graph is not as it was lowered, or the GraphModule holds other tensors or modules."""
-        graphs = _graphs(self.lowering, self.graph_module)
-        return any(lowered.is_edited(graph) for lowered, graph in graphs) or self._is_refilled()
+        return self.lowering.is_edited(self.graph_module) or self._is_refilled()
 
     def _is_refilled(self) -> bool:
         held, tape = self._held_tensors(), self.tape
@@ -588,10 +587,3 @@ def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
 
 def _with_current_tensors(tape: Program) -> Program:
     return dataclasses.replace(tape, attributes=tape.attributes | current_tensors(tape))
-
-
-def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowering, torch.fx.Graph | None]]:
-    """Each graph of a program as it was made, and the one that its GraphModule has now."""
-    yield lowering, getattr(graph_module, "graph", None)
-    for name, body in lowering.bodies.items():
-        yield from _graphs(body, getattr(graph_module, name, None))
