@@ -147,8 +147,6 @@ class FxLowering:
         self._history: History | None = None
         self._places: dict[tuple[int, int, int], tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {}
         """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
-        self._names: dict[int, str] = {}
-        """By the ids of ops' targets, the names of their nodes."""
         self._traces: dict[int, str | None] = {}
         """By the id of frames, which the tape keeps alive, as text."""
 
@@ -264,10 +262,7 @@ class FxLowering:
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
-            name = self._names.get(id(op.target))
-            if name is None:
-                packet = getattr(op.target, "overloadpacket", op.target)
-                name = self._names[id(op.target)] = str(getattr(packet, "__name__", "op"))
+            name = str(getattr(getattr(op.target, "overloadpacket", op.target), "__name__", "op"))
             node = self._call(op.target, args, kwargs, name)
             for body in node.all_input_nodes if self.bodies and op.bodies() else ():
                 if body.target in self.bodies:
@@ -277,7 +272,7 @@ class FxLowering:
             _refuse_keywords(kwargs, op)
             node = self.graph.create_node("call_module", op.target, args, kwargs)
         else:
-            node = self.graph.create_node(op.kind, op.name, name=_plain_name(op.name))
+            node = self.graph.create_node(op.kind, op.name)
         self.op_of[node] = op
         self._describe(node, op)
         self._bind(node, op)
@@ -478,12 +473,6 @@ def _refuse_keywords(kwargs: Iterable[str], op: Op) -> None:
             module=op.scope.path,
             hint="trace without leaf_modules= for this module, or give the argument another name",
         )
-
-
-def _plain_name(path: str) -> str | None:
-    """The name that torch.fx makes of a path, where that is plain; None leaves it to torch, which takes longer."""
-    name = path.replace(".", "_")
-    return name if name.islower() and name.isascii() and name.isidentifier() and name[0] != "_" else None
 
 
 def fakes_of(x: Any) -> Any:
