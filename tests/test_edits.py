@@ -416,6 +416,17 @@ def test_a_body_of_cond(sign, tmp_path):
         torch.testing.assert_close(made(x), want)
 
 
+def test_what_a_cond_takes_stays_as_it_is():
+    trace = st.trace(nn.Sequential(nn.ReLU(), Gate()), (torch.ones(2, 4),))
+    (relu,) = nodes(trace.graph_module, aten.relu.default)
+    replace_with(trace.graph_module, relu, lambda graph, n: graph.call_function(aten.detach.default, (n.args[0],)))
+    trace.lint()
+    (detach,) = nodes(trace.graph_module, aten.detach.default)
+    replace_with(trace.graph_module, detach, lambda graph, n: graph.call_method("double", (n,)))
+    with pytest.raises(EditError, match="node cond: its operands or body were changed"):
+        trace.lint()
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_an_outlined_program(grad):
     """An edit of a function is an edit of all its calls."""

@@ -21,7 +21,6 @@ import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
-from scopetrace._compat.higher_order import fake_results
 from scopetrace._compat.ops import building, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import buffers_of, parameters_of
@@ -187,11 +186,7 @@ class Reading:
             return node.target(*fakes_of(args))
         if node.target is _aten._assert_scalar.default and to_expr(args[0]) in self._facts:
             return None  # lowering writes it again
-        count = len(self.tape.ops)
-        outputs = self._op(node, args, kwargs)
-        if len(self.tape.ops) > count:
-            self._op_of[node] = self.tape.ops[-1]
-        return outputs
+        return self._op(node, args, kwargs)
 
     def _op(self, node: Node, args: Any, kwargs: Any) -> Any:
         state = self._matching.traced.get(node)
@@ -202,7 +197,7 @@ class Reading:
         elif old is not None and old.unbacked:
             self._refuse(node, "it makes a number that depends on data, and its inputs or target were changed")
         elif node.target in FORMS:
-            outputs = self._higher_order(node, origin, args)
+            self._refuse(node, "its operands or body were changed, and what it computes with them is not known")
         elif is_op(node.target) or is_higher_order(node.target):
             outputs = self._inferred(node, origin, node.target, args, kwargs)
         else:
@@ -261,33 +256,6 @@ class Reading:
             self._refuse(node, "it makes a number that depends on data")
         self._fakes.register(self.tape.ops[-1].values())
         return outputs
-
-    def _higher_order(self, node: Node, origin: Op, args: Any) -> Any:
-        """Append a higher-order op whose operands or bodies changed."""
-        form = FORMS[node.target]
-        if not form.takes_all:
-            self._refuse(node, "its operands were changed, and what it computes with them is not known")
-        if not all(isinstance(args[position], BodyTape) for position, _, _ in form.bodies):
-            self._refuse(node, "its body is a GraphModule that the trace did not make")
-        fakes = form.gathered(fakes_of(args))
-        for position, _, _ in form.bodies:
-            fakes[position] = functools.partial(self._results_of, form.gathered(args)[position])
-        out = tuple(fake_results(self.tape.fake_mode, node.target, form.spread(fakes)))
-        grad = origin.grad and any(v.fake.requires_grad for v in values_in(args))
-        outputs = []
-        for slot, t in enumerate(out):
-            if isinstance(t, torch.Tensor):
-                if grad and t.is_floating_point():
-                    t.requires_grad_()
-                outputs.append(self.emitter.new_value(t, slot))
-            else:
-                outputs.append(t)
-        self.tape.ops.append(origin.replace(args=args, outputs=tuple(outputs)))
-        return tuple(outputs)
-
-    def _results_of(self, body: BodyTape, *_: Any) -> tuple[Any, ...]:
-        results = leaves(body.outputs, (Value, *Symbolic))
-        return tuple([self.emitter.like(v.fake) if isinstance(v, Value) else v for v in results])
 
     def _run(self, node: Node, origin: Op, args: Any, kwargs: Any) -> Any:
         """Run a function, method or module on fake tensors, and append the ATen ops that it calls."""
