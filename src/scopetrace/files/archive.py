@@ -116,7 +116,7 @@ class ArchiveReader:
         return tensor
 
     def _view(self, row: dict[str, Any]) -> torch.Tensor:
-        dtype, device = dtype_of(row["dtype"]), torch.device(row["device"])
+        dtype, device = torch_object(torch.dtype, row["dtype"]), torch.device(row["device"])
         size, stride = _whole_numbers(row["size"]), _whole_numbers(row["stride"])
         offset, number, nbytes = _whole_numbers([row["offset"], row["storage"], row["nbytes"]])
         end = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
@@ -138,12 +138,12 @@ class ArchiveReader:
         return self._storages[key]
 
 
-def dtype_of(name: Any) -> torch.dtype:
-    """The dtype of a name such as `float32`. Raises ValueError for another one."""
-    dtype = getattr(torch, name) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of this torch")
-    return dtype
+def torch_object(kind: type, name: Any) -> Any:
+    """A dtype, layout or memory format by its name, such as `float32`. Raises ValueError for another name."""
+    x = getattr(torch, name) if isinstance(name, str) else None
+    if not isinstance(x, kind):
+        raise ValueError(f"{name!r} is no {kind.__name__} of this torch")
+    return x
 
 
 def _whole_numbers(data: Any) -> list[int]:

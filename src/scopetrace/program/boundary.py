@@ -36,7 +36,7 @@ from scopetrace.containers.structure import (
     match,
     with_given,
 )
-from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
+from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
     MISSING,
     CallInputs,
@@ -52,6 +52,7 @@ from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, Number, StateRef, resolved
 from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
+from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import InputSharing, StateSharing
 from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
 from scopetrace.record.model import argument_names, more_keywords
@@ -346,13 +347,9 @@ class CallBoundary:
     def leave(self, inputs: Entered, values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""
         count = self._count
-        if len(values) != count + len(self.tape.attribute_writes):
-            raise EditError(
-                f"node output: the edited graph returns {len(values)} values, and that of the trace "
-                f"{count + len(self.tape.attribute_writes)}",
-                module=self.tape.root.path,
-                hint="keep the outputs in number and order; trace a model that returns something else",
-            )
+        promised = count + len(self.tape.attribute_writes)
+        if len(values) != promised:
+            raise other_count(len(values), promised, self.tape)
         program = self.tape.write_back
         returned = values[:count]
         results = iter(
