@@ -53,7 +53,7 @@ from scopetrace.ir.write_back import GraphInput, Number, StateRef, resolved
 from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
 from scopetrace.program.outputs import other_count
-from scopetrace.program.sharing import InputSharing, StateSharing
+from scopetrace.program.sharing import Sharing
 from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
 from scopetrace.record.model import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
@@ -200,8 +200,7 @@ class CallBoundary:
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
-        self._input_sharing = InputSharing(tape) if len(tape.inputs) > 1 else None
-        self._state_sharing = StateSharing(tape) if tape.attributes else None
+        self._sharing = Sharing(tape)
         outside = [*tape.inputs, *(v for _, v in tape.attribute_reads())]
         self._writes = [v.storage in written for v in outside] if tape.write_back is not None else []
         """Whether the write-back may write to each tensor from outside, where the graph does not."""
@@ -242,8 +241,7 @@ class CallBoundary:
             objects = effect_targets(self._objects, self.tape.args, (args, kwargs))
             inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
         self.state.refresh()
-        if self._state_sharing is not None:
-            self._state_sharing.check(self.state.current, inputs)
+        self._sharing.check(inputs, self.state.current)
         return inputs
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -294,8 +292,6 @@ class CallBoundary:
                 )
         if tape.sizes is not None:
             tape.sizes.check(tensors, numbers)
-        if self._input_sharing is not None:
-            self._input_sharing.check(tensors)
         self._check_overlaps(tensors)
         if tape.argument_numbers:
             check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
