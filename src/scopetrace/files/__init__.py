@@ -134,10 +134,7 @@ def _bind_gradients(tape: ProgramTape) -> None:
 
 
 def _bind_attributes(tape: ProgramTape, holders: dict[str, torch.nn.Module]) -> None:
-    """Give attributes that the program binds to new tensors one place for all programs made of the trace.
-
-    `holders` has, by the name of a module, an empty one in its place, for both tapes.
-    """
+    """Give attributes that the program binds to new tensors one place: in `holders`, by names of modules."""
     for i, write in enumerate(tape.attribute_writes):
         if write.of is not None:
             continue

@@ -352,7 +352,6 @@ class Reading:
         return x
 
     def _fill(self, old: Call, new: Call) -> None:
-        """Give a call what stands in the place of its arguments and results."""
         arguments, results = (functools.partial(self._stand_in, call=call) for call in (new, None))
         new.args, new.kwargs = map_structure(arguments, (old.args, old.kwargs), Value)
         new.outputs, new.mutated = map_structure(results, (old.outputs, old.mutated), Value)
@@ -386,6 +385,6 @@ def _grads(old: FxLowering) -> dict[Node, bool]:
 
 
 def _facts(tape: Tape) -> set[Any]:
-    """What lowering asserts of the symbols of a tape."""
+    """What lowering asserts of symbols."""
     env = tape.shape_env
     return set() if env is None else {fact.expr for facts in env.deferred_runtime_asserts.values() for fact in facts}

@@ -380,10 +380,7 @@ class FxLowering:
     # ---------------------------------------------------------------- autograd on and off
 
     def _switch_grad_for(self, op: Op) -> None:
-        """Before an op under the other mode: switch autograd where that matters, as an input may require grad.
-
-        Back to the mode of the call before any op.
-        """
+        """Switch autograd before an op under the other mode, if an input may require grad, and back before any op."""
         is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
         if is_outer or any(map(self._may_require_grad, op.inputs())):
             self._switch_grad(op.grad)
@@ -397,10 +394,7 @@ class FxLowering:
         return v.ever_requires_grad or self._history.of(v) > 0
 
     def _takes_gradients(self) -> bool:
-        """Whether inputs may require grad in a call that did not in the trace: not in a program that writes.
-
-        Nor in a condition, and a score is differentiated as a whole.
-        """
+        """Whether inputs may require grad in a call that did not in the trace: not in a program that writes."""
         tape = self.tape
         if isinstance(tape, ProgramTape) and tape.written_storages():
             return False
