@@ -374,16 +374,17 @@ class CallBoundary:
 
 @dataclasses.dataclass(slots=True)
 class _Bound:
-    holder: torch.nn.Module
-    leaf: str
-    """Its name in the holder, a submodule of the GraphModule."""
+    """A tensor of the model."""
+
+    place: tuple[torch.nn.Module, str] | None
+    """Where the GraphModule has it; None where only ops without effect take it, as where Python asks for its number."""
     module: torch.nn.Module
     attribute: str
     """Its name in the module, a part of the model."""
     table: dict[str, Any]
     """Where the module had it in the trace: its parameters, buffers or other attributes."""
     last: torch.Tensor
-    """The one that the GraphModule got last from the model."""
+    """The one that the model had last, and gave to the GraphModule."""
     dtype: torch.dtype
     shape: torch.Size
     """As they were in the trace."""
@@ -404,17 +405,13 @@ class LiveState:
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
         for name in targets & tape.attributes.keys():
             path, _, leaf = name.rpartition(".")
-            place = self._places[name] = graph_module.get_submodule(path), leaf
-            if name in self._owners:
-                owner, last = self._owners[name], tape.attributes[name]
+            self._places[name] = graph_module.get_submodule(path), leaf
+        for name, owner in self._owners.items():
+            last = tape.attributes[name]
+            if name in self._places or (name in fakes and not tape.edited):
                 fake = fakes.get(name, last)
-                self._bound[name] = _Bound(*place, *owner, table_of(*owner) or {}, last, fake.dtype, fake.shape)
-        self._unread = [
-            (name, self._owners[name], (fake.dtype, fake.shape))
-            for name, fake in fakes.items()
-            if name in self._owners and name not in targets and not tape.edited
-        ]
-        """Tensors that only ops without effect take, as where Python asks them for their number."""
+                table = table_of(*owner) or {}
+                self._bound[name] = _Bound(self._places.get(name), *owner, table, last, fake.dtype, fake.shape)
 
     def refresh(self) -> None:
         """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there.
@@ -427,21 +424,19 @@ class LiveState:
                 t = look_up(bound.module, bound.attribute)
                 if t is None:
                     raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), None)
-                if look_up(bound.holder, bound.leaf) is bound.last:
-                    put_tensor(bound.holder, bound.leaf, t)
+                if bound.place is None or look_up(*bound.place) is bound.last:
+                    if bound.place is not None:
+                        put_tensor(*bound.place, t)
                     bound.last = t
             if t.dtype is not bound.dtype or t.shape != bound.shape:
-                raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), (t.dtype, t.shape))
-        for name, place, traced in self._unread:
-            t = look_up(*place)
-            current = None if t is None else (t.dtype, t.shape)
-            if current is None or current not in (traced, self._tape.settled.get(name)):
-                raise not_as_traced(self._tape, name, traced, current)
+                current = t.dtype, t.shape
+                if bound.place is not None or current != self._tape.settled.get(name):
+                    raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), current)
 
     @property
     def places(self) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
         """Where the model, and where the GraphModule has each tensor of the model: module and name."""
-        return [(bound.module, bound.attribute, bound.holder, bound.leaf) for bound in self._bound.values()]
+        return [(bound.module, bound.attribute, *bound.place) for bound in self._bound.values() if bound.place]
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:
