@@ -499,33 +499,33 @@ def place_of(scope: str, call: int, phase: Phase | None) -> dict[str, Any]:
 
 def phase_of(node: torch.fx.Node) -> str:
     """`forward`, `backward` or `other`."""
-    return str((_place(node) or {}).get("phase", "forward"))
+    return str((place_in_meta(node) or {}).get("phase", "forward"))
 
 
 def is_recomputed(node: torch.fx.Node) -> bool:
     """Whether it is an op of the forward that runs again in backward, in a region under `torch.utils.checkpoint`."""
-    return bool((_place(node) or {}).get("recomputed", False))
+    return bool((place_in_meta(node) or {}).get("recomputed", False))
 
 
 def forward_place(node: torch.fx.Node) -> tuple[str, int] | None:
     """Of a node of backward, scope and call of the op of the forward that it belongs to; None for other nodes."""
-    forward = (_place(node) or {}).get("forward")
+    forward = (place_in_meta(node) or {}).get("forward")
     return None if forward is None else (str(forward["scope"]), int(forward["call"]))
 
 
 def scope_path(node: torch.fx.Node) -> str | None:
     """The path of the node's scope, such as `"Net/Linear[fc]"`; None for a node of another tool."""
-    place = _place(node)
+    place = place_in_meta(node)
     return None if place is None else str(place["scope"])
 
 
 def call_position(node: torch.fx.Node) -> int | None:
     """The position in `Trace.calls` of the innermost call around the node; None for a node of another tool."""
-    place = _place(node)
+    place = place_in_meta(node)
     return None if place is None else int(place["call"])
 
 
-def _place(node: torch.fx.Node) -> dict[str, Any] | None:
+def place_in_meta(node: torch.fx.Node) -> dict[str, Any] | None:
     custom = node.meta.get("custom")
     place: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
     return place or node.meta.get(KEY)

@@ -2,7 +2,7 @@
 
 Data flow:
     nodes as the trace made them + nodes of the edited graph
-        -> pairs: the same node object, else the same name and call, else as many of one target in one call
+        -> pairs: the same node object, else the same name and call, else the same place in meta, which is copied
     a node that is gone -> its replacement: what its readers read now in its place
     new nodes -> the call of the nodes that they replace, else the innermost call around what they read and feed
 """
@@ -18,7 +18,7 @@ import torch.fx
 
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call
-from scopetrace.program.graph import NodeState, call_position, scope_path
+from scopetrace.program.graph import NodeState, call_position, place_in_meta, scope_path
 
 Node = torch.fx.Node
 _OUTSIDE = ("placeholder", "get_attr")
@@ -76,10 +76,11 @@ class Matching:
             if was is node or (state.op == node.op and call_position(was) == call_position(node)):
                 pairs[node] = state
         taken = {state.node for state in pairs.values()}
-        left = _by_kind(state.node for state in self._states if state.node not in taken)
-        for kind, nodes in _by_kind(node for node in self._graph.nodes if node not in pairs).items():
-            if len(left.get(kind, ())) == len(nodes):  # as `split_module` does
-                pairs |= {new: old[was] for new, was in zip(nodes, left[kind], strict=True)}
+        by_place = {id(place_in_meta(state.node)): state for state in self._states if state.node not in taken}
+        for node in self._graph.nodes:  # `split_module` gives nodes other names, and copies their meta
+            state = by_place.get(id(place_in_meta(node))) if place_in_meta(node) and node not in pairs else None
+            if state is not None and (state.op, state.target) == (node.op, node.target):
+                pairs[node] = state
         return pairs
 
     # ---------------------------------------------------------------- values
@@ -163,15 +164,6 @@ def _arguments(node: Node | NodeState) -> list[Any]:
     leaves: list[Any] = []
     torch.fx.node.map_aggregate((node.args, node.kwargs), leaves.append)
     return leaves
-
-
-def _by_kind(nodes: Iterable[Node]) -> dict[Any, list[Node]]:
-    """Nodes by what they call and in which call, in order; only those that have their place in meta."""
-    by_kind = collections.defaultdict[Any, list[Node]](list)
-    for node in nodes:
-        if call_position(node) is not None:
-            by_kind[node.op, node.target, call_position(node), scope_path(node)].append(node)
-    return by_kind
 
 
 def _reached(first: Iterable[Node], near: Callable[[Node], Iterable[Node]]) -> list[Node]:
