@@ -201,24 +201,23 @@ class CallBoundary:
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
         self._sharing = Sharing(tape)
-        outside = [*tape.inputs, *(v for _, v in tape.attribute_reads())]
-        self._writes = [v.storage in written for v in outside] if tape.write_back is not None else []
-        """Whether the write-back may write to each tensor from outside, where the graph does not."""
-        self._followed = [tape.grad and v.requires_grad for v in outside]
-        """Whether autograd followed each of them in the trace."""
+        outside = [*(("", v) for v in tape.inputs), *tape.attribute_reads()] if tape.write_back is not None else []
+        self._outside = [(name, v.storage in written, tape.grad and v.requires_grad) for name, v in outside]
+        """Of inputs and tensors of the model: the name of these, whether the write-back may write to it, and whether
+        autograd followed it in the trace."""
 
     def written_unseen(self, inputs: Sequence[Any]) -> set[int]:
         """The storages that the write-back writes, where autograd follows a tensor that it did not in the trace.
 
         Backward may read there, and the graph makes copies only of what it read in the trace.
         """
-        if not any(self._writes) or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
+        is_written = any(writes for _, writes, _ in self._outside)
+        if not is_written or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
             return set()  # torch has no such copies in a transform
-        names = [name for name, _ in self.tape.attribute_reads()]
-        outside = [*inputs[: len(self.tape.inputs)], *map(self.state.held, names)]
-        if not any(t.requires_grad and not followed for t, followed in zip(outside, self._followed, strict=True)):
+        outside = [(self.state.held(part[0]) if part[0] else inputs[i], part) for i, part in enumerate(self._outside)]
+        if not any(t.requires_grad and not followed for t, (_, _, followed) in outside):
             return set()
-        return {storage_id(t) for t, writes in zip(outside, self._writes, strict=True) if writes}
+        return {storage_id(t) for t, (_, writes, _) in outside if writes}
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entered:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""

@@ -526,6 +526,7 @@ def call_position(node: torch.fx.Node) -> int | None:
 
 
 def place_in_meta(node: torch.fx.Node) -> dict[str, Any] | None:
+    """What `set_place` wrote, the very dict: passes that copy meta copy a reference to it."""
     custom = node.meta.get("custom")
     place: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
     return place or node.meta.get(KEY)
