@@ -328,6 +328,22 @@ def test_a_second_edit():
     torch.testing.assert_close(run(model, copy.deepcopy(trace))[0], results)
 
 
+def test_an_edited_training_step_keeps_its_phases():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    trace = st.trace(step, (torch.randn(2, 4),))
+    phases = [trace.phase_of(node) for node in trace.graph_module.graph.nodes]
+    change_target(trace.graph_module)
+    trace.lint()
+    assert [trace.phase_of(node) for node in trace.graph_module.graph.nodes] == phases
+    assert trace.calls[1].backward_nodes
+
+
 def test_a_weight_replaced_in_the_graph_module_stays():
     """Each call binds the model's present tensors to the graph, but not in the place of what somebody put there."""
     model = nn.Linear(4, 4)
@@ -398,6 +414,17 @@ def test_a_body_of_cond(sign, tmp_path):
     assert "neg" in str(trace)
     for made in (trace, loaded(trace, tmp_path), copy.deepcopy(trace), trace.to_exported_program().module()):
         torch.testing.assert_close(made(x), want)
+
+
+def test_what_a_cond_takes_stays_as_it_is():
+    trace = st.trace(nn.Sequential(nn.ReLU(), Gate()), (torch.ones(2, 4),))
+    (relu,) = nodes(trace.graph_module, aten.relu.default)
+    replace_with(trace.graph_module, relu, lambda graph, n: graph.call_function(aten.detach.default, (n.args[0],)))
+    trace.lint()
+    (detach,) = nodes(trace.graph_module, aten.detach.default)
+    replace_with(trace.graph_module, detach, lambda graph, n: graph.call_method("double", (n,)))
+    with pytest.raises(EditError, match="node cond: its operands or body were changed"):
+        trace.lint()
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -434,9 +434,7 @@ def refusal(path, data=None):
 
 def test_pickles_and_foreign_files(tmp_path):
     path = tmp_path / "file"
-    assert "this is a pickle, as earlier development versions of scopetrace 0.1.0 wrote traces" in refusal(
-        path, pickle.dumps(Evil())
-    )
+    assert "no trace, or damaged" in refusal(path, pickle.dumps(Evil()))
     assert "no trace, or damaged" in refusal(path, b"")
     assert "no trace, or damaged" in refusal(path, b"hello" * 100)
     torch.save({"a": X}, path)

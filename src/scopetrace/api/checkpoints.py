@@ -113,11 +113,7 @@ def checkpoint_plan(program: TracedProgram, budget_bytes: int) -> CheckpointPlan
 
 
 class _Search:
-    """Finds calls to checkpoint among the candidates, which are a tree: a call, or calls inside it.
-
-    Attributes:
-        lowest: the lowest peak of the choices that were tried.
-    """
+    """Finds calls to checkpoint among the candidates, which are a tree; `lowest` is the lowest peak that was tried."""
 
     def __init__(self, tape: Tape, storages: list[Storage], budget: int) -> None:
         self._tape, self._storages, self._budget = tape, storages, budget
@@ -150,8 +146,7 @@ class _Search:
     def _from(self, start: list[_Candidate], candidates: list[_Candidate]) -> list[_Candidate]:
         """The first choice that fits, else the last one: from `start`, with more calls while they lower the peak.
 
-        Where none does, a call in whose backward the peak is, and which makes all again at once, gives way to those
-        inside it for good.
+        Where none does, a call that makes too much again at the peak gives way to those inside it.
         """
         chosen = start
         free = [c for c in candidates if not any(c.is_in(other) or other.is_in(c) for other in chosen)]

@@ -126,7 +126,7 @@ def functional_backend(
     """
     _check_options(level, lower_scatter, decompositions)
     options: Any = {"level": level, "lower_scatter": lower_scatter, "decompositions": decompositions}
-
+    make = functools.partial(functionalize, **options)
     if level != "aten" and backward_compiler is not None:
         raise ArgumentError('backward_compiler= takes graphs of ATen ops: give it with level="aten"')
 
@@ -138,8 +138,7 @@ def functional_backend(
         return parts
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        make = functools.partial(functionalize, **options)
-        return _Compiled(gm, make, compiler, None if backward_compiler is None else (split, backward_compiler))
+        return _Compiled(gm, make, compiler, backward_compiler and (split, backward_compiler))
 
     return backend
 
@@ -219,8 +218,7 @@ def _requires_grad(program: TracedProgram) -> bool:
 def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:
     """A key that is equal for inputs that the same program can take.
 
-    Where a tensor lies in its storage is part of it: beside the first input there, or from the start of the storage
-    where a program `uses_absolute_offset`.
+    It has the offset of a tensor from the first input in its storage, or from its start with `uses_absolute_offset`.
     """
     memory: dict[int, tuple[int, int]] = {}
     return (torch.is_grad_enabled(), *(_kind(a, memory, uses_absolute_offset) for a in args))

@@ -6,7 +6,6 @@ import dataclasses
 import tempfile
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -14,11 +13,10 @@ from click.shell_completion import get_completion_class
 
 from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
-from scopetrace.api.trace import Trace
 from scopetrace.cli.run import Asked, FilePath, json_text, model_command, takes_depth, takes_json, takes_scope
 from scopetrace.cli.terminal import print_text
 from scopetrace.errors import UsageError
-from scopetrace.order.execution import ExecutionOrder, steps_text
+from scopetrace.order.execution import steps_text
 from scopetrace.view import document
 from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
 
@@ -31,7 +29,9 @@ from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
 @click.option("--calls", "as_table", is_flag=True, help="A table of the module calls, with arguments and outputs.")
 @takes_json
 @click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
-def show(asked: Asked, grad: bool, **options: Any) -> str:
+def show(
+    asked: Asked, grad: bool, depth: int | None, scope: tuple[str, ...] | None, as_table: bool, as_json: bool
+) -> str:
     """Trace the model TARGET, and show every op in the module that called it.
 
     TARGET is package.module:name (a torch.nn.Module, or a class or function that makes one when called without
@@ -42,15 +42,11 @@ def show(asked: Asked, grad: bool, **options: Any) -> str:
         scopetrace show timm:vit_tiny_patch16_224 --depth 2
         scopetrace show mypackage.models:build --input ids=1x16:int64 --calls
     """
-    if options["as_table"] and options["as_json"]:
+    if as_table and as_json:
         raise UsageError("--calls and --json are two forms of output: write one of them")
     with torch.set_grad_enabled(grad):
         traced = asked.trace()
     asked.say("writing")
-    return _shown(traced, **options)
-
-
-def _shown(traced: Trace, depth: int | None, scope: tuple[str, ...] | None, as_table: bool, as_json: bool) -> str:
     if scope is not None:
         refuse_unnamed(traced.scope, traced.calls, scope)
     if as_json:
@@ -112,14 +108,10 @@ def order(asked: Asked, steps: bool, as_json: bool) -> str:
     """
     traced = asked.trace(functional=False).order
     if as_json:
-        return json_text(_order_data(traced))
+        calls = [{"fqn": call.fqn, "index": call.index, "class": call.type_name} for call in traced.calls]
+        data = {"digest": traced.digest, "parameters": traced.param_forward_order, "calls": calls}
+        return json_text({**data, "steps": [step._asdict() for step in traced.steps]})
     return f"{steps_text(traced) if steps else traced}\ndigest: {traced.digest}"
-
-
-def _order_data(traced: ExecutionOrder) -> dict[str, Any]:
-    calls = [{"fqn": call.fqn, "index": call.index, "class": call.type_name} for call in traced.calls]
-    steps = [step._asdict() for step in traced.steps]
-    return {"digest": traced.digest, "parameters": traced.param_forward_order, "calls": calls, "steps": steps}
 
 
 @model_command

@@ -45,7 +45,10 @@ def parse_input(text: str) -> Input:
         return Input(name, _WORDS[rest.lower()])
     kind, colon, value = rest.partition(":")
     if colon and kind in _PYTHON:
-        return Input(name, _python_value(text, kind, value))
+        try:
+            return Input(name, _PYTHON[kind](value))
+        except ValueError as error:
+            raise UsageError(f"--input {text}: {value!r} is no {kind}") from error
     shape_text, colon, dtype_text = rest.partition(":")
     shape = _shape(text, name, shape_text.strip())
     dtype = _dtype(text, dtype_text.strip()) if colon else torch.float32
@@ -54,13 +57,6 @@ def parse_input(text: str) -> Input:
     except (RuntimeError, NotImplementedError, OverflowError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--input {text}: no tensor of that size and dtype can be made ({reason})") from error
-
-
-def _python_value(text: str, kind: str, value: str) -> Any:
-    try:
-        return _PYTHON[kind](value)
-    except ValueError as error:
-        raise UsageError(f"--input {text}: {value!r} is no {kind}") from error
 
 
 def nested(inputs: list[Input]) -> list[Input]:

@@ -34,16 +34,7 @@ _DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": t
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="own", help="Of gathered parameters and gradients.")
 @takes_json
 def plan(
-    asked: Asked,
-    ranks: int,
-    classes: tuple[str, ...],
-    target_mb: float | None,
-    prefetch: int,
-    bandwidth: float,
-    tflops: float,
-    latency: float,
-    dtype: str,
-    as_json: bool,
+    asked: Asked, ranks: int, classes: tuple[str, ...], prefetch: int, dtype: str, as_json: bool, **numbers: Any
 ) -> str:
     """Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost on paper.
 
@@ -53,21 +44,22 @@ def plan(
         scopetrace plan timm:vit_base_patch16_224 --ranks 8 --classes Block
         scopetrace plan mypackage.models:build --meta -i ids=1x4096:int64 --ranks 1024 --target-mb 500 --dtype bf16
     """
+    target_mb = numbers["target_mb"]
     if bool(classes) == bool(target_mb):
         raise UsageError("write --classes NAME, once for each class, or --target-mb N")
     if asked.step is not None:
         raise UsageError("a plan is of the forward, and of a backward that is the forward in reverse: leave out --step")
-    numbers = {"target-mb": target_mb, "bandwidth": bandwidth, "tflops": tflops, "latency": latency}
     for name, number in numbers.items():
         if number is not None and not math.isfinite(number):
-            raise UsageError(f"--{name} {number}: write a finite number")
+            raise UsageError(f"--{name.replace('_', '-')} {number}: write a finite number")
     traced = asked.trace(functional=False)
     model = traced.model
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"{asked.target} is a saved trace, which has no model to plan for: name the model")
     asked.say("planning")
     grouping = {"classes": _classes(model, classes)} if classes else {"target_bytes": int((target_mb or 0) * 1e6)}
-    rates: dict[str, Any] = {"bandwidth": bandwidth * 1e9, "flops": tflops * 1e12, "latency": latency * 1e-6}
+    bandwidth, flops, latency = numbers["bandwidth"] * 1e9, numbers["tflops"] * 1e12, numbers["latency"] * 1e-6
+    rates: dict[str, Any] = {"bandwidth": bandwidth, "flops": flops, "latency": latency}
     plans = {ahead: make_plan(model, traced.order, prefetch=ahead, **grouping) for ahead in sorted({0, 1, 2, prefetch})}
     simulations = {
         ahead: simulate(each, traced, ranks=ranks, param_dtype=_DTYPES[dtype], **rates) for ahead, each in plans.items()

@@ -11,33 +11,25 @@ from rich.console import Console
 from rich.highlighter import RegexHighlighter
 from rich.theme import Theme
 
-_THEME = Theme(
-    {
-        "st.value": "cyan",
-        "st.type": "green",
-        "st.op": "yellow",
-        "st.call": "bold",
-        "st.scope": "bold magenta",
-        "st.attribute": "blue",
-        "st.note": "dim",
-    }
-)
-
 _LABEL = r"\w+(\[[^\]]*\])?"
+_PARTS = (
+    ("value", "cyan", r"%\w+"),
+    ("type", "green", r"\b[a-z]+\d+\w*\[[^\]]*\]"),
+    ("op", "yellow", r"(?<= = )[\w.]+(?=\()"),
+    ("attribute", "blue", r"\bself\.[\w.]+"),
+    ("scope", "bold magenta", r"^ *scope\(\"[^\"]*\"\)"),
+    ("call", "bold", rf"^ *{_LABEL}(/{_LABEL})*(#\d+)?(?=\()"),
+    ("call", "bold", r"^ *[^%(]*( ×\d+)? as [^\s(]+"),
+    ("note", "dim", r"  # .*$"),
+)
+"""What of a program is coloured: its name, how, and how it is found."""
+
+_THEME = Theme({f"st.{name}": style for name, style, _ in _PARTS})
 
 
 class _Program(RegexHighlighter):
     base_style = "st."
-    highlights = [  # noqa: RUF012  (rich's own way to list them)
-        r"(?P<value>%\w+)",
-        r"(?P<type>\b[a-z]+\d+\w*\[[^\]]*\])",
-        r"(?<= = )(?P<op>[\w.]+)(?=\()",
-        r"(?P<attribute>\bself\.[\w.]+)",
-        r"(?P<scope>^ *scope\(\"[^\"]*\"\))",
-        rf"(?P<call>^ *{_LABEL}(/{_LABEL})*(#\d+)?(?=\())",
-        r"(?P<call>^ *[^%(]*( ×\d+)? as [^\s(]+)",
-        r"(?P<note>  # .*$)",
-    ]
+    highlights = [f"(?P<{name}>{pattern})" for name, _, pattern in _PARTS]  # noqa: RUF012  (rich's own way)
 
 
 def print_text(text: str, file: TextIO | None = None) -> None:

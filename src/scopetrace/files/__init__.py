@@ -106,9 +106,8 @@ def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, Pro
 
     Raises TraceFileError for anything else.
     """
-    _refuse_pickle(file)
     archive = ArchiveReader(file)
-    _check_header(archive.json("header.json") if archive.has("header.json") else None)
+    _check_header(archive.json("header.json"))
     data = archive.json("program.json")
     decoder = Decoder(data["tables"], data["environment"], archive, list(foreign))
     recorded, tape = (decoder.row("tapes", data[name]) for name in ("recorded", "program"))
@@ -135,10 +134,7 @@ def _bind_gradients(tape: ProgramTape) -> None:
 
 
 def _bind_attributes(tape: ProgramTape, holders: dict[str, torch.nn.Module]) -> None:
-    """Give attributes that the program binds to new tensors one place for all programs made of the trace.
-
-    `holders` has, by the name of a module, an empty one in its place, for both tapes.
-    """
+    """Give attributes that the program binds to new tensors one place: in `holders`, by names of modules."""
     for i, write in enumerate(tape.attribute_writes):
         if write.of is not None:
             continue
@@ -151,16 +147,6 @@ def _bind_attributes(tape: ProgramTape, holders: dict[str, torch.nn.Module]) -> 
             else:
                 holder.register_buffer(write.name, tensor, persistent=write.buffer)
             tape.owners[write.path] = holder, write.name
-
-
-def _refuse_pickle(file: IO[bytes]) -> None:
-    start = file.read(2)
-    file.seek(0)
-    if start[:1] == b"\x80":
-        raise TraceFileError(
-            "this is a pickle, as earlier development versions of scopetrace 0.1.0 wrote traces; a pickle can run any "
-            "code, so it is not read. Trace the model again and save that"
-        )
 
 
 def _check_header(header: Any) -> None:

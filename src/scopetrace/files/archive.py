@@ -86,12 +86,10 @@ class ArchiveReader:
         self._entries = _checked_entries(self._zip, file.seek(0, os.SEEK_END))
         self._storages: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
 
-    def has(self, name: str) -> bool:
-        """Whether there is an entry of this name."""
-        return _PREFIX + name in self._entries
-
     def json(self, name: str) -> Any:
-        """An entry of JSON. Raises ValueError for one that is not."""
+        """An entry of JSON; None where there is none of this name. Raises ValueError for one that is not JSON."""
+        if _PREFIX + name not in self._entries:
+            return None
         data = self._read(name)
         content = json.loads(data, parse_constant=_refuse_constant)
         if b"\\ud" in data.lower():  # halves of characters, which are no text where the other half is missing
@@ -118,7 +116,7 @@ class ArchiveReader:
         return tensor
 
     def _view(self, row: dict[str, Any]) -> torch.Tensor:
-        dtype, device = dtype_of(row["dtype"]), torch.device(row["device"])
+        dtype, device = torch_object(torch.dtype, row["dtype"]), torch.device(row["device"])
         size, stride = _whole_numbers(row["size"]), _whole_numbers(row["stride"])
         offset, number, nbytes = _whole_numbers([row["offset"], row["storage"], row["nbytes"]])
         end = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
@@ -140,12 +138,12 @@ class ArchiveReader:
         return self._storages[key]
 
 
-def dtype_of(name: Any) -> torch.dtype:
-    """The dtype of a name such as `float32`. Raises ValueError for another one."""
-    dtype = getattr(torch, name) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of this torch")
-    return dtype
+def torch_object(kind: type, name: Any) -> Any:
+    """A dtype, layout or memory format by its name, such as `float32`. Raises ValueError for another name."""
+    x = getattr(torch, name) if isinstance(name, str) else None
+    if not isinstance(x, kind):
+        raise ValueError(f"{name!r} is no {kind.__name__} of this torch")
+    return x
 
 
 def _whole_numbers(data: Any) -> list[int]:

@@ -27,11 +27,11 @@ from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.classes import NamedObject, class_of_name, look_up
 from scopetrace.containers.structure import Removed, unflattened
 from scopetrace.errors import TraceFileError
-from scopetrace.files.archive import ArchiveReader, dtype_of
+from scopetrace.files.archive import ArchiveReader, torch_object
 from scopetrace.files.records import LEFT_OUT, RECORDS, checked_fields
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
-from scopetrace.ir.tape import GIVEN_META, Call, Op, Signed, Tape, Value, flat
+from scopetrace.ir.tape import GIVEN_META, Call, Op, Signed, Tape, Value
 
 _NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
 _PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}
@@ -100,10 +100,10 @@ class Decoder:
 
     def _fake(self, row: Any) -> torch.Tensor:
         size, layout, dtype, device, requires_grad = row
-        what = dtype_of(dtype), torch.device(device)
+        what = torch_object(torch.dtype, dtype), torch.device(device)
         if isinstance(layout, str):  # sparse
             with self._factory.mode, torch.no_grad():
-                kind = _torch_object(torch.layout)(self, layout)
+                kind = torch_object(torch.layout, layout)
                 fake = torch.empty(self.data(size), layout=kind, dtype=what[0], device=what[1])
                 return fake.requires_grad_(bool(requires_grad))
         with without_dispatch(), torch.no_grad():
@@ -126,8 +126,6 @@ class Decoder:
             _expect(OPS, op.target)
         elif op.kind not in ("placeholder", "get_attr", "call_module") or not op.name:
             raise ValueError(f"an op of kind {op.kind!r}")
-        if op.kind == "call_function" and any(isinstance(x, NamedObject) for x in flat((op.args, op.kwargs))):
-            raise TypeError(f"an argument of {op.target} is an object")
         _expect(dict, *(op.meta or {}).values())
         if op.meta and not op.meta.keys() <= set(GIVEN_META):
             raise ValueError(f"an op with {', '.join(op.meta)}")
@@ -238,15 +236,6 @@ def _higher_order(decoder: Decoder, name: Any) -> Any:
     return op
 
 
-def _torch_object(kind: type) -> Callable[[Decoder, Any], Any]:
-    def of(decoder: Decoder, name: Any) -> Any:
-        x = getattr(torch, name)
-        _expect(kind, x)
-        return x
-
-    return of
-
-
 _ROWS: dict[str, Callable[[Decoder, Any], Any]] = {
     "scopes": Decoder._scope,
     "frames": Decoder._linked_frames,
@@ -279,10 +268,10 @@ _FORMS: dict[str, Callable[[Decoder, Any], Any]] = {
     "frozenset": lambda decoder, items: frozenset(map(decoder.data, items)),
     "slice": lambda decoder, parts: slice(*map(decoder.data, parts)),
     "size": lambda decoder, items: torch.Size(map(decoder.data, items)),
-    "dtype": lambda decoder, name: dtype_of(name),
+    "dtype": lambda decoder, name: torch_object(torch.dtype, name),
     "device": lambda decoder, text: torch.device(text),
-    "layout": _torch_object(torch.layout),
-    "memory_format": _torch_object(torch.memory_format),
+    "layout": lambda decoder, name: torch_object(torch.layout, name),
+    "memory_format": lambda decoder, name: torch_object(torch.memory_format, name),
     "removed": lambda decoder, name: Removed(str(name)),
     "ellipsis": lambda decoder, data: ...,
 }

@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from scopetrace.containers.structure import (
     match,
     with_given,
 )
-from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
+from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
     MISSING,
     CallInputs,
@@ -51,10 +50,10 @@ from scopetrace.ir.reads import (
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, Number, StateRef, resolved
-from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
-from scopetrace.program.sharing import InputSharing, StateSharing
+from scopetrace.program.outputs import other_count
+from scopetrace.program.sharing import Sharing
 from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
 from scopetrace.record.model import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
@@ -201,26 +200,24 @@ class CallBoundary:
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
-        self._input_sharing = InputSharing(tape) if len(tape.inputs) > 1 else None
-        self._state_sharing = StateSharing(tape) if tape.attributes else None
-        outside = [*tape.inputs, *(v for _, v in tape.attribute_reads())]
-        self._writes = [v.storage in written for v in outside] if tape.write_back is not None else []
-        """Whether the write-back may write to each tensor from outside, where the graph does not."""
-        self._followed = [tape.grad and v.requires_grad for v in outside]
-        """Whether autograd followed each of them in the trace."""
+        self._sharing = Sharing(tape)
+        outside = [*(("", v) for v in tape.inputs), *tape.attribute_reads()] if tape.write_back is not None else []
+        self._outside = [(name, v.storage in written, tape.grad and v.requires_grad) for name, v in outside]
+        """Of inputs and tensors of the model: the name of these, whether the write-back may write to it, and whether
+        autograd followed it in the trace."""
 
     def written_unseen(self, inputs: Sequence[Any]) -> set[int]:
         """The storages that the write-back writes, where autograd follows a tensor that it did not in the trace.
 
         Backward may read there, and the graph makes copies only of what it read in the trace.
         """
-        if not any(self._writes) or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
+        is_written = any(writes for _, writes, _ in self._outside)
+        if not is_written or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
             return set()  # torch has no such copies in a transform
-        names = [name for name, _ in self.tape.attribute_reads()]
-        outside = [*inputs[: len(self.tape.inputs)], *map(self.state.held, names)]
-        if not any(t.requires_grad and not followed for t, followed in zip(outside, self._followed, strict=True)):
+        outside = [(self.state.held(part[0]) if part[0] else inputs[i], part) for i, part in enumerate(self._outside)]
+        if not any(t.requires_grad and not followed for t, (_, _, followed) in outside):
             return set()
-        return {storage_id(t) for t, writes in zip(outside, self._writes, strict=True) if writes}
+        return {storage_id(t) for t, (_, writes, _) in outside if writes}
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entered:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
@@ -243,8 +240,7 @@ class CallBoundary:
             objects = effect_targets(self._objects, self.tape.args, (args, kwargs))
             inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
         self.state.refresh()
-        if self._state_sharing is not None:
-            self._state_sharing.check(self.state.current, inputs)
+        self._sharing.check(inputs, self.state.current)
         return inputs
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -295,8 +291,6 @@ class CallBoundary:
                 )
         if tape.sizes is not None:
             tape.sizes.check(tensors, numbers)
-        if self._input_sharing is not None:
-            self._input_sharing.check(tensors)
         self._check_overlaps(tensors)
         if tape.argument_numbers:
             check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
@@ -326,10 +320,8 @@ class CallBoundary:
 
         It is so where the input was computed by other ops: `x.mul_(2)`, and a result `x + 1`.
         """
-        if not self._left_behind or not torch.is_grad_enabled():
-            return False
-        computed = [i for i in self._left_behind if inputs[i].requires_grad and not inputs[i].is_leaf]
-        return bool(computed) and not self._comes_from_before.issuperset(computed)
+        computed = (inputs[i].requires_grad and not inputs[i].is_leaf for i in self._left_behind)
+        return torch.is_grad_enabled() and any(computed)
 
     def refuse_left_behind(self, inputs: Sequence[Any]) -> None:
         """Raise InputMismatchError where a gradient of such an input is asked for in the call itself.
@@ -338,7 +330,7 @@ class CallBoundary:
         """
         write_back = self.tape.write_back
         returned = set() if write_back is None else write_back.returned_inputs()
-        for i in sorted(self._left_behind - self._comes_from_before):
+        for i in sorted(self._left_behind):
             path, tensor = self.tape.input_paths[i], inputs[i]
             if tensor.requires_grad and not tensor.is_leaf and (tensor.retains_grad or i in returned):
                 raise InputMismatchError(
@@ -347,31 +339,12 @@ class CallBoundary:
                     "functional=False, or write out of place"
                 )
 
-    @functools.cached_property
-    def _comes_from_before(self) -> set[int]:
-        """Those of `_left_behind` from whose new values no result of the graph comes."""
-        tape = self.tape
-        assert tape.write_back is not None
-        graph_values: list[Any] = tape.graph_outputs()
-        results = [graph_values[s.index] for s in tape.write_back.given_results()]
-        behind: set[int] = set()
-        for target, value in tape.write_back.seen_updates():
-            new = tape.inputs[target.index] if value is None else graph_values[value.index]
-            history = History(tape.ops, {new: 1})
-            if any(history.of(v) for v in results if isinstance(v, Value)):
-                behind.add(target.index)
-        return self._left_behind - behind
-
     def leave(self, inputs: Entered, values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""
         count = self._count
-        if len(values) != count + len(self.tape.attribute_writes):
-            raise EditError(
-                f"node output: the edited graph returns {len(values)} values, and that of the trace "
-                f"{count + len(self.tape.attribute_writes)}",
-                module=self.tape.root.path,
-                hint="keep the outputs in number and order; trace a model that returns something else",
-            )
+        promised = count + len(self.tape.attribute_writes)
+        if len(values) != promised:
+            raise other_count(len(values), promised, self.tape)
         program = self.tape.write_back
         returned = values[:count]
         results = iter(
@@ -400,16 +373,17 @@ class CallBoundary:
 
 @dataclasses.dataclass(slots=True)
 class _Bound:
-    holder: torch.nn.Module
-    leaf: str
-    """Its name in the holder, a submodule of the GraphModule."""
+    """A tensor of the model."""
+
+    place: tuple[torch.nn.Module, str] | None
+    """Where the GraphModule has it; None where only ops without effect take it, as where Python asks for its number."""
     module: torch.nn.Module
     attribute: str
     """Its name in the module, a part of the model."""
     table: dict[str, Any]
     """Where the module had it in the trace: its parameters, buffers or other attributes."""
     last: torch.Tensor
-    """The one that the GraphModule got last from the model."""
+    """The one that the model had last, and gave to the GraphModule."""
     dtype: torch.dtype
     shape: torch.Size
     """As they were in the trace."""
@@ -430,17 +404,13 @@ class LiveState:
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
         for name in targets & tape.attributes.keys():
             path, _, leaf = name.rpartition(".")
-            place = self._places[name] = graph_module.get_submodule(path), leaf
-            if name in self._owners:
-                owner, last = self._owners[name], tape.attributes[name]
+            self._places[name] = graph_module.get_submodule(path), leaf
+        for name, owner in self._owners.items():
+            last = tape.attributes[name]
+            if name in self._places or (name in fakes and not tape.edited):
                 fake = fakes.get(name, last)
-                self._bound[name] = _Bound(*place, *owner, table_of(*owner) or {}, last, fake.dtype, fake.shape)
-        self._unread = [
-            (name, self._owners[name], (fake.dtype, fake.shape))
-            for name, fake in fakes.items()
-            if name in self._owners and name not in targets and not tape.edited
-        ]
-        """Tensors that only ops without effect take, as where Python asks them for their number."""
+                table = table_of(*owner) or {}
+                self._bound[name] = _Bound(self._places.get(name), *owner, table, last, fake.dtype, fake.shape)
 
     def refresh(self) -> None:
         """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there.
@@ -453,21 +423,19 @@ class LiveState:
                 t = look_up(bound.module, bound.attribute)
                 if t is None:
                     raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), None)
-                if look_up(bound.holder, bound.leaf) is bound.last:
-                    put_tensor(bound.holder, bound.leaf, t)
+                if bound.place is None or look_up(*bound.place) is bound.last:
+                    if bound.place is not None:
+                        put_tensor(*bound.place, t)
                     bound.last = t
             if t.dtype is not bound.dtype or t.shape != bound.shape:
-                raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), (t.dtype, t.shape))
-        for name, place, traced in self._unread:
-            t = look_up(*place)
-            current = None if t is None else (t.dtype, t.shape)
-            if current is None or current not in (traced, self._tape.settled.get(name)):
-                raise not_as_traced(self._tape, name, traced, current)
+                current = t.dtype, t.shape
+                if bound.place is not None or current != self._tape.settled.get(name):
+                    raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), current)
 
     @property
     def places(self) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
         """Where the model, and where the GraphModule has each tensor of the model: module and name."""
-        return [(bound.module, bound.attribute, bound.holder, bound.leaf) for bound in self._bound.values()]
+        return [(bound.module, bound.attribute, *bound.place) for bound in self._bound.values() if bound.place]
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:

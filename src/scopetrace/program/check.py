@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,11 +57,8 @@ def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: di
 
 
 def _decided_otherwise(program: TracedProgram, *args: Any, **kwargs: Any) -> list[Specialization]:
-    """The specializations that do not hold on these inputs.
-
-    After the first one the graph goes on along the traced path, which the model would leave there.
-    """
-    decisions = _Decisions(program.graph_module, program.tape.specializations)
+    """The specializations that do not hold on these inputs; after the first the graph goes on along the traced path."""
+    decisions = _Decisions(program)
     inputs = program.boundary.enter(args, kwargs)
     try:
         with without_autocast():
@@ -75,9 +72,9 @@ def _decided_otherwise(program: TracedProgram, *args: Any, **kwargs: Any) -> lis
 class _Decisions(torch.fx.Interpreter):
     """An interpreter that continues past failing assertions of specializations, and collects these in `differ`."""
 
-    def __init__(self, graph_module: torch.fx.GraphModule, known: Sequence[Specialization]) -> None:
-        super().__init__(graph_module)
-        self._known = known
+    def __init__(self, program: TracedProgram) -> None:
+        super().__init__(program.graph_module)
+        self._known = program.tape.specializations
         self.differ: list[Specialization] = []
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +144,6 @@ def _copy(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
-    """The modules that a traced function or method calls or reads."""
     called = [call.module for call in tape.calls if call.module is not None]
     return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values() if module is not None)]))
 

@@ -40,6 +40,7 @@ class GraphValues:
     """What the graph of a tape returns, and where in memory."""
 
     def __init__(self, tape: ProgramTape) -> None:
+        self._is_dynamic = tape.sizes is not None
         outside = _Outside(tape)
         promised: list[Any] = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
         first: dict[Any, int] = {}
@@ -75,7 +76,8 @@ class GraphValues:
         pairs: dict[int, tuple[_Layout, torch.Tensor]] = {}
         for i, layout in enumerate(self._layouts):
             if layout is not None and isinstance(values[i], torch.Tensor):
-                pairs[i] = layout if layout.is_static else layout.in_call(number), values[i]
+                geometry = resolved(layout.geometry, number) if self._is_dynamic else layout.geometry
+                pairs[i] = layout._replace(geometry=geometry), values[i]
                 _check(i, *pairs[i])
         taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
         for places in self._own.values():
@@ -90,10 +92,7 @@ class _Layout(NamedTuple):
     """How a dense tensor lies in its storage. The numbers may be symbolic."""
 
     dtype: torch.dtype
-    size: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    offset: Any
-    """In elements, as the strides."""
+    geometry: Geometry
 
     @classmethod
     def of(cls, promise: Any) -> _Layout | None:
@@ -101,30 +100,15 @@ class _Layout(NamedTuple):
         if not isinstance(promise, Value) or promise.fake.layout is not torch.strided:
             return None
         fake = promise.fake
-        layout = cls(fake.dtype, tuple(fake.size()), tuple(fake.stride()), promise.offset)
-        numbers = (*layout.size, *layout.stride, layout.offset)
-        if fake.is_conj() or fake.is_neg() or any(has_unbacked(to_expr(n)) for n in numbers):
-            return None
-        return layout
-
-    def in_call(self, number: Number) -> _Layout:
-        """With numbers in the place of symbolic ones."""
-        return _Layout(*resolved(tuple(self), number))
-
-    @property
-    def is_static(self) -> bool:
-        """Whether all numbers are known."""
-        return all(type(n) is int for n in (*self.size, *self.stride, self.offset))
+        size, stride = tuple(fake.size()), tuple(fake.stride())
+        depends = any(has_unbacked(to_expr(n)) for n in (*size, *stride, promise.offset))
+        is_plain = not (fake.is_conj() or fake.is_neg() or depends)
+        return cls(fake.dtype, Geometry(size, stride, promise.offset)) if is_plain else None  # type: ignore[arg-type]
 
     @property
     def start(self) -> int:
         """In bytes."""
-        return int(self.offset) * self.dtype.itemsize
-
-    @property
-    def stop(self) -> int:
-        """The end of its last element, in elements."""
-        return self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True)) + 1
+        return self.geometry.offset * self.dtype.itemsize
 
 
 class _Outside:
@@ -171,9 +155,9 @@ def _depends(op: Op) -> bool:
 
 
 def _check(i: int, layout: _Layout, value: torch.Tensor) -> None:
-    if value.size() != layout.size or value.dtype != layout.dtype:
+    if value.size() != layout.geometry.size or value.dtype != layout.dtype:
         was = f"{value.dtype} of shape {list(value.size())}"
-        wanted = f"{layout.dtype} of shape {list(layout.size)}"
+        wanted = f"{layout.dtype} of shape {list(layout.geometry.size)}"
         raise CompiledGraphError(f"the compiled graph returned {was} as value {i}, the graph has {wanted} there")
 
 
@@ -216,24 +200,24 @@ def _in_one_memory(pairs: list[tuple[_Layout, torch.Tensor]], taken: _Ranges) ->
 def _lies_as(promise: _Layout, value: torch.Tensor, root: _Layout, base: torch.Tensor) -> bool:
     """Whether `value` lies at the same distance from `base` as `promise` from `root`, with its strides."""
     is_there = value.numel() == 0 or value.data_ptr() - base.data_ptr() == promise.start - root.start
-    return is_there and (value.stride() == promise.stride or (value is not base and value.numel() == 0))
+    return is_there and (value.stride() == promise.geometry.stride or (value is not base and value.numel() == 0))
 
 
 def _copied(pairs: list[tuple[_Layout, torch.Tensor]]) -> list[torch.Tensor]:
     """Copies in one new storage, at the same relative offsets and with the same strides as in the graph."""
     if len({p.dtype for p, _ in pairs}) > 1 or any(_overlaps(p) for p, _ in pairs):
         return [v.clone() for _, v in pairs]
-    start = min(p.offset for p, _ in pairs)
-    stop = max(p.stop if v.numel() else p.offset for p, v in pairs)
+    start = min(p.geometry.offset for p, _ in pairs)
+    stop = max(p.geometry.span()[1] + 1 if v.numel() else p.geometry.offset for p, v in pairs)
     memory = pairs[0][1].new_empty(stop - start)
-    views = [memory.as_strided(p.size, p.stride, p.offset - start) for p, _ in pairs]
+    views = [memory.as_strided(p.geometry.size, p.geometry.stride, p.geometry.offset - start) for p, _ in pairs]
     for view, (promise, value) in zip(views, pairs, strict=True):
-        once = once_each(promise.stride)
+        once = once_each(promise.geometry.stride)
         view[once].copy_(value[once])
     return views
 
 
 def _overlaps(layout: _Layout) -> bool:
     """Whether elements share memory, expanded dimensions (stride 0) aside."""
-    dims = [(n, s) for n, s in zip(layout.size, layout.stride, strict=True) if s]
-    return Geometry(tuple([n for n, _ in dims]), tuple([s for _, s in dims]), 0).overlaps_itself()
+    size, stride = layout.geometry[:2]
+    return Geometry(tuple([n if s else 1 for n, s in zip(size, stride, strict=True)]), stride, 0).overlaps_itself()

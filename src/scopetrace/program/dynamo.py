@@ -17,6 +17,7 @@ import torch
 
 from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.graph_module import parts_that_switch_grad
+from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import Returned, map_structure
 from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
@@ -69,7 +70,7 @@ class PlainCall:
         if self.sizes_hold is not None and not self.sizes_hold(tensors, numbers):
             raise InputMismatchError("the trace does not hold for these sizes; a call without torch.compile says why")
         for name, index, fact, fact_args, value in self.facts:
-            current = _fact(tensors[index], fact, fact_args)
+            current = fact_of(tensors[index], fact, fact_args)
             if current != value:
                 raise InputMismatchError(f"{name}: {value} when traced and {current} now; trace again with such inputs")
         if any(t is not tensors[same] for t, same in zip(tensors, self.first, strict=True)):
@@ -82,14 +83,6 @@ class PlainCall:
                 raise InputMismatchError("an input that the model writes is given twice; trace again with such inputs")
             if any(stride == 0 and n > 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
                 raise InputMismatchError("an input that the model writes is expanded; pass x.clone()")
-
-
-def _fact(t: torch.Tensor, fact: str, args: tuple[Any, ...]) -> Any:
-    if fact == "requires_grad":
-        return t.requires_grad
-    if fact == "layout":
-        return tuple([0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)])
-    return t.stride(*args) if fact == "stride" else t.is_contiguous(*args)
 
 
 def _refuse(tape: ProgramTape) -> None:

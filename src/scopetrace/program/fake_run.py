@@ -20,11 +20,7 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.ir.tape import BodyTape, Op, Value, values_in
 from scopetrace.ops.functional_variants import by_name, undeclared_writes
-
-
-def fakes_of(x: Any) -> Any:
-    """A structure with the fake tensors of values in their place."""
-    return map_structure(lambda v: v.fake, x, Value)
+from scopetrace.program.graph import fakes_of
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Value]:

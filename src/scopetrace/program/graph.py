@@ -60,19 +60,12 @@ class NodeState(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class NodeStates:
-    """The nodes of a graph as they were when this was made, in order."""
+_state_of = operator.attrgetter(*NodeState._fields[1:])
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
-        nodes = list(graph.nodes)  # columns, and no tuple for each: nobody looks at them in most traces
-        self._columns = (nodes, *(list(map(operator.attrgetter(field), nodes)) for field in NodeState._fields[1:]))
 
-    def __iter__(self) -> Iterator[NodeState]:
-        return itertools.starmap(NodeState, zip(*self._columns, strict=True))
-
-    def are_of(self, graph: torch.fx.Graph) -> bool:
-        """Whether the nodes of a graph are still as they were."""
-        return self._columns == NodeStates(graph)._columns
+def node_states(graph: torch.fx.Graph) -> list[NodeState]:
+    """The nodes of a graph as they are now, in order."""
+    return [NodeState(node, *_state_of(node)) for node in graph.nodes]
 
 
 def refuse_names(names: Iterable[str], module: str) -> None:
@@ -117,7 +110,7 @@ class FxLowering:
         self._start(tape, torch.fx.Graph())
         self._asserted = asserted
         self._build()
-        self.states = NodeStates(self.graph)
+        self.states = node_states(self.graph)
 
     @classmethod
     def of_graph(
@@ -133,7 +126,7 @@ class FxLowering:
         lowering._start(tape, graph)
         lowering.bodies, lowering.op_of = bodies, op_of
         lowering.output = next(iter(reversed(graph.nodes)))
-        lowering.states = NodeStates(graph)
+        lowering.states = node_states(graph)
         for node, result in results.items():
             if isinstance(result, _PARTS):
                 lowering._bind_one(node, result)
@@ -154,8 +147,6 @@ class FxLowering:
         self._history: History | None = None
         self._places: dict[tuple[int, int, int], tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {}
         """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
-        self._names: dict[int, str] = {}
-        """By the ids of ops' targets, the names of their nodes."""
         self._traces: dict[int, str | None] = {}
         """By the id of frames, which the tape keeps alive, as text."""
 
@@ -178,7 +169,7 @@ class FxLowering:
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
-        self.output.meta["val"] = _fakes(returned)
+        self.output.meta["val"] = fakes_of(returned)
         set_place(self.output, str(tape.root), 0)
 
     def _emit_described(self, op: Op) -> None:
@@ -194,9 +185,12 @@ class FxLowering:
             if op.phase is not None and scope_path(node) is None:
                 set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
 
-    def is_edited(self, graph: torch.fx.Graph | None) -> bool:
-        """Whether `graph`, in the place of this one, is another one, or has a node that is not as it was lowered."""
-        return graph is not self.graph or not self.states.are_of(self.graph)
+    def is_edited(self, graph_module: Any) -> bool:
+        """Whether a GraphModule in the place of this one, or of a body, has another graph, or nodes that are others."""
+        graph = getattr(graph_module, "graph", None)
+        bodies = ((body, getattr(graph_module, name, None)) for name, body in self.bodies.items())
+        is_other = graph is not self.graph or self.states != node_states(self.graph)
+        return is_other or any(body.is_edited(module) for body, module in bodies)
 
     def walk(self) -> Iterator[FxLowering]:
         """This graph and those of all bodies inside it, outer before inner."""
@@ -268,10 +262,7 @@ class FxLowering:
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
-            name = self._names.get(id(op.target))
-            if name is None:
-                packet = getattr(op.target, "overloadpacket", op.target)
-                name = self._names[id(op.target)] = str(getattr(packet, "__name__", "op"))
+            name = str(getattr(getattr(op.target, "overloadpacket", op.target), "__name__", "op"))
             node = self._call(op.target, args, kwargs, name)
             for body in node.all_input_nodes if self.bodies and op.bodies() else ():
                 if body.target in self.bodies:
@@ -281,7 +272,7 @@ class FxLowering:
             _refuse_keywords(kwargs, op)
             node = self.graph.create_node("call_module", op.target, args, kwargs)
         else:
-            node = self.graph.create_node(op.kind, op.name, name=_plain_name(op.name))
+            node = self.graph.create_node(op.kind, op.name)
         self.op_of[node] = op
         self._describe(node, op)
         self._bind(node, op)
@@ -328,7 +319,7 @@ class FxLowering:
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
         outputs = op.outputs
-        node.meta["val"] = _fakes(outputs)
+        node.meta["val"] = fakes_of(outputs)
         if isinstance(outputs, _PARTS):
             self._bind_one(node, outputs)
         elif outputs is not None:
@@ -357,7 +348,7 @@ class FxLowering:
             how, key = (getattr, key[1:]) if key[0] == "." else (how, ast.literal_eval(key[1:-1]))
         taken = self._call(how, (node, key), {}, how.__name__)
         self._describe(taken, op)
-        taken.meta["val"] = _fakes(part)
+        taken.meta["val"] = fakes_of(part)
         return taken
 
     def _as_arguments(self, x: Any) -> Any:
@@ -389,10 +380,7 @@ class FxLowering:
     # ---------------------------------------------------------------- autograd on and off
 
     def _switch_grad_for(self, op: Op) -> None:
-        """Before an op under the other mode: switch autograd where that matters, as an input may require grad.
-
-        Back to the mode of the call before any op.
-        """
+        """Switch autograd before an op under the other mode, if an input may require grad, and back before any op."""
         is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
         if is_outer or any(map(self._may_require_grad, op.inputs())):
             self._switch_grad(op.grad)
@@ -406,10 +394,7 @@ class FxLowering:
         return v.ever_requires_grad or self._history.of(v) > 0
 
     def _takes_gradients(self) -> bool:
-        """Whether inputs may require grad in a call that did not in the trace: not in a program that writes.
-
-        Nor in a condition, and a score is differentiated as a whole.
-        """
+        """Whether inputs may require grad in a call that did not in the trace: not in a program that writes."""
         tape = self.tape
         if isinstance(tape, ProgramTape) and tape.written_storages():
             return False
@@ -484,15 +469,9 @@ def _refuse_keywords(kwargs: Iterable[str], op: Op) -> None:
         )
 
 
-def _plain_name(path: str) -> str | None:
-    """The name that torch.fx makes of a path, where that is plain; None leaves it to torch, which takes longer."""
-    name = path.replace(".", "_")
-    return name if name.islower() and name.isascii() and name.isidentifier() and name[0] != "_" else None
-
-
-def _fakes(x: Any) -> Any:
-    """What the nodes of a structure of values give: fake tensors and symbolic numbers."""
-    return x.fake if isinstance(x, Value) else map_structure(_fakes, x, Value)
+def fakes_of(x: Any) -> Any:
+    """A structure with the fake tensors of values in their place."""
+    return x.fake if isinstance(x, Value) else map_structure(fakes_of, x, Value)
 
 
 # node.meta -----------------------------------------------------------------------------------------------------------
@@ -520,33 +499,34 @@ def place_of(scope: str, call: int, phase: Phase | None) -> dict[str, Any]:
 
 def phase_of(node: torch.fx.Node) -> str:
     """`forward`, `backward` or `other`."""
-    return str((_place(node) or {}).get("phase", "forward"))
+    return str((place_in_meta(node) or {}).get("phase", "forward"))
 
 
 def is_recomputed(node: torch.fx.Node) -> bool:
     """Whether it is an op of the forward that runs again in backward, in a region under `torch.utils.checkpoint`."""
-    return bool((_place(node) or {}).get("recomputed", False))
+    return bool((place_in_meta(node) or {}).get("recomputed", False))
 
 
 def forward_place(node: torch.fx.Node) -> tuple[str, int] | None:
     """Of a node of backward, scope and call of the op of the forward that it belongs to; None for other nodes."""
-    forward = (_place(node) or {}).get("forward")
+    forward = (place_in_meta(node) or {}).get("forward")
     return None if forward is None else (str(forward["scope"]), int(forward["call"]))
 
 
 def scope_path(node: torch.fx.Node) -> str | None:
     """The path of the node's scope, such as `"Net/Linear[fc]"`; None for a node of another tool."""
-    place = _place(node)
+    place = place_in_meta(node)
     return None if place is None else str(place["scope"])
 
 
 def call_position(node: torch.fx.Node) -> int | None:
     """The position in `Trace.calls` of the innermost call around the node; None for a node of another tool."""
-    place = _place(node)
+    place = place_in_meta(node)
     return None if place is None else int(place["call"])
 
 
-def _place(node: torch.fx.Node) -> dict[str, Any] | None:
+def place_in_meta(node: torch.fx.Node) -> dict[str, Any] | None:
+    """What `set_place` wrote, the very dict: passes that copy meta copy a reference to it."""
     custom = node.meta.get("custom")
     place: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
     return place or node.meta.get(KEY)

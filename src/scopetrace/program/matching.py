@@ -2,7 +2,7 @@
 
 Data flow:
     nodes as the trace made them + nodes of the edited graph
-        -> pairs: the same node object, else the same name and call, else as many of one target in one call
+        -> pairs: the same node object, else the same name and call, else the same place in meta, which is copied
     a node that is gone -> its replacement: what its readers read now in its place
     new nodes -> the call of the nodes that they replace, else the innermost call around what they read and feed
 """
@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch.fx
 
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call
-from scopetrace.program.graph import NodeState, call_position, scope_path
+from scopetrace.program.graph import NodeState, call_position, place_in_meta, scope_path
 
 Node = torch.fx.Node
-_STEPS = ("call_function", "call_method", "call_module")
+_OUTSIDE = ("placeholder", "get_attr")
 
 
 class Place(NamedTuple):
@@ -30,15 +30,18 @@ class Place(NamedTuple):
     call: Call
     scope: Scope
 
+    def is_in(self, call: Call) -> bool:
+        """Whether that is in a call or in one inside it."""
+        return call in self.call.ancestors()
+
 
 class Matching:
     """The nodes of an edited graph beside those of the graph that it was made from.
 
     Attributes:
         traced: by node, what it was in the old graph; new nodes are not in it.
-        current: by old node, the one of the edited graph; nodes that are gone are not in it.
 
-    `root` is the place of what is in no call of the graph.
+    `calls` and `scopes` are those of the new tape, by position and path; `root` is the place of what is in no call.
     """
 
     def __init__(
@@ -51,18 +54,18 @@ class Matching:
     ) -> None:
         self._states, self._graph, self._calls, self._scopes, self._root = states, graph, calls, scopes, root
         self.traced = self._pairs()
-        self.current = {state.node: node for node, state in self.traced.items()}
-        self._readers = collections.defaultdict[Node, list[tuple[NodeState, tuple[Any, ...]]]](list)
+        self._current = {state.node: node for node, state in self.traced.items()}
+        self._readers = collections.defaultdict[Node, list[tuple[NodeState, int]]](list)
         for state in states:
-            for path, operand in operands((state.args, state.kwargs)):
-                self._readers[operand].append((state, path))
-        self._gone = {state.node: state for state in states if state.node not in self.current}
+            for i, operand in enumerate(_arguments(state)):
+                if isinstance(operand, Node):
+                    self._readers[operand].append((state, i))
+        self._gone = {state.node: state for state in states if state.node not in self._current}
         self._fresh = self._places_of_new_nodes()
 
     def _pairs(self) -> dict[Node, NodeState]:
-        inputs = [state for state in self._states if state.op == "placeholder"]
-        placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
-        pairs = dict(zip(placeholders, inputs, strict=True)) if len(inputs) == len(placeholders) else {}
+        inputs = (state for state in self._states if state.op == "placeholder")
+        pairs = dict(zip(self._graph.find_nodes(op="placeholder"), inputs, strict=True))
         old = {state.node: state for state in self._states}
         by_name = {state.node.name: state for state in self._states}
         for node in self._graph.nodes:
@@ -73,35 +76,39 @@ class Matching:
             if was is node or (state.op == node.op and call_position(was) == call_position(node)):
                 pairs[node] = state
         taken = {state.node for state in pairs.values()}
-        left = _by_kind(state.node for state in self._states if state.node not in taken)
-        renamed = _by_kind(node for node in self._graph.nodes if node not in pairs)
-        for kind, nodes in renamed.items():
-            if len(left.get(kind, ())) == len(nodes):  # as `split_module` does
-                pairs |= {new: old[was] for new, was in zip(nodes, left[kind], strict=True)}
+        by_place = {id(place_in_meta(state.node)): state for state in self._states if state.node not in taken}
+        for node in self._graph.nodes:  # `split_module` gives nodes other names, and copies their meta
+            state = by_place.get(id(place_in_meta(node))) if place_in_meta(node) and node not in pairs else None
+            if state is not None and (state.op, state.target) == (node.op, node.target):
+                pairs[node] = state
         return pairs
 
     # ---------------------------------------------------------------- values
 
-    def current_operands(self, old: Node, start: int = 0, stop: int | None = None) -> list[Node | None]:
-        """What those who read an old node read now in its place: the readers in calls from `start` to before `stop`.
+    def stand_in(self, old: Node, call: Call | None = None) -> Node | None:
+        """The node that is in the place of an old one now: as an argument of `call`, where one is given.
 
-        None for a reader that reads no node there.
+        That is the same one, or what all who read it read now; of an argument, in the call and made outside of it.
         """
-        current: dict[Node | None, None] = {}
-        for state, path in self._readers[old]:
-            reader = self.current.get(state.node)
-            if reader is not None and _is_between(call_position(state.node), start, stop):
-                current[dict(operands((reader.args, reader.kwargs))).get(path)] = None
-        return list(current)
+        node = self._current.get(old)
+        if node is not None and (
+            call is None or any(self.place(n).is_in(call) for n in node.users if n.op != "output")
+        ):
+            return node
+        read = self._operands_now(old, call)
+        one = read[0] if len(read) == 1 else None
+        return node if one is None or (call is not None and self.place(one).is_in(call)) else one
 
-    def replacement(self, old: Node) -> Node | None:
-        """The node that all who read a gone node read now; None where there is no single one."""
-        read = self.current_operands(old)
-        return read[0] if len(read) == 1 else None
-
-    def is_read_in(self, node: Node, start: int, stop: int) -> bool:
-        """Whether a node in the calls from `start` to before `stop` reads `node`."""
-        return any(_is_between(self.place(user).call.position, start, stop) for user in node.users if user.op in _STEPS)
+    def _operands_now(self, old: Node, call: Call | None = None) -> list[Node | None]:
+        """What those who read an old node, in `call` if that is given, read now in its place; None for no node."""
+        operands: dict[Node | None, None] = {}
+        for state, i in self._readers[old]:
+            reader = self._current.get(state.node)
+            place = self._of_meta(state.node)
+            if reader is not None and (call is None or (place is not None and place.is_in(call))):
+                operand = dict(enumerate(_arguments(reader))).get(i)
+                operands[operand if isinstance(operand, Node) else None] = None
+        return list(operands)
 
     # ---------------------------------------------------------------- places
 
@@ -119,29 +126,24 @@ class Matching:
         return Place(call, scope if scope is not None and call.scope in scope.ancestors() else call.scope)
 
     def _places_of_new_nodes(self) -> dict[Node, Place]:
-        new = {n for n in self._graph.nodes if n.op in _STEPS and n not in self.traced and self._of_meta(n) is None}
-        replaced = collections.defaultdict[Node, list[Node]](list)
+        new = {n for n in self._graph.nodes if n.op not in _OUTSIDE and n not in self.traced and not self._of_meta(n)}
+        replaced = collections.defaultdict[Node | None, list[Node]](list)
         for old in self._gone if new else ():
-            by = self.replacement(old)
-            if by is not None:
-                replaced[by].append(old)
+            if old.op not in _OUTSIDE:
+                replaced[self.stand_in(old)].append(old)
         places: dict[Node, Place] = {}
         for node in self._graph.nodes:
             if node in new and node not in places:
-                group = list(_connected(node, new))
-                place = self._place_of(group, [old for n in group for old in replaced[n]])
-                places |= dict.fromkeys(group, place)
+                group = _reached([node], lambda n: [m for m in (*n.all_input_nodes, *n.users) if m in new])
+                around = _reached([old for n in group for old in replaced[n]], self._gone_operands)
+                around = around or [m for n in group for m in (*n.all_input_nodes, *n.users) if m.op not in _OUTSIDE]
+                known = [place for n in around if (place := self._of_meta(n)) is not None]
+                places |= dict.fromkeys(group, self._common(known) if known else self._root)
         return places
 
-    def _place_of(self, group: list[Node], replaced: list[Node]) -> Place:
-        """That of the gone nodes that a group of new ones replaces, else of its neighbours."""
-        around = self._gone_before(replaced)
-        if not around:
-            around = {
-                m for n in group for m in (*n.all_input_nodes, *n.users) if m.op not in ("placeholder", "get_attr")
-            }
-        places = [place for n in around if (place := self._of_meta(n)) is not None]
-        return self._common(places) if places else self._root
+    def _gone_operands(self, node: Node) -> list[Node]:
+        """The gone nodes that a gone one read, but for what comes from outside."""
+        return [n for n in _arguments(self._gone[node]) if n in self._gone and n.op not in _OUTSIDE]
 
     def _common(self, places: list[Place]) -> Place:
         """The innermost call around all of `places` (at least one), and the scope in it."""
@@ -151,53 +153,25 @@ class Matching:
         shared = functools.reduce(_common_call, calls)
         return self._root if shared is self._root.call else Place(shared, shared.scope)
 
-    def _gone_before(self, replaced: Iterable[Node]) -> set[Node]:
-        """Those nodes, and the gone ones that they read, directly or through others."""
-        before: set[Node] = set()
-        todo = list(replaced)
-        while todo:
-            node = todo.pop()
-            if node in self._gone and node not in before and node.op not in ("placeholder", "get_attr"):
-                before.add(node)
-                state = self._gone[node]
-                todo += [operand for _, operand in operands((state.args, state.kwargs))]
-        return before
-
 
 def _common_call(a: Call, b: Call) -> Call:
     outer = set(a.ancestors())
     return next(call for call in b.ancestors() if call in outer)
 
 
-def operands(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:
-    """The nodes among arguments of a node, each with where it stands there."""
-    if isinstance(x, slice):
-        x = (x.start, x.stop, x.step)
-    if isinstance(x, Node):
-        yield path, x
-    elif isinstance(x, (list, tuple, dict)):
-        for key, item in x.items() if isinstance(x, dict) else enumerate(x):
-            yield from operands(item, (*path, key))
+def _arguments(node: Node | NodeState) -> list[Any]:
+    """The leaves of a node's arguments, in order."""
+    leaves: list[Any] = []
+    torch.fx.node.map_aggregate((node.args, node.kwargs), leaves.append)
+    return leaves
 
 
-def _by_kind(nodes: Iterable[Node]) -> dict[Any, list[Node]]:
-    """Nodes by what they call and in which call, in order; only those that have their place in meta."""
-    by_kind = collections.defaultdict[Any, list[Node]](list)
-    for node in nodes:
-        if call_position(node) is not None:
-            by_kind[node.op, node.target, call_position(node), scope_path(node)].append(node)
-    return by_kind
-
-
-def _is_between(position: int | None, start: int, stop: int | None) -> bool:
-    return stop is None or (position is not None and start <= position < stop)
-
-
-def _connected(node: Node, within: set[Node]) -> Iterator[Node]:
-    seen, todo = {node}, [node]
+def _reached(first: Iterable[Node], near: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """Nodes, those near them, and so on."""
+    reached = dict.fromkeys(first)
+    todo = list(reached)
     while todo:
-        current = todo.pop()
-        yield current
-        near = [n for n in (*current.all_input_nodes, *current.users) if n in within and n not in seen]
-        seen.update(near)
-        todo += near
+        more = dict.fromkeys(n for n in near(todo.pop()) if n not in reached)
+        reached |= more
+        todo += more
+    return list(reached)

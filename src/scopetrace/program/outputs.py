@@ -38,7 +38,7 @@ def outputs_of_edit(old: ProgramTape, new: ProgramTape, values: list[Any], attri
     """
     promised = [*old.graph_outputs(), *(w.value for w in old.attribute_writes)]
     if len(values) != len(promised):
-        raise _refusal(f"the edited graph returns {len(values)} values, and that of the trace {len(promised)}", old)
+        raise other_count(len(values), len(promised), old)
     for i, (was, value) in enumerate(zip(promised, values, strict=True)):
         if not isinstance(value, Value if isinstance(was, Value) else (int, float, bool, *Symbolic)):
             wanted = "a tensor" if isinstance(was, Value) else "a number"
@@ -65,6 +65,11 @@ def outputs_of_edit(old: ProgramTape, new: ProgramTape, values: list[Any], attri
         results = _results(new.write_back, values, outside)
     left = iter(results)
     new.outputs = map_structure(lambda _: next(left), old.outputs, (Value, *Symbolic))
+
+
+def other_count(count: int, promised: int, old: ProgramTape) -> EditError:
+    """The error for another number of outputs."""
+    return _refusal(f"the edited graph returns {count} values, and that of the trace {promised}", old)
 
 
 def _refusal(problem: str, old: ProgramTape) -> EditError:

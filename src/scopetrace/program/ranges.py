@@ -7,8 +7,9 @@ Data flow:
 
 from __future__ import annotations
 
+import bisect
 import collections
-from collections.abc import Iterable
+import itertools
 from typing import Any
 
 from scopetrace.containers.structure import Removed, leaves, map_structure
@@ -19,14 +20,14 @@ class CallRanges:
     """The ranges of the calls of a tape."""
 
     def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self.steps = [i for i, op in enumerate(tape.ops) if op.kind in ("call_function", "call_module")]
-        self.calls = set(tape.calls)
-        self.inside = collections.defaultdict[Call, list[int]](list)
-        """By call, the positions in `steps` of the ops that ask for it or for a call in it."""
-        for number, i in enumerate(self.steps):
-            for call in _around(tape.ops[i]):
-                self.inside[call].append(number)
+        self.tape, self.calls = tape, set(tape.calls)
+        self.asked = {
+            i: [] if op.call is None else [*op.call.ancestors()][::-1]
+            for i, op in enumerate(tape.ops)
+            if op.kind in ("call_function", "call_module")
+        }
+        """By the position of an op, the calls that it asks to be in, outer ones first."""
+        self.steps = list(self.asked)
         self.children = collections.defaultdict[Call | None, list[Call]](list)
         for call in tape.calls:
             self.children[call.parent if call.parent in self.calls else None].append(call)
@@ -37,21 +38,21 @@ class CallRanges:
 
         Returns the new op for each that moved.
         """
-        moved: dict[Op, Op] = {}
-        first = next((i for i, op in enumerate(self.tape.ops) if op.kind != "placeholder"), len(self.tape.ops))
-        self._place_children(None, first, len(self.tape.ops))
-        innermost: list[Call | None] = [None] * len(self.tape.ops)
+        ops, moved = self.tape.ops, dict[Op, Op]()
+        first = next((i for i, op in enumerate(ops) if op.kind != "placeholder"), len(ops))
+        self._place_children(None, first, len(ops))
+        innermost: list[Call | None] = [None] * len(ops)
         for call in self.tape.calls:
             # what is made after a call begins is no argument of it any more, and what is made after it no result
             call.args, call.kwargs = self._made_before(call.start, (call.args, call.kwargs))
             call.outputs, call.mutated = self._made_before(call.stop, (call.outputs, call.mutated))
             innermost[call.start : call.stop] = [call] * (call.stop - call.start)
-        for i in self.steps:
-            op = self.tape.ops[i]
-            inside = innermost[i] or next((c for c in _around(op) if c not in self.calls), None)
+        for i, asked in self.asked.items():
+            op, inside = ops[i], innermost[i]
+            scope = self.tape.root if inside is None else inside.scope
+            inside = inside or next((call for call in reversed(asked) if call not in self.calls), None)
             if op.call is not inside:
-                scope = self.tape.root if inside is None or inside not in self.calls else inside.scope
-                moved[op] = self.tape.ops[i] = op.replace(call=inside, scope=scope).take_values()
+                moved[op] = ops[i] = op.replace(call=inside, scope=scope).take_values()
         return moved
 
     def _made_before(self, limit: int, template: Any) -> Any:
@@ -73,17 +74,16 @@ class CallRanges:
 
     def _runs(self, children: list[Call], start: int, stop: int) -> list[tuple[int, int] | None]:
         """Of each call, the longest stretch of ops that are all in it; None without any."""
+        inside = self.steps[bisect.bisect_left(self.steps, start) : bisect.bisect_left(self.steps, stop)]
+        among = set(children)
+        stretches = collections.defaultdict[Call | None, list[list[int]]](list)
+        for call, stretch in itertools.groupby(inside, lambda i: next((c for c in self.asked[i] if c in among), None)):
+            stretches[call].append([*stretch])
         runs: list[tuple[int, int] | None] = []
         for child in children:
-            stretches: list[list[int]] = []
-            for number in self.inside[child]:
-                if start <= self.steps[number] < stop:
-                    if not (stretches and stretches[-1][-1] == number - 1):
-                        stretches.append([])
-                    stretches[-1].append(number)
-            longest = max(stretches, key=len, default=None)
-            runs.append(None if longest is None else (self.steps[longest[0]], self.steps[longest[-1]] + 1))
-            start = start if longest is None else self.steps[longest[-1]] + 1
+            longest = max((s for s in stretches[child] if s[0] >= start), key=len, default=None)
+            runs.append(None if longest is None else (longest[0], longest[-1] + 1))
+            start = start if longest is None else longest[-1] + 1
         return runs
 
     def _empty(self, call: Call, start: int, later: list[tuple[int, int] | None], stop: int) -> tuple[int, int]:
@@ -92,7 +92,3 @@ class CallRanges:
         starts = [self.made_at[v] + 1 for v in leaves((call.args, call.kwargs), Value) if v in self.made_at]
         at = min(max([start, *starts]), limit)
         return at, at
-
-
-def _around(op: Op) -> Iterable[Call]:
-    return () if op.call is None else op.call.ancestors()

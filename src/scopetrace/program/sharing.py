@@ -9,7 +9,7 @@ Data flow:
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,33 +89,70 @@ def _meet(a: Place, b: Place) -> bool:
     return leads(b.start - a.start, 0)
 
 
-class _Sharing:
-    """How some tensors lie in memory that they share, and whether others lie so."""
+class Sharing:
+    """Inputs and tensors of the model lie in memory that they share as in the trace, where one is written or learns."""
 
-    def __init__(self, storages: Sequence[int], place: Callable[[int], Place], matters: Callable[[int, int], bool]):
-        """Storages and places are those when traced; `matters` says of two tensors whether they have to lie so."""
+    def __init__(self, tape: ProgramTape) -> None:
+        written, values, state = tape.written_storages(), tape.inputs, dict(tape.attribute_reads())
+        learns = any(op.phase is not None for op in tape.ops)
+        changed = {n for n, v in state.items() if v.storage in written or (learns and v.requires_grad)}
+        self._count = count = len(values)
+        self._whole = {i for i, v in enumerate(values) if v.storage in tape.uses_absolute_offset}  # by `as_strided`
+        self._written = {i for i, v in enumerate([*values, *state.values()]) if v.storage in written}
+        self._state = list(state) if changed or self._written else []
+        self._names = [*tape.input_paths, *self._state]
+        replaced = _replaced(tape) if changed else set()  # a call itself changes what these share
+
+        def matters(i: int, j: int) -> bool:  # i < j
+            if i < count:
+                return i in self._written or j in self._written or (j < count and values[i].fake is values[j].fake)
+            pair = {self._names[i], self._names[j]}
+            return pair.isdisjoint(replaced) and not pair.isdisjoint(changed)
+
+        def place(i: int) -> Place:
+            if i in self._whole:
+                return WHOLE
+            return place_of(values[i].fake, values[i].offset) if i < count else place_of(tensors[i - count])
+
         self._matters = matters
+        tensors = [tape.attributes[name] for name in self._state]
+        storages = [*((0, v.storage) for v in values), *((1, storage_id(t)) for t in tensors)]
         self._traced = self._pairs(storages, place)
 
-    def difference(self, tensors: Sequence[torch.Tensor], whole: Container[int] = ()) -> tuple[int, int, str] | None:
-        """The first pair that lies otherwise than in the trace: the positions, and how it was then.
+    def check(self, inputs: Sequence[Any], current: Callable[[Iterable[str]], list[torch.Tensor]]) -> None:
+        """Raise InputMismatchError or StateMismatchError for tensors of a call that lie otherwise.
 
-        Of the tensors at `whole` all of the storage counts.
+        `current` gives the tensors of the model by their names. An input may not lie in memory of the model where it or
+        that is written.
         """
+        tensors = [*inputs[: self._count], *current(self._state)]
         storages = list(map(storage_id, tensors))
         if not self._traced and len(set(storages)) == len(storages):
-            return None
-        current = self._pairs(storages, lambda i: WHOLE if i in whole else place_of(tensors[i]))
-        if current == self._traced:
-            return None
-        both = self._traced.keys() & current.keys()
-        i, j = min(pair for pair in self._traced.keys() | current if self._traced.get(pair) != current.get(pair))
-        if (i, j) in both:
-            return i, j, "lay otherwise in the memory that they share"
-        return i, j, "shared memory" if (i, j) in self._traced else "did not share memory"
+            return
+        pairs = self._pairs(storages, lambda i: WHOLE if i in self._whole else place_of(tensors[i]))
+        if pairs == self._traced:
+            return
+        i, j = min(pair for pair in self._traced.keys() | pairs if self._traced.get(pair) != pairs.get(pair))
+        first, other, count = self._names[i], self._names[j], self._count
+        if i < count <= j:
+            both = f"{first} shares memory with {other} of the model"
+            raise InputMismatchError(f"{both}, which writes one of them; pass {first}.clone()")
+        was = "shared memory" if (i, j) in self._traced else "did not share memory"
+        if (i, j) in self._traced and (i, j) in pairs:
+            was = "lay otherwise in the memory that they share"
+        if i >= count:
+            raise StateMismatchError(
+                f"{other} and {first} of the model {was} when traced, and it is otherwise now, and "
+                "one of them is written or has a gradient; trace again, or put it back"
+            )
+        or_else = f", or with {other}.clone() for calls of both kinds" if j not in self._written else ""
+        raise InputMismatchError(
+            f"{other} and {first} {was} when traced, and it is otherwise now; trace again with "
+            "inputs like these" + or_else
+        )
 
-    def _pairs(self, storages: Sequence[int], place: Callable[[int], Place]) -> dict[tuple[int, int], Lies]:
-        members = collections.defaultdict[int, list[int]](list)
+    def _pairs(self, storages: Sequence[Any], place: Callable[[int], Place]) -> dict[tuple[int, int], Lies]:
+        members = collections.defaultdict[Any, list[int]](list)
         for i, storage in enumerate(storages):
             members[storage].append(i)
         pairs: dict[tuple[int, int], Lies] = {}
@@ -143,88 +180,6 @@ def place_of(t: torch.Tensor, offset: int | torch.SymInt | None = None) -> Place
     if t.layout is not torch.strided:
         return WHOLE
     return Place.of(Geometry.of(t, t.storage_offset() if offset is None else offset), t.dtype.itemsize)
-
-
-class InputSharing:
-    """Inputs lie in memory that they share as they did in the trace, where one of them is written or they were one."""
-
-    def __init__(self, tape: ProgramTape) -> None:
-        written, values = tape.written_storages(), tape.inputs
-        self._paths = tape.input_paths
-        self._whole = {i for i, v in enumerate(values) if v.storage in tape.uses_absolute_offset}  # by `as_strided`
-        self._written = {i for i, v in enumerate(values) if v.storage in written}
-
-        def matters(i: int, j: int) -> bool:
-            return i in self._written or j in self._written or values[i].fake is values[j].fake
-
-        def place(i: int) -> Place:
-            return WHOLE if i in self._whole else place_of(values[i].fake, values[i].offset)
-
-        self._sharing = _Sharing([v.storage for v in values], place, matters)
-
-    def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise InputMismatchError where tensors of a call lie otherwise."""
-        other = self._sharing.difference(tensors, self._whole)
-        if other is not None:
-            i, j, was = other
-            or_else = f", or with {self._paths[j]}.clone() for calls of both kinds" if j not in self._written else ""
-            raise InputMismatchError(
-                f"{self._paths[j]} and {self._paths[i]} {was} when traced, and it is otherwise now; trace again with "
-                "inputs like these" + or_else
-            )
-
-
-class StateSharing:
-    """The model's tensors lie in memory that they share as they did in the trace, where one is written or learns.
-
-    No input lies in their memory, where it or that is written.
-    """
-
-    def __init__(self, tape: ProgramTape) -> None:
-        written, reads = tape.written_storages(), tape.attribute_reads()
-        learns = any(op.phase is not None for op in tape.ops)
-        changed = {n for n, v in reads if v.storage in written or (learns and v.requires_grad)}
-        replaced = _replaced(tape) if changed else set()  # a call itself changes what these share
-        names = [name for name in dict.fromkeys(n for n, _ in reads) if name not in replaced] if changed else []
-        tensors = [tape.attributes[name] for name in names]
-        self._names, self._paths = names, tape.input_paths
-        self._written_inputs = {i for i, v in enumerate(tape.inputs) if v.storage in written}
-        self._beside_inputs = {n: v.storage in written for n, v in reads}
-        """The tensors whose memory an input may not share, and whether they are written."""
-        if not self._written_inputs and True not in self._beside_inputs.values():
-            self._beside_inputs = {}
-        self._sharing = _Sharing(
-            list(map(storage_id, tensors)),
-            lambda i: place_of(tensors[i]),
-            lambda i, j: names[i] in changed or names[j] in changed,
-        )
-
-    def check(self, current: Callable[[Iterable[str]], list[torch.Tensor]], inputs: Sequence[Any]) -> None:
-        """Raise StateMismatchError where they lie otherwise, InputMismatchError for an input among them.
-
-        `current` gives the tensors of the model by their names.
-        """
-        if self._beside_inputs:
-            self._check_inputs(current(self._beside_inputs), inputs)
-        other = self._sharing.difference(current(self._names)) if self._names else None
-        if other is not None:
-            i, j, was = other
-            raise StateMismatchError(
-                f"{self._names[j]} and {self._names[i]} of the model {was} when traced, and it is otherwise now, and "
-                "one of them is written or has a gradient; trace again, or put it back"
-            )
-
-    def _check_inputs(self, tensors: list[torch.Tensor], inputs: Sequence[Any]) -> None:
-        storages = list(map(storage_id, tensors))
-        for i, (path, tensor) in enumerate(zip(self._paths, inputs, strict=False)):
-            storage = storage_id(tensor)
-            if storage not in storages:
-                continue
-            for (name, written), t, other in zip(self._beside_inputs.items(), tensors, storages, strict=True):
-                matters = other == storage and (written or i in self._written_inputs)
-                if matters and _in_one_memory(place_of(tensor), place_of(t)):
-                    both = f"{path} shares memory with {name} of the model"
-                    raise InputMismatchError(f"{both}, which writes one of them; pass {path}.clone()")
 
 
 def _replaced(tape: ProgramTape) -> set[str]:

@@ -15,9 +15,10 @@ import contextlib
 import dataclasses
 import functools
 import io
+import operator
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -99,6 +100,10 @@ class Saved(NamedTuple):
         return [cls(n, tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors]  # `nbytes` takes no symbols
 
 
+def _of_record(name: str, doc: str) -> Any:
+    return property(operator.attrgetter(f"record.{name}"), doc=doc)
+
+
 class ModuleCall:
     """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
 
@@ -113,57 +118,36 @@ class ModuleCall:
         if parent is not None:
             parent.children.append(self)
 
-    @property
-    def fqn(self) -> str | None:
-        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
-        return self.record.fqn
-
-    @property
-    def module(self) -> torch.nn.Module | None:
-        """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
-        return self.record.module
-
-    @property
-    def module_type(self) -> type | None:
+    fqn: str | None = _of_record(
+        "fqn",
+        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree.""",
+    )
+    module: torch.nn.Module | None = _of_record(
+        "module", "The module itself; None for the root when a plain function was traced, and in a loaded trace."
+    )
+    module_type: type | None = _of_record(
+        "module_type",
         """The module's class; None for the root when a plain function was traced.
 
         torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
-        """
-        return self.record.module_type
-
-    @property
-    def index(self) -> int:
-        """0 for the first call of this module instance, 1 for its second."""
-        return self.record.index
-
-    @property
-    def position(self) -> int:
-        """Where this call stands in `Trace.calls`."""
-        return self.record.position
-
-    @property
-    def scope(self) -> Scope:
-        """The scope of the ops that run directly in this call."""
-        return self.record.scope
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
-        return self.record.leaf
-
-    @property
-    def raised(self) -> BaseException | None:
-        """The exception that ended this call and that an outer module caught; else None."""
-        return self.record.raised
+        """,
+    )
+    index: int = _of_record("index", "0 for the first call of this module instance, 1 for its second.")
+    position: int = _of_record("position", "Where this call stands in `Trace.calls`.")
+    scope: Scope = _of_record("scope", "The scope of the ops that run directly in this call.")
+    is_leaf: bool = _of_record(
+        "leaf", "Whether the call was recorded as one op, because `leaf_modules=` named its module."
+    )
+    raised: BaseException | None = _of_record(
+        "raised", "The exception that ended this call and that an outer module caught; else None."
+    )
+    attributes: dict[str, Any] = _of_record(
+        "attributes", "The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."
+    )
 
     @property
     def _stop(self) -> int:
         return self.children[-1]._stop if self.children else self.position + 1
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
-        return self.record.attributes
 
     @property
     def lowering(self) -> FxLowering:
@@ -313,8 +297,7 @@ class TracedProgram:
 
     def _is_edited(self) -> bool:
         """Whether a graph is not as it was lowered, or the GraphModule holds other tensors or modules."""
-        graphs = _graphs(self.lowering, self.graph_module)
-        return any(lowered.is_edited(graph) for lowered, graph in graphs) or self._is_refilled()
+        return self.lowering.is_edited(self.graph_module) or self._is_refilled()
 
     def _is_refilled(self) -> bool:
         held, tape = self._held_tensors(), self.tape
@@ -588,10 +571,3 @@ def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
 
 def _with_current_tensors(tape: Program) -> Program:
     return dataclasses.replace(tape, attributes=tape.attributes | current_tensors(tape))
-
-
-def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowering, torch.fx.Graph | None]]:
-    """Each graph of a program as it was made, and the one that its GraphModule has now."""
-    yield lowering, getattr(graph_module, "graph", None)
-    for name, body in lowering.bodies.items():
-        yield from _graphs(body, getattr(graph_module, name, None))

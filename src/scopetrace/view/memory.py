@@ -27,7 +27,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.formatting import Tabular, amount
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Call, Op, RecordedTape, Tape, Value
-from scopetrace.program.fake_run import fakes_of
+from scopetrace.program.graph import fakes_of
 from scopetrace.program.traced import TracedProgram
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
