@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from scopetrace._compat.symbols import Symbolic, to_expr
@@ -86,8 +86,10 @@ class Interfaces:
             ops += [] if op.kind in ("placeholder", "get_attr") else [op]
             steps.append(len(ops))
         inner = {c: (steps[c.start - call.start], steps[c.stop - call.start]) for c in self._inside(call)}
-        made, read = {v for op in ops for v in op.values()}, dict.fromkeys(v for op in ops for v in op.inputs())
-        used = made | read.keys()
+        made = dict.fromkeys(v for op in ops for v in op.values())
+        outputs = list(self._outputs(call, made))
+        read = dict.fromkeys([*(v for op in ops for v in op.inputs()), *(v for _, v in outputs)])
+        used = made.keys() | read.keys()
         for each in inner:  # their arguments and results, also those that no op reads
             templates = each.args, each.kwargs, each.outputs
             if not used.issuperset(leaves(templates, Value)):
@@ -101,7 +103,6 @@ class Interfaces:
             numbers = {to_expr(n): n for n in free_symbols(segment, operands) if to_expr(n) not in known}
             inputs += [FunctionInput(str(number), "size") for number in numbers.values()]
             operands += numbers.values()
-        outputs = list(self._outputs(call, made))
         key = KeyBuilder()
         key.items += (call.module_type, len(passed), len(operands))
         for x in operands:
@@ -114,7 +115,7 @@ class Interfaces:
         number = self._numbers.setdefault(tuple(key.items), len(self.keys))
         if number == len(self.keys):
             self.keys.append(tuple(key.items))
-        captured, same = self._captured(call, ops, {v for _, v in outputs}, made)
+        captured, same = self._captured(call, made, {v for _, v in outputs})
         return Interface(
             inputs,
             operands,
@@ -177,7 +178,7 @@ class Interfaces:
 
     # ---------------------------------------------------------------- what it gives
 
-    def _outputs(self, call: Call, made: set[Value]) -> Iterator[tuple[FunctionOutput, Value]]:
+    def _outputs(self, call: Call, made: Collection[Value]) -> Iterator[tuple[FunctionOutput, Value]]:
         """What forward returns, and the new values of what it changes."""
         known = set()
         inside = {v for v in leaves(call.outputs, Value) if self.readers.makes(call, v)}
@@ -186,21 +187,21 @@ class Interfaces:
                 known.add(leaf.leaf)
                 yield FunctionOutput(leaf.name, "result"), leaf.leaf
         for name, v in new_values(call, forward_of(call, self._forward)):
-            if v in made - known:
+            if v in made and v not in known:
                 known.add(v)
                 yield FunctionOutput(name, "mutated"), v
 
     def _captured(
-        self, call: Call, ops: list[Op], returned: set[Value], made: set[Value]
+        self, call: Call, made: Collection[Value], returned: set[Value]
     ) -> tuple[dict[Value, FunctionOutput | None], dict[Value, Value]]:
         captured: dict[Value, FunctionOutput | None] = {}
         same: dict[Value, Value] = {}
-        for v in (v for op in ops for v in op.values()):
+        for v in made:
             if v not in returned and self.readers.leaves(v, call):
                 first = self._same_tensor(v, call)
                 if first is not v:
                     same[v] = first
-                if first in made - returned:
+                if first in made and first not in returned:
                     captured[first] = self._attribute_of(call, first)
         return captured, same
 
