@@ -87,30 +87,33 @@ packed_tensor: Callable[[torch.Tensor], ir.TensorProtocol] = _core.TorchTensor
 """An ONNX tensor of a dtype that packs two numbers into a byte, which onnx_ir's own adapter does not take."""
 
 
-def without_misread(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Decompose the ops that torch.onnx would translate without one of their arguments, or not at all."""
-    misread = [n.target for n in program.graph.nodes if (is_misread := _MISREAD.get(n.target)) and is_misread(n)]
-    if not misread:
-        return program
-    rules = {op: rule for op, rule in core_aten().items() if op in misread}
-    return program.run_decompositions({**rules, **get_decompositions(misread)})
+def misread_ops(graph: torch.fx.Graph) -> list[Any]:
+    """The ops of a graph that torch.onnx would translate without one of their arguments, or not at all."""
+    return [n.target for n in graph.nodes if n.target in _MISREAD and _MISREAD[n.target](n)]
+
+
+def without_misread(program: torch.export.ExportedProgram, ops: list[Any]) -> torch.export.ExportedProgram:
+    """The program with these ops decomposed."""
+    rules = {op: rule for op, rule in core_aten().items() if op in ops}
+    return program.run_decompositions({**rules, **get_decompositions(ops)}) if ops else program
 
 
 def _is_smoothed(node: torch.fx.Node) -> bool:
-    """Whether a cross entropy smooths its labels, or may have probabilities in their place."""
+    """Whether a cross entropy smooths its labels, or has probabilities in their place."""
     smoothing = node.kwargs.get("label_smoothing", node.args[5] if len(node.args) > 5 else 0)
     target: Any = node.args[1]
-    value = target.meta.get("val")
-    return bool(smoothing != 0 or value is None or value.is_floating_point())
+    return bool(smoothing != 0 or target.meta["val"].is_floating_point())
 
 
-OTHER_DIMS = "other_dims"
-"""A key of `node.meta` of attention whose query, key or value is not 4-d, which torch.onnx does not take."""
+def _has_other_dims(node: torch.fx.Node) -> bool:
+    """Whether attention has no dimension for heads or batches: torch.onnx takes tensors with both."""
+    return any(n.meta["val"].dim() != 4 for n in node.args[:3] if isinstance(n, torch.fx.Node))
+
 
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
     torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
-    torch.ops.aten.scaled_dot_product_attention.default: lambda node: OTHER_DIMS in node.meta,
+    torch.ops.aten.scaled_dot_product_attention.default: _has_other_dims,
     FUSED: lambda node: True,
 }
 

@@ -169,17 +169,16 @@ class _Compiled:
         self._uses_absolute_offset = False  # whether an op addresses an input from the start of its storage
 
     def __call__(self, *args: Any) -> Any:
-        numbers = {i: args[i].item() for i in self._numbers}
-        key = repr(numbers)  # which tells 0.0 from -0.0
+        key = repr([args[i].item() for i in self._numbers])  # which tells 0.0 from -0.0
         compiled = self._programs.get((key, _kind_of(args, self._uses_absolute_offset)))
         if compiled is None:
-            compiled = self._compile(args, numbers)
+            compiled = self._compile(args)
             self._programs[key, _kind_of(args, self._uses_absolute_offset)] = compiled
         functionalized, run = compiled
         return functionalized.run(run, *args)
 
-    def _compile(self, args: tuple[Any, ...], numbers: dict[int, Any]) -> tuple[Functionalized, Callable[..., Any]]:
-        functionalized = self._make(with_numbers(self._gm, numbers) if numbers else self._gm, args)
+    def _compile(self, args: tuple[Any, ...]) -> tuple[Functionalized, Callable[..., Any]]:
+        functionalized = self._make(with_numbers(self._gm, {i: args[i] for i in self._numbers}), args)
         program = program_of(functionalized)
         self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
         inputs = program.boundary.enter(args, {})
