@@ -64,17 +64,6 @@ def op_library_read_once() -> Iterator[None]:
             yield
 
 
-def scan(state: Any, elements: Any, body: ir.Graph, axis: int) -> Any:
-    """A Scan node in a form for torch.onnx: its last output, the results of the body along an axis."""
-    attributes: dict[str, Any] = {"scan_input_axes": [axis], "scan_output_axes": [axis], "num_scan_inputs": 1}
-    return call_op("Scan", state, elements, _num_outputs=2, body=body, **attributes)[-1]
-
-
-def loop(count: Any, first: Any, second: Any, body: ir.Graph) -> Sequence[Any]:
-    """A Loop node of `count` rounds in a form for torch.onnx: the two values that the body takes and gives, at last."""
-    return call_op("Loop", count, None, first, second, _num_outputs=2, body=body)
-
-
 def onnx_type(tensor: torch.Tensor) -> tuple[int, list[Any]]:
     """The ONNX dtype of a tensor, as a number, and its sizes there, where complex numbers are pairs."""
     dtype, sizes = tensor.dtype.to_real(), [*tensor.shape, 2] if tensor.is_complex() else [*tensor.shape]

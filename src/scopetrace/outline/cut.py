@@ -21,7 +21,7 @@ from scopetrace.ir.tape import Call, FunctionalTape, Op, Value, checks_enabled, 
 from scopetrace.ir.verify import verify
 from scopetrace.outline.interface import Interface, Interfaces
 from scopetrace.outline.key import content_hash
-from scopetrace.outline.signature import FunctionOutput, OutlinedBody, without_unused
+from scopetrace.outline.signature import FunctionOutput, OutlinedBody, unique_names, without_unused
 
 _aten = torch.ops.aten
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
@@ -45,7 +45,7 @@ class Outlining:
     def __init__(self, interfaces: Interfaces, chosen: Iterable[Call]) -> None:
         self.old, self._interfaces = interfaces.tape, interfaces
         self._functions: dict[int, OutlinedBody] = {}  # by number of the calls
-        self._taken: set[tuple[str, str]] = set()  # domains and names
+        self._unique = unique_names(first=2)  # of `domain::Name`: another class may have the name
         storages = (v.storage for op in self.old.ops for v in op.values())
         # A copy of what a call returns keeps its history, wherever autograd is on in the program.
         self._grad = is_grad_on(self.old.ops)
@@ -168,11 +168,7 @@ class Outlining:
         cls = old.module_type
         domain = cls.__module__ if cls is not None else "torch"
         base = cls.__name__ if cls is not None else old.scope.type_name
-        name, count = base, 1
-        while (domain, name) in self._taken:  # another class may have this name
-            count += 1
-            name = f"{base}_{count}"
-        self._taken.add((domain, name))
+        name = self._unique(f"{domain}::{base}").removeprefix(f"{domain}::")
         segment = TapeSegment(
             name, old.scope, self._copy(old), 0, inner.ops, inner.calls, self._returned(inner, old, results)
         )

@@ -26,7 +26,7 @@ from scopetrace.outline.signature import (
     argument_leaves,
     new_values,
     own_tensors,
-    unique_name,
+    unique_names,
     values_with_path,
     without_unused,
 )
@@ -157,12 +157,12 @@ class Interfaces:
 
     def _lifted(self, call: Call, read: list[Value], taken: set[str]) -> list[tuple[FunctionInput, Value]]:
         """What is read and not passed: the module's own tensors in its order, then others."""
-        tensors = own_tensors(self.tape, call)
-        taken = taken | {name for _, _, name in tensors.values()}
+        tensors = own_tensors(self.tape, call) if any(v.op.kind == "get_attr" for v in read) else {}
+        unique = unique_names(taken=taken | {name for _, _, name in tensors.values()})
         ranked = []
         for i, v in enumerate(read, len(tensors)):
             real = self.tape.attributes.get(v.op.name) if v.op.kind == "get_attr" else None
-            ranked.append((*(tensors.get(id(real)) or (i, "lifted", unique_name(self._name_of(v, call), taken))), v))
+            ranked.append((*(tensors.get(id(real)) or (i, "lifted", unique(self._name_of(v, call)))), v))
         return [(FunctionInput(name, kind), v) for _, kind, name, v in sorted(ranked, key=lambda r: r[0])]
 
     def _name_of(self, v: Value, call: Call) -> str:
