@@ -11,8 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -40,10 +38,13 @@ class _Block:
 
 
 class Outlining:
-    """A tape of which chosen calls are functions, and the program that calls these."""
+    """A tape of which chosen calls are functions, and the program that calls these.
 
-    def __init__(self, interfaces: Interfaces, chosen: Iterable[Call]) -> None:
-        self.old, self._interfaces = interfaces.tape, interfaces
+    `numbers` are those of the chosen calls: see `Interfaces.numbered`.
+    """
+
+    def __init__(self, interfaces: Interfaces, numbers: dict[Call, int]) -> None:
+        self.old, self._interfaces, self._numbers = interfaces.tape, interfaces, numbers
         self._functions: dict[int, OutlinedBody] = {}  # by number of the calls
         self._unique = unique_names(first=2)  # of `domain::Name`: another class may have the name
         storages = (v.storage for op in self.old.ops for v in op.values())
@@ -51,22 +52,13 @@ class Outlining:
         self._grad = is_grad_on(self.old.ops)
         self._storages = itertools.count(min(storages, default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
-        self._numbers: dict[Call, int] = {}
-        """By chosen call, a number that is equal for calls which share a function."""
         self._captured: dict[int, dict[int, FunctionOutput | None]] = collections.defaultdict(dict)
         """By number of calls, what each has to give beside its outputs, since other code reads that of one of them."""
-        self._compare({call: interfaces.of(call) for call in sorted(chosen, key=lambda c: c.position)})
+        for call, number in numbers.items():
+            captured = self._captured[number]
+            captured |= {i: captured.get(i) or output for i, output in interfaces.of(call).captured.items()}
         self._main = _Block(None)
         self._fill(self._main, None, 0, len(self.old.ops))
-
-    def _compare(self, chosen: dict[Call, Interface]) -> None:
-        """Number the chosen calls: equal ones have equal ops, and equal chosen calls among them."""
-        known: dict[Any, int] = {}
-        for call, interface in reversed(chosen.items()):  # inner calls first
-            inner = [(self._numbers[c], place) for c, place in interface.inner.items() if c in chosen]
-            number = self._numbers[call] = known.setdefault((interface.number, *inner), len(known))
-            captured = self._captured[number]
-            captured |= {i: captured.get(i) or output for i, output in interface.captured.items()}
 
     @property
     def functions(self) -> list[OutlinedBody]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from scopetrace._compat.symbols import Symbolic, to_expr
@@ -78,6 +78,16 @@ class Interfaces:
         self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is passed
         self._numbers: dict[tuple[Any, ...], int] = {}
         self.of = functools.cache(self._make)
+
+    def numbered(self, chosen: Iterable[Call]) -> dict[Call, int]:
+        """By call, a number: those share a function that have equal ops, and equal chosen calls among them."""
+        interfaces = {call: self.of(call) for call in sorted(chosen, key=lambda c: c.position)}
+        numbers: dict[Call, int] = {}
+        known: dict[Any, int] = {}
+        for call, interface in reversed(interfaces.items()):  # inner calls first
+            inner = [(numbers[c], place) for c, place in interface.inner.items() if c in interfaces]
+            numbers[call] = known.setdefault((interface.number, *inner), len(known))
+        return numbers
 
     def _make(self, call: Call) -> Interface:
         """The interface of a call."""

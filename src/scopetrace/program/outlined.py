@@ -173,14 +173,15 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         tape = FunctionalTape.of(tape)
     interfaces = Interfaces(tape, source.forward)
     named, kept = _named(source, wanted, interfaces.readers)
-    outlining = Outlining(interfaces, kept)
+    numbers = interfaces.numbered(kept)
     while EVERY not in wanted:
-        twice = {body.module_type for body in outlining.functions if len(body.calls) > 1}
+        count = Counter(numbers.values())
+        twice = {call.module_type for call, number in numbers.items() if count[number] > 1}
         again = _equal(kept, named, twice, OUTERMOST in wanted)
         if again == kept:
             break
-        kept = again
-        outlining = Outlining(interfaces, kept)
+        kept, numbers = again, interfaces.numbered(again)
+    outlining = Outlining(interfaces, numbers)
     return OutlinedTrace(source, outlining.program(), outlining.functions, kept)
 
 

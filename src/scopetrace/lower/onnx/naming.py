@@ -34,27 +34,15 @@ TAKEN_FOR_OPS = frozenset({"Add", "Div", "Gather", "Mul", "Sub"})
 """ONNX Runtime (1.31) takes a function with one of these names for the op, whatever its domain, and aborts."""
 
 
-class FunctionNames:
-    """Domains and names of functions, `domain::Name`. Distinct functions of one class are `Name`, `Name_2`, …
+def function_name(function: Function, chosen: Mapping[type, str]) -> str:
+    """`domain::Name` of a function.
 
     `chosen` has the names that users chose for classes, which also hold for classes derived from them.
     """
-
-    def __init__(self, chosen: Mapping[type, str]) -> None:
-        self._chosen = chosen
-        self._unique = unique_names(first=2)
-
-    def base(self, function: Function) -> str:
-        """The name without a number."""
-        bases = () if function.module_type is None else function.module_type.__mro__
-        name = _class_name(function)
-        default = f"{function.domain}::{name}" + ("Module" if name in TAKEN_FOR_OPS else "")
-        return next((self._chosen[base] for base in bases if base in self._chosen), default)
-
-    def take(self, function: Function) -> tuple[str, str]:
-        """Domain and name of a new function, with a number where they are taken."""
-        domain, _, name = self._unique(self.base(function)).partition("::")
-        return domain, name
+    bases = () if function.module_type is None else function.module_type.__mro__
+    name = _class_name(function)
+    default = f"{function.domain}::{name}" + ("Module" if name in TAKEN_FOR_OPS else "")
+    return next((chosen[base] for base in bases if base in chosen), default)
 
 
 def label_nodes(graph: ir.Graph, subgraph: Subgraph, sources: Mapping[str, torch.fx.Node]) -> None:
