@@ -59,17 +59,6 @@ def op_library_read_once() -> Iterator[None]:
             yield
 
 
-def scan(state: Any, elements: Any, body: ir.Graph, axis: int) -> Any:
-    """A Scan node in a form for torch.onnx: its last output, the results of the body along an axis."""
-    attributes: dict[str, Any] = {"scan_input_axes": [axis], "scan_output_axes": [axis], "num_scan_inputs": 1}
-    return call_op("Scan", state, elements, _num_outputs=2, body=body, **attributes)[-1]
-
-
-def loop(count: Any, first: Any, second: Any, body: ir.Graph) -> Sequence[Any]:
-    """A Loop node of `count` rounds in a form for torch.onnx: the two values that the body takes and gives, at last."""
-    return call_op("Loop", count, None, first, second, _num_outputs=2, body=body)
-
-
 def onnx_type(tensor: torch.Tensor) -> tuple[int, list[Any]]:
     """The ONNX dtype of a tensor, as a number, and its sizes there, where complex numbers are pairs."""
     dtype, sizes = tensor.dtype.to_real(), [*tensor.shape, 2] if tensor.is_complex() else [*tensor.shape]
@@ -82,30 +71,33 @@ packed_tensor: Callable[[torch.Tensor], ir.TensorProtocol] = _core.TorchTensor
 """An ONNX tensor of a dtype that packs two numbers into a byte, which onnx_ir's own adapter does not take."""
 
 
-def without_misread(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Decompose the ops that torch.onnx would translate without one of their arguments, or not at all."""
-    misread = [n.target for n in program.graph.nodes if (is_misread := _MISREAD.get(n.target)) and is_misread(n)]
-    if not misread:
-        return program
-    rules = {op: rule for op, rule in core_aten().items() if op in misread}
-    return program.run_decompositions({**rules, **get_decompositions(misread)})
+def misread_ops(graph: torch.fx.Graph) -> list[Any]:
+    """The ops of a graph that torch.onnx would translate without one of their arguments, or not at all."""
+    return [n.target for n in graph.nodes if n.target in _MISREAD and _MISREAD[n.target](n)]
+
+
+def without_misread(program: torch.export.ExportedProgram, ops: list[Any]) -> torch.export.ExportedProgram:
+    """The program with these ops decomposed."""
+    rules = {op: rule for op, rule in core_aten().items() if op in ops}
+    return program.run_decompositions({**rules, **get_decompositions(ops)}) if ops else program
 
 
 def _is_smoothed(node: torch.fx.Node) -> bool:
-    """Whether a cross entropy smooths its labels, or may have probabilities in their place."""
+    """Whether a cross entropy smooths its labels, or has probabilities in their place."""
     smoothing = node.kwargs.get("label_smoothing", node.args[5] if len(node.args) > 5 else 0)
     target: Any = node.args[1]
-    value = target.meta.get("val")
-    return bool(smoothing != 0 or value is None or value.is_floating_point())
+    return bool(smoothing != 0 or target.meta["val"].is_floating_point())
 
 
-OTHER_DIMS = "other_dims"
-"""A key of `node.meta` of attention whose query, key or value is not 4-d, which torch.onnx does not take."""
+def _has_other_dims(node: torch.fx.Node) -> bool:
+    """Whether attention has no dimension for heads or batches: torch.onnx takes tensors with both."""
+    return any(n.meta["val"].dim() != 4 for n in node.args[:3] if isinstance(n, torch.fx.Node))
+
 
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
     torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
-    torch.ops.aten.scaled_dot_product_attention.default: lambda node: OTHER_DIMS in node.meta,
+    torch.ops.aten.scaled_dot_product_attention.default: _has_other_dims,
     FUSED: lambda node: True,
 }
 

@@ -20,11 +20,12 @@ from scopetrace.errors import ArgumentError, ArgumentTypeError
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.lower.split import Partition, SplitProgram, split_backward
 from scopetrace.program.graph import node_value
-from scopetrace.program.traced import TracedProgram
-from scopetrace.torch_level import aten_tapes, torch_level_tapes
+from scopetrace.program.traced import TracedProgram, functional_tape
+from scopetrace.torch_level import torch_level_tapes
 from scopetrace.torch_level.names import name_torch_functions
 from scopetrace.torch_level.numbers import number_inputs, with_numbers
 from scopetrace.torch_level.purity import assert_pure as assert_pure
+from scopetrace.torch_level.stepping import record_steps
 
 Level = Literal["aten", "torch"]
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -83,7 +84,11 @@ def functionalize(
     if not isinstance(gm, torch.fx.GraphModule):
         raise ArgumentTypeError(f"gm must be a torch.fx.GraphModule, not {type(gm).__name__}; st.trace takes a model")
     args = tuple(example_inputs)
-    recorded, pure = aten_tapes(gm, args) if level == "aten" else torch_level_tapes(gm, args)
+    if level == "torch":
+        recorded, pure = torch_level_tapes(gm, args)
+    else:
+        recorded, _ = record_steps(gm, args, with_trials=False)
+        pure = functional_tape(recorded)
     program = TracedProgram(recorded, pure, gm)
     if decompositions is not None:
         program = program.decomposed(decompositions)
@@ -168,17 +173,16 @@ class _Compiled:
         self._uses_absolute_offset = False  # whether an op addresses an input from the start of its storage
 
     def __call__(self, *args: Any) -> Any:
-        numbers = {i: args[i].item() for i in self._numbers}
-        key = repr(numbers)  # which tells 0.0 from -0.0
+        key = repr([args[i].item() for i in self._numbers])  # which tells 0.0 from -0.0
         compiled = self._programs.get((key, _kind_of(args, self._uses_absolute_offset)))
         if compiled is None:
-            compiled = self._compile(args, numbers)
+            compiled = self._compile(args)
             self._programs[key, _kind_of(args, self._uses_absolute_offset)] = compiled
         functionalized, run = compiled
         return functionalized.run(run, *args)
 
-    def _compile(self, args: tuple[Any, ...], numbers: dict[int, Any]) -> tuple[Functionalized, Callable[..., Any]]:
-        functionalized = self._make(with_numbers(self._gm, numbers) if numbers else self._gm, args)
+    def _compile(self, args: tuple[Any, ...]) -> tuple[Functionalized, Callable[..., Any]]:
+        functionalized = self._make(with_numbers(self._gm, {i: args[i] for i in self._numbers}), args)
         program = program_of(functionalized)
         self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
         inputs = program.boundary.enter(args, {})

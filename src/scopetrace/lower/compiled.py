@@ -219,7 +219,6 @@ class Pieces:
         graph_module: the program, with calls of functions.
         backend: what compiles a piece.
         table_of: where the tensor behind a `get_attr` target is held; None for targets that are no tensors.
-        inlines_single_ops: whether calls of functions of at most one op are part of what is between the other calls.
         grad: whether autograd is on where the program begins.
     """
 
@@ -228,7 +227,6 @@ class Pieces:
         graph_module: torch.fx.GraphModule,
         backend: Backend,
         table_of: Callable[[str], Table | None],
-        inlines_single_ops: bool,
         *,
         grad: bool,
     ) -> None:
@@ -237,7 +235,7 @@ class Pieces:
         self._graph = torch.fx.Graph()
         self._copies: dict[torch.fx.Node, torch.fx.Node] = {}
         self._held: list[Table] = []
-        graph = _without_single_ops(graph_module) if inlines_single_ops else graph_module.graph
+        graph = graph_module.graph
         for node in graph.find_nodes(op="placeholder"):
             self._copies[node] = self._graph.node_copy(node)
         for node in graph.find_nodes(op="get_attr"):
@@ -307,24 +305,8 @@ def _kind(example: Any) -> Any:
     return *shape, example.dtype, example.device
 
 
-def _without_single_ops(graph_module: torch.fx.GraphModule) -> torch.fx.Graph:
-    """The graph with the bodies of functions that have at most one op, beside views, in place of their calls."""
-    graph = torch.fx.Graph()
-    copies: dict[torch.fx.Node, Any] = {}
-    for node in graph_module.graph.nodes:
-        body = getattr(graph_module, node.args[0].target).graph if node.target is _CALL else None
-        if body is not None and _is_single_op(body):
-            operands = torch.fx.node.map_arg(node.args[2:], copies.__getitem__)
-            copies[node] = graph.graph_copy(body, dict(zip(body.find_nodes(op="placeholder"), operands, strict=True)))
-        elif node.target is operator.getitem and isinstance(copies.get(node.args[0]), (tuple, list)):
-            copies[node] = copies[node.args[0]][node.args[1]]
-            copies[node].meta["val"] = node.meta["val"]  # that of the body may have the sizes of another call
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    return graph
-
-
-def _is_single_op(body: torch.fx.Graph) -> bool:
+def is_single_op(body: torch.fx.Graph) -> bool:
+    """Whether it has at most one op beside views, which a backend compiles better with what is around it."""
     inner = [node for node in body.nodes if node.op not in ("placeholder", "output")]
     ops = [node for node in inner if isinstance(node.target, OpOverload) and not node.target.is_view]
     drops_nothing = [node for node in ops if node.target is torch.ops.aten.dropout.default and not node.args[2]]

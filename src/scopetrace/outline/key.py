@@ -1,14 +1,12 @@
-"""Equality of module calls: keys that are equal for calls that can share a function.
+"""Keys of ops: equal where the ops and all their constants are.
 
-`call_key` has the class, the Python arguments, dtypes and sizes of tensors, which of them are the same tensor, and the
-ops with all their constants. Values and symbols are numbered in the order in which they are met, so that names do not
-matter.
+Values and symbols are numbered in the order in which they are met, so that names do not matter.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ import torch
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.tape import BodyTape, Op, Value
-from scopetrace.outline.signature import ArgumentLeaf
 
 _ATOMS = frozenset({bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _SEQUENCES = frozenset({tuple, list, torch.Size})
@@ -41,20 +38,17 @@ class Identity:
 class KeyBuilder:
     """Appends to a key. A class in it stands before a constant of that class; a number of a value before nothing."""
 
-    def __init__(self, names: Mapping[BodyTape, str]) -> None:
-        """`names` has the identifiers of the bodies that are functions already, of which equal ones are one tape."""
+    def __init__(self) -> None:
         self.items: list[Any] = []
         self.numbers: dict[Value, int] = {}
         """The values that were met, in order."""
-        self._names = names
         self._symbols: dict[Any, str] = {}
 
     def add(self, x: Any) -> None:
         """Append an argument or result of an op or a call."""
         kind = type(x)
         if kind is Value:
-            number = self.numbers.get(x)
-            self.items.append(self.meet(x) if number is None else number)
+            self.items.append(self.numbers.setdefault(x, len(self.numbers)))
         elif kind in _ATOMS:
             self.items += (kind, x)
         elif kind in _SEQUENCES:
@@ -66,7 +60,7 @@ class KeyBuilder:
         elif isinstance(x, Symbolic):
             self.items += ("size", self._text(x))
         elif kind is BodyTape:
-            self.items += ("body", self._names.get(x) or tape_key(x, self._names))
+            self.items += ("body", tape_key(x))
         else:
             self._add_container(x)
 
@@ -75,18 +69,17 @@ class KeyBuilder:
         if isinstance(x, Value):
             t = x.fake
             self.items += (x in self.numbers, t.dtype, t.device, t.layout)
-            self.add(t.size())
+            self.add(tuple(t.size()))
         self.add(x)
 
     def add_ops(self, ops: Iterable[Op]) -> None:
         """Append ops, whose results get the next numbers."""
         for op in ops:
             self.items += (op.kind, op.target, op.grad)
-            self.add((op.args, op.kwargs, op.outputs))
-
-    def meet(self, v: Value) -> int:
-        """Give a value the next number."""
-        return self.numbers.setdefault(v, len(self.numbers))
+            self.add(op.args)
+            if op.kwargs:
+                self.add(op.kwargs)
+            self.add(op.outputs)
 
     def _add_container(self, x: Any) -> None:
         children = open_container(x)
@@ -105,30 +98,9 @@ class KeyBuilder:
         return str(expr.xreplace({s: type(s)(name, **s.assumptions0) for s, name in self._symbols.items()}))
 
 
-def call_key(
-    cls: type | None,
-    passed: list[ArgumentLeaf],
-    operands: list[Any],
-    ops: list[Op],
-    outputs: list[Value],
-    names: Mapping[BodyTape, str],
-) -> tuple[Any, ...]:
-    """The key of a call: its class, forward's arguments, all operands of its function in order, its ops and results."""
-    key = KeyBuilder(names)
-    key.items += (cls, len(passed), len(operands))
-    for x in operands:
-        key.add_operand(x)
-    for argument in passed:  # whatever containers hold them
-        key.items.append(argument.place)
-        key.add(argument.leaf)
-    key.add_ops(ops)
-    key.add(outputs)
-    return tuple(key.items)
-
-
-def tape_key(tape: BodyTape, names: Mapping[BodyTape, str]) -> tuple[Any, ...]:
+def tape_key(tape: BodyTape) -> tuple[Any, ...]:
     """The key of the body of a higher-order op."""
-    key = KeyBuilder(names)
+    key = KeyBuilder()
     for op in tape.ops:
         if op.kind == "placeholder":
             key.add_operand(op.outputs)

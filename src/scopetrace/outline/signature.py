@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -166,9 +166,15 @@ def own_tensors(tape: Tape, call: Call) -> dict[int, tuple[int, str, str]]:
     return tensors
 
 
-def unique_name(name: str, taken: set[str]) -> str:
-    """`name`, or with a number after it, such that it is not in `taken`, to which it is added."""
-    more = (f"{name}_{i}" for i in itertools.count(1))
-    unique = next(n for n in itertools.chain([name], more) if n not in taken)
-    taken.add(unique)
+def unique_names(first: int = 1, taken: Iterable[str] = ()) -> Callable[[str], str]:
+    """Makes names unique: a second `x` becomes `x_1`, with the number `first`, a third `x_2`."""
+    names, counters = set(taken), dict[str, Iterator[int]]()
+
+    def unique(wanted: str) -> str:
+        name = wanted
+        while name in names:
+            name = f"{wanted}_{next(counters.setdefault(wanted, itertools.count(first)))}"
+        names.add(name)
+        return name
+
     return unique

@@ -25,8 +25,9 @@ from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
 from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.tape import Call, FunctionalTape, Tape
-from scopetrace.outline.cut import outline
-from scopetrace.outline.ranges import Ranges
+from scopetrace.outline.cut import Outlining
+from scopetrace.outline.interface import Interfaces
+from scopetrace.outline.readers import Readers
 from scopetrace.outline.signature import FunctionSignature, OutlinedBody
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
@@ -170,16 +171,17 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
-    ranges = Ranges(tape, source.forward)
-    named, kept = _named(source, wanted, ranges)
-    outlining = outline(ranges, kept)
+    interfaces = Interfaces(tape, source.forward)
+    named, kept = _named(source, wanted, interfaces.readers)
+    numbers = interfaces.numbered(kept)
     while EVERY not in wanted:
-        twice = {body.module_type for body in outlining.functions if len(body.calls) > 1}
+        count = Counter(numbers.values())
+        twice = {call.module_type for call, number in numbers.items() if count[number] > 1}
         again = _equal(kept, named, twice, OUTERMOST in wanted)
         if again == kept:
             break
-        kept = again
-        outlining = outline(ranges, kept)
+        kept, numbers = again, interfaces.numbered(again)
+    outlining = Outlining(interfaces, numbers)
     return OutlinedTrace(source, outlining.program(), outlining.functions, kept)
 
 
@@ -206,7 +208,7 @@ def _around(call: Call) -> Iterator[Call]:
 _GENERAL = (REPEATED, OUTERMOST, EVERY)
 
 
-def _named(source: TracedProgram, targets: list[Any], ranges: Ranges) -> tuple[set[Call], list[Call]]:
+def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple[set[Call], list[Call]]:
     """The calls that the targets name; these and, where a target names no class or module, all that could be functions.
 
     Raises OutlineError for a target that names no call, or one that cannot be a function.
@@ -229,27 +231,27 @@ def _named(source: TracedProgram, targets: list[Any], ranges: Ranges) -> tuple[s
     calls = [call for call in calls if not call.is_leaf and call.raised is None]
     named = [call.record for call in calls if call in matches]
     for record in named:
-        obstacle = _obstacle(record, ranges)
+        obstacle = _obstacle(record, readers)
         if obstacle is not None:
             raise OutlineError(f"{record.scope}: {obstacle}")
-    by_rule = _possible(calls, ranges, EVERY in targets) if any(t in _GENERAL for t in targets) else []
+    by_rule = _possible(calls, readers, EVERY in targets) if any(t in _GENERAL for t in targets) else []
     return set(named), list(dict.fromkeys([*named, *by_rule]))
 
 
-def _possible(calls: list[ModuleCall], ranges: Ranges, once: bool) -> Iterator[Call]:
+def _possible(calls: list[ModuleCall], readers: Readers, once: bool) -> Iterator[Call]:
     """The calls inside the model that can be functions; those of a class that is called `once`, or of others only."""
     times = Counter(call.module_type for call in calls)
     for call in calls:
         is_inner = call.parent is not None and call.module_type is not None
-        if is_inner and (once or times[call.module_type] > 1) and _obstacle(call.record, ranges) is None:
+        if is_inner and (once or times[call.module_type] > 1) and _obstacle(call.record, readers) is None:
             yield call.record
 
 
-def _obstacle(call: Call, ranges: Ranges) -> str | None:
+def _obstacle(call: Call, readers: Readers) -> str | None:
     """Why a call cannot be a function, and what to do; None where it can."""
     if leaves((call.args, call.kwargs, call.outputs), Removed):
         return "an edit of the graph removed what this call took or gave; leave it out of the targets"
-    for number in ranges.readers.lost_numbers(call):
+    for number in readers.lost_numbers(call):
         return (
             f"{number}, a number that is made in this call, is used outside, though no result has it as a size; "
             f"leave {call.scope.type_name} out of the targets"

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.fx
 
 from scopetrace.ops.higher_order import FORMS
@@ -18,72 +19,45 @@ from scopetrace.ops.higher_order import FORMS
 
 def number_inputs(gm: torch.fx.GraphModule) -> list[int]:
     """The positions of the inputs of which the graph reads nothing but the number."""
-    return [i for i, node in enumerate(_inputs(gm.graph)) if _items(gm, node)]
+    readers = [{(n.op, n.target) for n in _readers(gm, node)} for node in gm.graph.find_nodes(op="placeholder")]
+    return [i for i, calls in enumerate(readers) if calls == {("call_method", "item")}]
 
 
-def with_numbers(gm: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
-    """The graph with these numbers in place of the `item` of inputs, by their positions."""
+def with_numbers(gm: torch.fx.GraphModule, tensors: Mapping[int, torch.Tensor]) -> torch.fx.GraphModule:
+    """The graph with constants for inputs, by their positions: recording knows the `item` of a constant."""
+    if not tensors:
+        return gm
     new = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    inside: dict[tuple[torch.fx.Node, int], dict[int, Any]] = {}
-    inputs = _inputs(new.graph)
-    for i, number in numbers.items():
-        for user in list(inputs[i].users):
-            if _is_item(user):
-                _put(number, user)
-                continue
-            for position, _, at in _bodies(new, user, inputs[i]):
-                inside.setdefault((user, position), {})[at] = number
-    for (user, position), of_body in inside.items():
-        old: Any = user.args[position]
-        name = f"{old.target}_of_{user.name}"
-        new.add_submodule(name, with_numbers(new.get_submodule(old.target), of_body))  # type: ignore[arg-type]
-        with new.graph.inserting_before(user):
-            user.update_arg(position, new.graph.get_attr(name))
+    inputs = list(new.graph.find_nodes(op="placeholder"))
+    for i, tensor in tensors.items():
+        with new.graph.inserting_after(inputs[-1]):
+            kwargs: dict[str, Any] = {"dtype": tensor.dtype, "device": "cpu"}
+            inputs[i].replace_all_uses_with(new.graph.call_function(torch.tensor, (tensor.item(),), kwargs))
     new.recompile()
     return new
 
 
-def _inputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    return list(graph.find_nodes(op="placeholder"))
-
-
-def _is_item(node: torch.fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "item"
-
-
-def _items(gm: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.Node] | None:
-    """The `item`s of an input, in bodies too; None where the graph reads it in another way."""
-    items: list[torch.fx.Node] = []
+def _readers(gm: torch.fx.GraphModule, node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What reads a node; in place of a higher-order op, what reads it in the bodies that take it as it is."""
     for user in node.users:
-        parts: list[list[torch.fx.Node] | None] = [[user]]
-        if not _is_item(user):
-            parts = [_items(body, _inputs(body.graph)[at]) for _, body, at in _bodies(gm, user, node)] or [None]
-        for part in parts:
-            if part is None:
-                return None
-            items += part
-    return items
+        inner = [*_in_bodies(gm, user, node)]
+        for body, placeholder in inner:
+            yield from _readers(body, placeholder)
+        if not inner:
+            yield user
 
 
-def _bodies(
+def _in_bodies(
     gm: torch.fx.GraphModule, call: torch.fx.Node, operand: torch.fx.Node
-) -> Iterator[tuple[int, torch.fx.GraphModule, int]]:
-    """The bodies of a higher-order op that take `operand` as it is: argument, body, position among its inputs."""
+) -> Iterator[tuple[torch.fx.GraphModule, torch.fx.Node]]:
+    """The bodies of a higher-order op that take `operand` as it is, and what stands for it there."""
     form = FORMS.get(call.target)
     if form is None or not form.takes_all or not form.runs_once:
         return
     gathered = form.gathered(call.args)
     operands = list(itertools.chain.from_iterable(gathered[i] for i in form.operands))
     for position, _, _ in form.bodies:
-        body: Any = call.args[position]
-        for at, other in enumerate(operands):
+        body: Any = gm.get_submodule(call.args[position].target)  # type: ignore[union-attr, arg-type]
+        for other, placeholder in zip(operands, body.graph.find_nodes(op="placeholder"), strict=True):
             if other is operand:
-                yield position, gm.get_submodule(body.target), at  # type: ignore[misc]
-
-
-def _put(number: Any, item: torch.fx.Node) -> None:
-    for user in list(item.users):
-        user.args, user.kwargs = torch.fx.node.map_aggregate(
-            (user.args, user.kwargs), lambda leaf: number if leaf is item else leaf
-        )
-    item.graph.erase_node(item)
+                yield body, placeholder

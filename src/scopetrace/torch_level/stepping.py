@@ -52,15 +52,13 @@ def record_steps(
     Its ops have the scopes and the stack traces of the nodes. With trials, each node that has a
     pure form knows what that does.
     """
-    return retraced(lambda assumptions: _record(gm, args, assumptions, with_trials))
 
+    def attempt(assumptions: Assumptions) -> tuple[RecordedTape, list[NodeRecord]]:
+        recording = Recording(Model(gm), root_scope(gm), assumptions)
+        stepper = _Stepper(gm, recording, with_trials=with_trials)
+        return recording.run(stepper.run, gm, args, {}).tape, stepper.nodes
 
-def _record(
-    gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
-) -> tuple[RecordedTape, list[NodeRecord]]:
-    recording = Recording(Model(gm), root_scope(gm), assumptions)
-    stepper = _Stepper(gm, recording, with_trials=with_trials)
-    return recording.run(stepper.run, gm, args, {}).tape, stepper.nodes
+    return retraced(attempt)
 
 
 class _Stepper(torch.fx.Interpreter):

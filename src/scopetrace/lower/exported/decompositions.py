@@ -5,14 +5,13 @@ node became. That is wrong for a piece of a result (`unbind`, `max`), which has 
 that is dropped (a cast to the same dtype), and for one whose last node is not its result.
 
 Data flow:
-    program -> a copy with `aten.alias` behind each value that a signature names: an op that torch keeps as it is
-    copy -> torch's run_decompositions -> the same without these ops, signatures naming what they took
+    program -> `aten.alias` behind each value that a signature names, for the time of the run: torch keeps it as it is
+         -> torch's run_decompositions -> the same without these ops, signatures naming what they took
          -> without the copies into changed inputs, as torch has it for buffers
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,63 +32,48 @@ class TracedExportedProgram(ExportedProgram):
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> ExportedProgram:
         """As torch's, with the module signatures naming the same values as before."""
-        guards = guards_of(self)
-        with outside_modes(), without_guards(self):  # a FakeTensorMode of the user is not that of the program
-            if next(_tensors_of_calls(self), None) is None:  # clients put what no verifier takes into such a program
-                result = decomposed = super().run_decompositions(*args, **kwargs)
-            else:
-                program = _copied(self, ExportedProgram)
-                added = _add_aliases(program)
-                decomposed = program.run_decompositions(*args, **kwargs)
-                _remove_aliases(decomposed, added)
-                result = _copied(decomposed, TracedExportedProgram)
+        guards, aliases = guards_of(self), _add_aliases(self)
+        added = {alias.name for alias in aliases}
+        try:
+            with outside_modes(), without_guards(self):  # a FakeTensorMode of the user is not that of the program
+                result = super().run_decompositions(*args, **kwargs)
+        finally:
+            _remove_aliases(self, aliases)
+        new = [n for n in result.graph.find_nodes(op="call_function", target=_ALIAS) if _origin(n) in added]
+        _remove_aliases(result, new)
         _remove_copies(result)
-        set_guards(result, [*guards_of(decomposed), *guards])
+        result.__class__ = TracedExportedProgram
+        set_guards(result, [*guards_of(result), *guards])
         return result
 
 
-def _copied(program: ExportedProgram, kind: type[ExportedProgram]) -> ExportedProgram:
-    """A program with a graph and signatures of its own, and the same tensors; its graph is verified."""
-    graph = copy.deepcopy(program.graph)
-    for old, new in zip(program.graph.nodes, graph.nodes, strict=True):
-        new.name = old.name  # torch.fx names none like a function of Python, such as `input`
-    return kind(
-        program.graph_module,
-        graph,
-        copy.deepcopy(program.graph_signature),
-        state_dict=program.state_dict,
-        range_constraints=dict(program.range_constraints),
-        module_call_graph=copy.deepcopy(program.module_call_graph),
-        example_inputs=program.example_inputs,
-        constants=program.constants,
-        verifiers=program.verifiers,
-    )
+def _origin(node: torch.fx.Node) -> str | None:
+    """The name of the node of the program before that it came from."""
+    history = node.meta.get("from_node")
+    return history[-1].name if history else None
 
 
-def _add_aliases(program: ExportedProgram) -> set[str]:
-    """Put an alias behind each value that a module signature names; returns the names of the aliases."""
+def _add_aliases(program: ExportedProgram) -> list[torch.fx.Node]:
+    """Put an alias behind each value that a module signature names; returns the aliases."""
     named = {x.name for x in _tensors_of_calls(program)}
-    renamed: dict[str, str] = {}
+    aliases: dict[str, torch.fx.Node] = {}
     for node in list(program.graph.nodes):
         if node.name in named and node.op == "call_function" and isinstance(node_value(node), torch.Tensor):
             with program.graph.inserting_after(node):
-                alias = program.graph.call_function(_ALIAS, (node,))
+                alias = aliases[node.name] = program.graph.call_function(_ALIAS, (node,))
             alias.meta = dict(node.meta)
             node.replace_all_uses_with(alias, delete_user_cb=lambda user, alias=alias: user is not alias)
-            renamed[node.name] = alias.name
-    _rename(program, renamed)
-    return set(renamed.values())
+    _rename(program, {name: alias.name for name, alias in aliases.items()})
+    return list(aliases.values())
 
 
-def _remove_aliases(program: ExportedProgram, added: set[str]) -> None:
+def _remove_aliases(program: ExportedProgram, aliases: list[torch.fx.Node]) -> None:
     renamed: dict[str, str] = {}
-    for alias in program.graph.find_nodes(op="call_function", target=_ALIAS):
-        history = alias.meta.get("from_node")
-        if history and history[-1].name in added:
-            (node,) = alias.all_input_nodes
-            renamed[alias.name] = node.name
-            alias.replace_all_uses_with(node)
-            program.graph.erase_node(alias)
+    for alias in aliases:
+        (node,) = alias.all_input_nodes
+        renamed[alias.name] = node.name
+        alias.replace_all_uses_with(node)
+        program.graph.erase_node(alias)
     _rename(program, renamed)
 
 

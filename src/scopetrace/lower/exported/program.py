@@ -231,7 +231,7 @@ def _share_regions(program: FxLowering) -> None:
         held, identifier, *operands = node.args
         tape = program.bodies[held.target].tape
         assert isinstance(tape, BodyTape)
-        name, identifier = known.setdefault(tape_key(tape, {}), (held.target, identifier))
+        name, identifier = known.setdefault(tape_key(tape), (held.target, identifier))
         if name != held.target:
             del program.bodies[held.target]
             held.target = name

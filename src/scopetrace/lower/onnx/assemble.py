@@ -21,15 +21,16 @@ import torch.fx
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Operand, Results, Subgraph
 from scopetrace.lower.onnx.naming import (
     SITE,
-    FunctionNames,
     Home,
     SizeNames,
     forget_inner_sizes,
+    function_name,
     label_nodes,
     name_values,
     output_names,
 )
 from scopetrace.lower.onnx.weights import identity, onnx_tensor
+from scopetrace.outline.signature import unique_names
 from scopetrace.program.graph import node_value
 from scopetrace.program.outlined import Function
 
@@ -103,7 +104,8 @@ class Assembler:
 
     translated: torch.onnx.ONNXProgram
     combined: CombinedGraph
-    names: FunctionNames
+    names: Mapping[type, str]
+    """The names that users chose for functions, by class."""
     sizes: SizeNames
     attributes: Attributes
     by_reference: Sequence[str]
@@ -118,6 +120,7 @@ class Assembler:
 
     def __post_init__(self) -> None:
         self._read: dict[ir.Function, set[str]] = {}
+        self._unique = unique_names(first=2)  # distinct functions of one class are `Name`, `Name_2`, …
         self._graph = self.translated.model.graph
         assert self.translated.exported_program is not None
         self.sources = {node.name: node for node in self.translated.exported_program.graph.nodes}
@@ -155,7 +158,8 @@ class Assembler:
         same = {n: v for n, v in same.items() if all(call.attributes.get(n) == v for call in function.calls)}
         read = refer(body.graph, same)
         what = function.identifier if subgraph.unknown or self.flat else body_key(body.graph)
-        key = (function.module_type, self.names.base(function), what)
+        whole_name = function_name(function, self.names)
+        key = (function.module_type, whole_name, what)
         if key in known:
             self.functions[subgraph] = _without_shapes(known[key])
             return
@@ -163,7 +167,7 @@ class Assembler:
         if not self.flat:
             label_nodes(body.graph, subgraph, self.sources)
             name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
-        domain, name = self.names.take(function)
+        domain, _, name = self._unique(whole_name).partition("::")
         new = ir.Function(domain, name, graph=body.graph, attributes=[])
         self._read[new] = read
         known[key] = self.functions[subgraph] = new if subgraph.fits_all else _without_shapes(new)

@@ -31,7 +31,6 @@ from scopetrace.errors import (
     OnnxExportError,
     OnnxOpError,
     OnnxOptionError,
-    OutlineError,
 )
 from scopetrace.ir.selection import is_named
 from scopetrace.lower.exported.constraints import refuse_narrowed
@@ -39,12 +38,12 @@ from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightN
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
 from scopetrace.lower.onnx.forms import OpFunctions, OpNames
-from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames, label_nodes, name_values
+from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, SizeNames, label_nodes, name_values
 from scopetrace.lower.onnx.translate import exported_program, quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
-from scopetrace.program.outlined import OUTERMOST, Function, OutlinedTrace, OutlineTarget, outline_calls
+from scopetrace.program.outlined import OUTERMOST, Function, OutlineTarget, outline_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
@@ -195,9 +194,8 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     ops = OpFunctions.of(op_functions, op_plugins, options.custom_translation_table)
     flat = not functions and not plugins
     say("outlining")
-    outlined = _outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
-    main = program if outlined is None else outlined
-    bodies = {} if outlined is None else {function.identifier: function for function in outlined.functions}
+    main = outline_calls(program, [OUTERMOST] if flat else [*functions, *plugins])
+    bodies = {function.identifier: function for function in main.functions}
     tensors = main.tape.attributes
     results, wanted = Results(main.tape), chosen(tensors, options.weight_inputs)
     lowering = results.lowering()
@@ -221,7 +219,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     assembler = Assembler(
         translated,
         combined,
-        FunctionNames({**names, **plugin_names}),
+        {**names, **plugin_names},
         sizes,
         _attributes(program, main, options.attributes),
         [] if isinstance(options.attributes, bool) or callable(options.attributes) else options.attributes,
@@ -261,15 +259,6 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         [tensors[name] for name in retained],
         set() if options.export_params else _without_data(program, [*initializers, *defaults]),
     )
-
-
-def _outlined_layers(program: TracedProgram) -> OutlinedTrace | None:
-    """The program with its repeated layers as functions; None where it has none."""
-    try:
-        outlined = outline_calls(program, [OUTERMOST])
-    except OutlineError:
-        return None
-    return outlined if outlined.functions else None
 
 
 def _flatten(model: ir.Model, assembler: Assembler, optimized: bool, outputs: Sequence[str]) -> None:

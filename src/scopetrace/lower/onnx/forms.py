@@ -21,7 +21,7 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops.core import aten_histc, aten_scatter_reduce, aten_sort
 
-from scopetrace._compat.onnx import call_op, loop, scan
+from scopetrace._compat.onnx import call_op
 from scopetrace._compat.ops import Argument, OpOverload, schema_of
 from scopetrace.errors import OnnxExportError, OnnxOptionError
 from scopetrace.lower.onnx import Table
@@ -103,7 +103,8 @@ def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
     for name, value in zip(("new_product", "result"), outputs, strict=True):
         value.name, value.type = name, product.type
     body = ir.Graph([product, factor], outputs, nodes=nodes, name="multiply")
-    return scan(ones, factors, body, dim)
+    axes: dict[str, Any] = {"scan_input_axes": [dim], "scan_output_axes": [dim], "num_scan_inputs": 1}
+    return call_op("Scan", ones, factors, _num_outputs=2, body=body, **axes)[-1]
 
 
 def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
@@ -152,7 +153,7 @@ def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dt
     wanted = ir.DataType(out_dtype) if out_dtype != -1 else x.dtype
     rows, columns = op.Shape(x, start=0, end=1), op.Shape(weights, start=2, end=3)
     zero, nothing = _ints(0), op.CastLike(_int(0), x)
-    none = op.Expand(nothing, op.Concat(zero, columns, axis=0))
+    none: Any = op.Expand(nothing, op.Concat(zero, columns, axis=0))
 
     number = ir.TensorType(ir.DataType.INT64)
     step, going, start, done = (
@@ -180,8 +181,9 @@ def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dt
     body = ir.Graph([step, going, start, done], outputs, nodes=nodes, name="expert")
     for node in nodes:
         node.outputs[0].name = f"{node.op_type.lower()}_of_expert"
-    count = op.Squeeze(op.Shape(weights, start=0, end=1), zero)
-    last, products = loop(count, zero, none, body)
+    count: Any = op.Squeeze(op.Shape(weights, start=0, end=1), zero)
+    results: Any = call_op("Loop", count, None, zero, none, _num_outputs=2, body=body)
+    last, products = results
     rest = op.Expand(nothing, op.Concat(op.Sub(rows, last), columns, axis=0))
     return op.Cast(op.Concat(products, rest, axis=0), to=wanted)
 

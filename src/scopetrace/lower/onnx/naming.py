@@ -8,9 +8,8 @@ since the body serves every call. Dynamic sizes have the names of their `Dim`s.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -21,7 +20,7 @@ from scopetrace._compat.onnx import onnx_type
 from scopetrace._compat.symbols import expression_text, to_expr
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.lower.onnx.combine import Subgraph, result_name
-from scopetrace.outline.signature import FunctionOutput
+from scopetrace.outline.signature import FunctionOutput, unique_names
 from scopetrace.program.graph import scope_path
 from scopetrace.program.outlined import Function
 
@@ -31,51 +30,24 @@ SITE = "scopetrace.site"
 """While a model is made flat, the number of the call site whose function a node was in."""
 
 
-def _unique_names(first: int = 1) -> Callable[[str], str]:
-    """Makes names unique: a second `x` becomes `x_1`, with the number `first`, a third `x_2`."""
-    taken: set[str] = set()
-    counters: dict[str, Iterator[int]] = {}
-
-    def unique(wanted: str) -> str:
-        name = wanted
-        while name in taken:
-            name = f"{wanted}_{next(counters.setdefault(wanted, itertools.count(first)))}"
-        taken.add(name)
-        return name
-
-    return unique
-
-
 TAKEN_FOR_OPS = frozenset({"Add", "Div", "Gather", "Mul", "Sub"})
 """ONNX Runtime (1.31) takes a function with one of these names for the op, whatever its domain, and aborts."""
 
 
-class FunctionNames:
-    """Domains and names of functions, `domain::Name`. Distinct functions of one class are `Name`, `Name_2`, …
+def function_name(function: Function, chosen: Mapping[type, str]) -> str:
+    """`domain::Name` of a function.
 
     `chosen` has the names that users chose for classes, which also hold for classes derived from them.
     """
-
-    def __init__(self, chosen: Mapping[type, str]) -> None:
-        self._chosen = chosen
-        self._unique = _unique_names(first=2)
-
-    def base(self, function: Function) -> str:
-        """The name without a number."""
-        bases = () if function.module_type is None else function.module_type.__mro__
-        name = _class_name(function)
-        default = f"{function.domain}::{name}" + ("Module" if name in TAKEN_FOR_OPS else "")
-        return next((self._chosen[base] for base in bases if base in self._chosen), default)
-
-    def take(self, function: Function) -> tuple[str, str]:
-        """Domain and name of a new function, with a number where they are taken."""
-        domain, _, name = self._unique(self.base(function)).partition("::")
-        return domain, name
+    bases = () if function.module_type is None else function.module_type.__mro__
+    name = _class_name(function)
+    default = f"{function.domain}::{name}" + ("Module" if name in TAKEN_FOR_OPS else "")
+    return next((chosen[base] for base in bases if base in chosen), default)
 
 
 def label_nodes(graph: ir.Graph, subgraph: Subgraph, sources: Mapping[str, torch.fx.Node]) -> None:
     """Set names and metadata of the nodes of a subgraph after the torch.fx nodes that they were translated from."""
-    unique = _unique_names()
+    unique = unique_names()
     home = Home.of(subgraph.function)
     moved = {str(i): Home.of(site.function, site.node) for i, site in enumerate(subgraph.sites)}
     for node in graph.all_nodes():
@@ -95,7 +67,7 @@ def name_values(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str], 
     computed = [v for node in graph.all_nodes() for v in node.outputs]
     for value in (*computed, *graph.initializers.values()):
         wanted.setdefault(value, str(value.name) if value.name in kept else _stem(value))
-    ir.convenience.rename_values(list(wanted), list(map(_unique_names(), wanted.values())))
+    ir.convenience.rename_values(list(wanted), list(map(unique_names(), wanted.values())))
 
 
 def _stem(value: ir.Value) -> str:

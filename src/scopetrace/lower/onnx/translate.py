@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -22,8 +22,8 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.onnx import (
-    OTHER_DIMS,
     decomposed,
+    misread_ops,
     node_in_error,
     onnx_type,
     op_library_read_once,
@@ -39,16 +39,17 @@ from scopetrace.program.graph import node_value, scope_path
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
     """The ExportedProgram of a graph whose nodes have fake values in `meta["val"]`."""
+    misread = misread_ops(graph)
     for node in list(graph.nodes):
-        if node.target in _REWRITTEN:
-            _REWRITTEN[node.target](graph, node)
+        if node.target in _SUMS and node_value(node).dtype in (torch.float16, torch.bfloat16):
+            _sum_in_float32(graph, node)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         if node_value(node).is_complex():  # for others torch.onnx has a form
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     outputs: Any = output.args[0]
-    output.meta[_ELEMENT_TYPES] = [_element_type(n) for n in outputs]
+    output.meta |= {_ELEMENT_TYPES: [_element_type(n) for n in outputs], _MISREAD: misread}
     ins, outs = [argument_of(n) for n in inputs], [argument_of(n) for n in outputs]
     for node in graph.nodes:
         if node.op != "placeholder":
@@ -67,30 +68,18 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
 
 def _sum_in_float32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """`sum` and `prod` of float16: torch.onnx computes them in float32, as torch does, and leaves the result there."""
-    dtype = node_value(node).dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        node.kwargs = {**node.kwargs, "dtype": torch.float32}
-        with graph.inserting_after(node):
-            cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
-        cast.meta = dict(node.meta)
-        node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    node.kwargs = {**node.kwargs, "dtype": torch.float32}
+    with graph.inserting_after(node):
+        cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": node_value(node).dtype})
+    cast.meta = dict(node.meta)
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
 
 
-def _mark_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Attention of tensors without a dimension for heads or batches is decomposed: torch.onnx takes those with both."""
-    if any(node_value(n).dim() != 4 for n in node.args[:3] if isinstance(n, torch.fx.Node)):
-        node.meta[OTHER_DIMS] = True
+_aten = torch.ops.aten
+_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.prod.default, _aten.prod.dim_int)
 
-
-_REWRITTEN: dict[Any, Callable[[torch.fx.Graph, torch.fx.Node], None]] = {
-    **dict.fromkeys((torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList), _sum_in_float32),
-    **dict.fromkeys((torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int), _sum_in_float32),
-    torch.ops.aten.scaled_dot_product_attention.default: _mark_attention,
-}
-"""How ops are changed that torch.onnx translates to something else than torch computes."""
-
-_ELEMENT_TYPES = "element_types"
-"""In the `meta` of the output node of what is translated: those of the results."""
+_ELEMENT_TYPES, _MISREAD = "element_types", "misread"
+"""In the `meta` of the output node of what is translated: those of the results, and the ops that are decomposed."""
 
 
 def translate(
@@ -103,7 +92,7 @@ def translate(
     try:
         with op_library_read_once(), quiet():
             result = torch.onnx.export(
-                without_misread(program),
+                without_misread(program, program.graph.output_node().meta[_MISREAD]),
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
