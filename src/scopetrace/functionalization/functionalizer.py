@@ -28,6 +28,7 @@ from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_
 from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.tape import (
     BodyTape,
+    Call,
     FunctionalTape,
     Op,
     RecordedTape,
@@ -53,8 +54,8 @@ _aten = torch.ops.aten
 class Functionalizer(TapeCopier):
     """Turns each write into the functional variant of its op, and a new value of what was written."""
 
-    def __init__(self, old: RecordedTape | BodyTape) -> None:
-        super().__init__(old)
+    def __init__(self, old: RecordedTape | BodyTape, around: TapeCopier | None = None) -> None:
+        super().__init__(old, around)
         self._severed: set[Value] = set()  # detached tensors whose own gradient nobody asks for
 
     def run(self) -> FunctionalTape:
@@ -63,12 +64,11 @@ class Functionalizer(TapeCopier):
             return in_large_stack(self._run_program)
 
     def _run_program(self) -> FunctionalTape:
-        assert isinstance(self.old, RecordedTape) and isinstance(self.new, FunctionalTape)
         root = self.old.calls[0]
         if self.old.sizes is not None:
             self.old.sizes.env.watch(self)
-        last = self._copy_ops()
-        edge = self._at_edge(last, self.emitter.calls[root])
+        self.append(self.old, self.old.calls)
+        edge = self.at_edge(self.calls[root])
         read: Callable[[Value], Value] = functools.partial(self.read, reader=edge)
         if any(aliases.may_lose_history() for aliases in self.sets.values()):
             read = self._read_with_history(edge)
@@ -78,15 +78,21 @@ class Functionalizer(TapeCopier):
             dataclasses.replace(w, value=self._bound(w.value, edge, read, users)) for w in self.old.attribute_writes
         ]
         write_back.attach(self.old, self.new, self.sets, read)
-        self._end(root, last)
+        super().end(root)
         self.new.args = map_structure(lambda v: self.originals[v], self.old.args, Value)
         self.new.outputs = map_structure(lambda v: self.read(v, edge), self.old.outputs, Value)
         results = [*(self.new.returned or ()), *(w.value for w in self.new.attribute_writes)]
-        self._finish([v for v in results if isinstance(v, Value)])
+        self._schedule([v for v in results if isinstance(v, Value)])
         if self.old.backwards:
             leave_out_freed_history(self.old, self.new)
         verify_pure(self.new)
-        return self.new
+        tape: FunctionalTape = self.new
+        return tape
+
+    def end(self, call: Call) -> None:
+        """The root ends after the write-back is made."""
+        if call.parent is not None:
+            super().end(call)
 
     def _read_with_history(self, reader: Op) -> Callable[[Value], Value]:
         """As `read`, with gradients of zero for leaves of which a result has nothing, but what it is a part of has.
@@ -486,9 +492,9 @@ class Functionalizer(TapeCopier):
         if aliases is not None:
             aliases.link(after, ViewMeta(source, _aten.detach.default) if differ and self.grad else ViewMeta(source))
         elif differ and self.grad:
-            self.values[after] = left.overwritten(present, self.read(source, op), op)
+            self.replacements[after] = left.overwritten(present, self.read(source, op), op)
         else:
-            self.values[after] = self.read(source, op)
+            self.replacements[after] = self.read(source, op)
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
