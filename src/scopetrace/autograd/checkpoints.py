@@ -294,7 +294,7 @@ def _written_again(tape: RecordedTape, region: Region, *, within_forward: bool) 
     A tensor that is read counts as written where it is an attribute that is bound to another one at the end.
     """
     ops = tape.ops[region.start : region.stop]
-    read = {v.storage for op in ops for v in op.inputs()} - _new_storages(ops)
+    read = _storages(v for op in ops for v in op.inputs()) - _new_storages(ops)
     later: Iterable[Op] = tape.ops[region.start :]
     if within_forward:
         later = itertools.takewhile(lambda op: op.phase is None, later)
@@ -315,11 +315,12 @@ def _bound_again(tape: RecordedTape, ops: Iterable[Op]) -> tuple[str, Value | No
 
 def _new_storages(ops: Iterable[Op]) -> set[int]:
     """The memory that some ops of a region make."""
-    return {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
+    computing = (op for op in ops if op.kind == "call_function")
+    return {storage for op in computing for storage in _storages(op.values()) - _storages(op.inputs())}
 
 
-def _is_alias(v: Value, op: Op) -> bool:
-    return any(i.storage == v.storage for i in op.inputs())
+def _storages(values: Iterable[Value]) -> set[int]:
+    return {v.storage for v in values}
 
 
 def _draws(op: Op) -> bool:

@@ -26,7 +26,7 @@ from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, la
 from scopetrace.functionalization.bodies import as_laid_out, in_order_of, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
-from scopetrace.functionalization.rewrites import Boundary, schedule
+from scopetrace.functionalization.rewrites import schedule
 from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import (
@@ -79,7 +79,6 @@ class TapeCopier(TapeRewriter, abc.ABC):
         self._held: dict[int, list[tuple[str, Value]]] = {}  # attributes read so far and their names, by storage
         self._offloaded = old.offloaded if isinstance(old, RecordedTape) else set()
         self.differentiated = old.differentiated() if isinstance(old, RecordedTape) else set()
-        self._boundaries: list[Boundary] = []
         self._find_roots()
 
     def where(self) -> Place:
@@ -138,7 +137,7 @@ class TapeCopier(TapeRewriter, abc.ABC):
 
     def _schedule(self, results: list[Value]) -> None:
         """Drop and move the ops that alias sets added, and set the ranges of calls."""
-        self.new.ops[:] = schedule(self.new.ops, self._boundaries, self.emitter.added, results)
+        self.new.ops[:] = schedule(self.new.ops, self.new.calls, self.emitter.added, results)
         self.sets.clear()  # each knows this copier
 
     # ---------------------------------------------------------------- calls
@@ -158,21 +157,20 @@ class TapeCopier(TapeRewriter, abc.ABC):
 
     def begin(self, call: Call) -> None:
         """A call gets the present values of its arguments."""
-        super().begin(call)
         new = self.calls[call]
 
         def present(v: Value) -> Value:
             return self._read_at_edge(v, new.parent)
 
         new.args, new.kwargs = map_structure(present, (call.args, call.kwargs), Value)
-        self._boundaries.append(Boundary(len(self.new.ops), new, is_start=True))
+        super().begin(call)
 
     def end(self, call: Call) -> None:
         """A call gets the present values of its results and of what it changed."""
         new = self.calls[call]
         new.outputs = map_structure(lambda v: self._read_at_edge(v, new), call.outputs, Value)
         new.mutated = self._mutated_in(call)
-        self._boundaries.append(Boundary(len(self.new.ops), new, is_start=False))
+        super().end(call)
 
     def _mutated_in(self, call: Call) -> Any:
         """The arguments, and the module's tensors, whose storage the call wrote to: their new values."""
@@ -207,12 +205,10 @@ class TapeCopier(TapeRewriter, abc.ABC):
                 first = inputs.setdefault(id(value.fake), value) if op.kind == "placeholder" else value
                 if first is not value:  # one tensor given twice
                     aliases.link(value, ViewMeta(first))
-                elif op.kind in ("placeholder", "get_attr") or parent is None or self._leaves_its_base(value):
+                elif op.kind in ("placeholder", "get_attr") or parent is None:
                     aliases.roots.append(value)
-
-    def _leaves_its_base(self, value: Value) -> bool:
-        """Whether as_strided reads memory that no other tensor of the program has."""
-        return value.op.target is _aten.as_strided.default and self._around(value) is None
+                elif op.target is _aten.as_strided.default and self._around(value) is None:
+                    aliases.roots.append(value)  # it reads memory that no other tensor of the program has
 
     def _around(self, value: Value) -> Value | None:
         """The tensor that a result of as_strided is a part of: its argument, what that is a view of, or a root.
@@ -360,7 +356,6 @@ class TapeCopier(TapeRewriter, abc.ABC):
         """The arguments of an op with present values."""
         if op.kind == "call_module":
             return map_structure(lambda v: self.operand(v, op), x, Value)
-
         draws = is_random(op.target) and not _returns_operand(op)
 
         def current(leaf: Any) -> Any:

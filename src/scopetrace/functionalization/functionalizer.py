@@ -27,6 +27,7 @@ from scopetrace.functionalization.freed_history import leave_out_freed_history
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.tape import (
+    AttributeWrite,
     BodyTape,
     Call,
     FunctionalTape,
@@ -73,10 +74,7 @@ class Functionalizer(TapeCopier):
         if any(aliases.may_lose_history() for aliases in self.sets.values()):
             read = self._read_with_history(edge)
             self._note_lost_gradients(read)
-        users = functools.cache(lambda: self._users_of_storages(read))
-        self.new.attribute_writes = [
-            dataclasses.replace(w, value=self._bound(w.value, edge, read, users)) for w in self.old.attribute_writes
-        ]
+        self.new.attribute_writes = self._attribute_writes(read, edge)
         write_back.attach(self.old, self.new, self.sets, read)
         super().end(root)
         self.new.args = map_structure(lambda v: self.originals[v], self.old.args, Value)
@@ -153,28 +151,27 @@ class Functionalizer(TapeCopier):
                 written_over = (op for op in reversed(self.old.ops) if any(before.of(v) & bit for v in op.writes))
                 note_leaf(self.old, leaf, next(written_over, leaf.op))
 
-    def _users_of_storages(self, read: Callable[[Value], Value]) -> dict[int, set[int | None]]:
-        """By storage, those that results in it had on the old tape; None for an input or a tensor of the model."""
-        users: dict[int, set[int | None]] = {v.storage: {None} for v in self.originals.values()}
-        for v in self._results():
-            users.setdefault(read(v).storage, set()).add(v.storage)
-        return users
+    def _attribute_writes(self, read: Callable[[Value], Value], edge: Op) -> list[AttributeWrite]:
+        """Attributes are bound to an input or tensor of the model itself, or to the value in memory of its own."""
 
-    def _bound(
-        self,
-        old: Value,
-        reader: Op,
-        read: Callable[[Value], Value],
-        users: Callable[[], dict[int, set[int | None]]],
-    ) -> Value:
-        """What an attribute is bound to: an input or tensor of the model itself, or the value in memory of its own."""
-        first = self._object(old)
-        if first in self.originals:
-            return self.originals[first]
-        new = read(old)
-        if new.storage != old.storage and users().get(new.storage, set()) - {old.storage}:
-            new = self.emitter.run(reader.replace(grad=old.fake.requires_grad), _aten.clone.default, (new,), {})
-        return new
+        @functools.cache
+        def old_storages() -> dict[int, set[int | None]]:
+            """By storage, those that results in it had; None for an input or a tensor of the model."""
+            storages: dict[int, set[int | None]] = {v.storage: {None} for v in self.originals.values()}
+            for v in self._results():
+                storages.setdefault(read(v).storage, set()).add(v.storage)
+            return storages
+
+        def bound(old: Value) -> Value:
+            first = self._object(old)
+            if first in self.originals:
+                return self.originals[first]
+            new = read(old)
+            if new.storage != old.storage and old_storages().get(new.storage, set()) - {old.storage}:
+                new = self.emitter.run(edge.replace(grad=old.fake.requires_grad), _aten.clone.default, (new,), {})
+            return new
+
+        return [dataclasses.replace(w, value=bound(w.value)) for w in self.old.attribute_writes]
 
     def _write(self, op: Op) -> None:
         func = op.target
@@ -344,7 +341,8 @@ class Functionalizer(TapeCopier):
                 return True
             seen = seen and not outside
         if seen and brings:
-            aliases.gain_history(target)
+            if target not in aliases.with_grad:
+                aliases.with_grad |= dict.fromkeys(aliases.above(target))
         elif brings:
             raise refusal(
                 "a tensor that requires grad is written into a detached alias of another, and both are used", op

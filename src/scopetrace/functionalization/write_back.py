@@ -102,10 +102,15 @@ class _Builder:
         if not aliases.version:
             return []
         new = self.read(value)
-        mode = self._mode_of_writes(aliases, new)
+        if self.old.grad:
+            mode = None if aliases.is_seen else False
+        else:
+            mode = True if aliases.is_seen and new.requires_grad else None
         if mode is False and new.op.target is OVERWRITE:
             new = new.op.tensor(1)  # no gradient goes through the copy
-        return [CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, value))), mode)]
+        # in the memory of another input, which another update changes
+        is_overwritten = new.storage != value.storage and new.storage in self._outside_storages.intersection(self.sets)
+        return [CopyInto(target, self._give(new, copy=int(is_overwritten)), mode)]
 
     def _change(self, target: Target, value: Value, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
@@ -131,12 +136,6 @@ class _Builder:
 
     def _mode(self, op: Op) -> bool | None:
         return None if op.grad == self.old.grad else op.grad
-
-    def _mode_of_writes(self, aliases: AliasSet, new: Value) -> bool | None:
-        """As `CopyInto.grad`, for the new value of a base."""
-        if self.old.grad:
-            return None if aliases.is_seen else False
-        return True if aliases.is_seen and new.requires_grad else None
 
     # ---------------------------------------------------------------- results
 
@@ -243,13 +242,7 @@ class _Builder:
 
     def _numbers(self, x: Any) -> Any:
         """`x` with numbers that depend on data as given by the graph, which alone knows them."""
-
         return map_structure(lambda n: self._give(n) if has_unbacked(to_expr(n)) else n, x, Symbolic)
-
-    def _is_overwritten(self, new: Value, target: Value) -> bool:
-        """Whether a new value lies in the memory of another input, which another update changes."""
-        aliases = self.sets.get(new.storage)
-        return new.storage != target.storage and new.storage in self._outside_storages and aliases is not None
 
     def _chain(self, aliases: AliasSet, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
         steps: list[ViewStep | StridedStep] = []
@@ -277,7 +270,7 @@ class _Builder:
         """Whether autograd takes a value for a tensor of its own, and nobody uses the memory otherwise."""
         if not aliases.is_detached(value):
             return False
-        if aliases.has_gained(value) and aliases.views[value].func in DETACHED:
+        if value in aliases.with_grad and aliases.views[value].func in DETACHED:
             return True  # a gradient of its own
         results = [v for v in (*self._outputs, *(w.value for w in self.old.attribute_writes)) if isinstance(v, Value)]
         return (

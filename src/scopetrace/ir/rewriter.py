@@ -30,6 +30,19 @@ def new_storages(tape: Tape) -> Iterator[int]:
     yield from itertools.count(max(used, default=0) + 1)
 
 
+def boundaries(calls: list[Call]) -> dict[int, list[tuple[Call, bool]]]:
+    """By position of an op, the calls that end or begin before it, in order; each with whether it begins."""
+    places = collections.defaultdict[int, list[tuple[Call, bool]]](list)
+    for call in reversed(calls):
+        if call.start < call.stop:
+            places[call.stop].append((call, False))
+    for call in calls:
+        places[call.start].append((call, True))
+        if call.start == call.stop:
+            places[call.stop].append((call, False))
+    return places
+
+
 class TapeRewriter:
     """Goes along `old` and appends to `new`: a copy, but for what subclasses do in `step`.
 
@@ -59,22 +72,14 @@ class TapeRewriter:
 
     def append(self, tape: Tape, calls: list[Call]) -> None:
         """Append what stands for the ops of a tape, and these of its calls."""
-        starts, stops = collections.defaultdict[int, list[Call]](list), collections.defaultdict[int, list[Call]](list)
-        for call in calls:
-            starts[call.start].append(call)
-            stops[call.stop].append(call)
+        places = boundaries(calls)
         for i, op in enumerate((*tape.ops, None)):
             if op is None:
                 self.finish()
             else:
                 self.op = op
-            for call in reversed(stops.get(i, ())):
-                if call.start < i:
-                    self.end(call)
-            for call in starts.get(i, ()):
-                self.begin(call)
-                if call.stop == i:
-                    self.end(call)
+            for call, begins in places.get(i, ()):
+                self.begin(call) if begins else self.end(call)
             if op is not None:
                 self.step(op)
 

@@ -213,8 +213,8 @@ def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
         of_results[storage.first] += storage.size
     peaks: dict[Any, int] = {}
     for i, op in enumerate(tape.ops):
-        bodies = op.bodies()
-        needed = max(map(_peak_of, bodies)) if bodies else _peak_of_parts(tape, op, peaks)
+        in_use = [0, *(n for body in op.bodies() for n in timeline_of(len(body.ops), storages_of(body)[1]))]
+        needed = max(in_use) if op.bodies() else _peak_of_parts(tape, op, peaks)
         if needed > of_results[i]:
             yield Storage(needed - of_results[i], i, i, i)
 
@@ -240,11 +240,6 @@ def _peak_of_parts(tape: Tape, op: Op, peaks: dict[Any, int]) -> int:
         if key is not None:
             peaks[key] = peak
     return peak
-
-
-def _peak_of(body: Tape) -> int:
-    """The most that is in use while a body of a higher-order op runs once, its results included."""
-    return max(timeline_of(len(body.ops), storages_of(body)[1]), default=0)
 
 
 def _bytes(value: Value) -> int:
