@@ -40,7 +40,6 @@ def attach(old: RecordedTape, new: FunctionalTape, sets: dict[int, AliasSet], re
     builder = _Builder(old, new, sets, read)
     new.returned = builder.returned
     new.write_back = WriteBack(builder.updates(), builder.results(), builder.bound())
-    new.outputs = old.outputs
 
 
 class _Builder:

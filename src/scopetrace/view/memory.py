@@ -133,16 +133,11 @@ class Memory(Tabular):
             if depth is not None and level > depth:
                 continue
             inside = [s for s in storages if call.start <= s.first < call.stop and tape.ops[s.first].phase is None]
-            yield CallMemory(
-                call.fqn,
-                call.scope.type_name,
-                call.index,
-                level,
-                sum(s.size for s in inside),
-                sum(s.size for s in inside if s.last < call.stop),
-                sum(s.size for s in inside if s.backward_first is not None),
-                peaks.get(call, 0),
-            )
+            size = sum(s.size for s in inside)
+            freed = sum(s.size for s in inside if s.last < call.stop)
+            saved = sum(s.size for s in inside if s.backward_first is not None)
+            place = call.fqn, call.scope.type_name, call.index, level
+            yield CallMemory(*place, size, freed, saved, peaks.get(call, 0))
 
     def to_dict(self) -> dict[str, Any]:
         """The totals and rows as plain data, for JSON. Sizes are bytes."""

@@ -100,26 +100,12 @@ class Summary(Tabular):
                 yield from self._rows(inner, depth + 1)
 
     def _row(self, section: Section, depth: int, cost: Measures) -> Row:
-        call = section.call
-        return Row(
-            section.path,
-            call.fqn,
-            call.scope.type_name if section.kind == "call" else "",
-            call.index,
-            depth,
-            _types(section.inputs),
-            _types(section.outputs),
-            cost.ops,
-            cost.parameter_count,
-            cost.trainable_count,
-            cost.parameter_bytes,
-            cost.buffer_bytes,
-            cost.flops,
-            cost.activation_bytes,
-            share(cost, self._root),
-            self._marks.writes(section),
-            self._marks.shares(section),
-        )
+        call, marks = section.call, (self._marks.writes(section), self._marks.shares(section))
+        place = section.path, call.fqn, call.scope.type_name if section.kind == "call" else "", call.index, depth
+        parameters = cost.parameter_count, cost.trainable_count, cost.parameter_bytes, cost.buffer_bytes
+        types = _types(section.inputs), _types(section.outputs)
+        part = share(cost, self._root)
+        return Row(*place, *types, cost.ops, *parameters, cost.flops, cost.activation_bytes, part, *marks)
 
     # ---------------------------------------------------------------- text
 
