@@ -327,10 +327,8 @@ class GradientRecorder:
                 self._tape.cleared.append(of)
 
     def _look_for_shared(self) -> None:
-        """Run the forward again where it takes the memory of a `grad`, to which something was added, as another tensor.
-
-        What is added while nobody knows what was there comes later in the program than in eager.
-        """
+        """Run the forward again where it takes the memory of a `grad` that something was added to as another tensor."""
+        # what is added while nobody knows what was there comes later in the program than in eager
         late = {
             storage_id(e.there): None if e.added else e.there for e in self._gradients.values() if e.there is not None
         }

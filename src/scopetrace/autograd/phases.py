@@ -33,7 +33,6 @@ class PhaseRecorder:
     def __init__(self, builder: TapeBuilder, values: ValueTable) -> None:
         self._builder = builder
         self._values = values
-        self._known: dict[tuple[int, str], Phase] = {}
         self._ended: tuple[int, dict[int, Any]] | None = None
         """The number of the node that ended last, and by the id of each gradient that it gave, where that goes to."""
         self.seen: set[int] = set()
@@ -72,8 +71,7 @@ class PhaseRecorder:
         """The phase of what backward does with the gradient of a result of an op, such as to add it to `grad`."""
         if op.phase is not None and op.phase.name == "backward":
             return op.phase
-        call = 0 if op.call is None else op.call.position
-        return self._known.setdefault((call, op.scope.path), Phase("backward", call, op.scope))
+        return Phase("backward", 0 if op.call is None else op.call.position, op.scope)
 
     def _between(self, args: Any, outputs: Any) -> Phase | None:
         """After a backward: what is in no module and needs no gradient is no part of a forward."""

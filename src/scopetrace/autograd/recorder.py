@@ -147,10 +147,7 @@ class AutogradRecorder:
         self._on_hook("a node of autograd's graph", "Tensor.grad_fn", None if outside else node_number(t))
 
     def _on_hook(self, what: str, op: str, number: int | None) -> None:
-        """The forward makes a hook on a node of autograd's graph; `number` is None for one that it has not made.
-
-        It is part of the program where the forward itself differentiates through the node.
-        """
+        """The forward makes a hook on a node of autograd's graph; `number` is None for one that it has not made."""
         error = self._hook_error(what, op)
         if number is None:
             raise error

@@ -193,12 +193,9 @@ class AliasSet:
         return taken
 
     def _written_ancestors(self, old: Value) -> list[Value]:
-        """The alias and its ancestors up to the root, without those that have elements that share memory.
+        """The alias and its ancestors up to the root, but those to which a write of the alias cannot be carried on.
 
-        Nor those from which no function leads to the alias, as may be with symbolic sizes.
-
-        A write to a view of one of these (`expand`, `unfold`) changes elements that the view does not have. They are
-        stale afterwards, and the view is written to the nearest ancestor of the others.
+        Their elements share memory (`expand`, `unfold`), or no function leads from them to the alias. They are stale.
         """
         chain, above = [old], old
         while (parent := self._parent(above)) is not None:

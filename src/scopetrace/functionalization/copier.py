@@ -157,12 +157,8 @@ class TapeCopier(TapeRewriter, abc.ABC):
 
     def begin(self, call: Call) -> None:
         """A call gets the present values of its arguments."""
-        new = self.calls[call]
-
-        def present(v: Value) -> Value:
-            return self._read_at_edge(v, new.parent)
-
-        new.args, new.kwargs = map_structure(present, (call.args, call.kwargs), Value)
+        new, taken = self.calls[call], (call.args, call.kwargs)
+        new.args, new.kwargs = map_structure(lambda v: self._read_at_edge(v, new.parent), taken, Value)
         super().begin(call)
 
     def end(self, call: Call) -> None:
@@ -211,13 +207,11 @@ class TapeCopier(TapeRewriter, abc.ABC):
                     aliases.roots.append(value)  # it reads memory that no other tensor of the program has
 
     def _around(self, value: Value) -> Value | None:
-        """The tensor that a result of as_strided is a part of: its argument, what that is a view of, or a root.
-
-        With symbolic sizes the largest one, since it may have to hold more than in the example.
-        """
+        """The tensor that a result of as_strided is a part of: its argument, what that is a view of, or a root."""
         above = [value]
         while (parent := _parent(above[-1].op, above[-1])) is not None:
             above.append(parent)
+        # with symbolic sizes the largest one, since it may have to hold more than in the example
         candidates = above[1:] if all(geometry_of(v).exact for v in above) else above[:0:-1]
         return next((v for v in (*candidates, *self.sets[value.storage].roots) if _holds(v, value)), None)
 
@@ -405,8 +399,7 @@ class TapeCopier(TapeRewriter, abc.ABC):
         raise refusal("a view that reads the data of other tensors, or is one of another argument than the first", op)
 
     @abc.abstractmethod
-    def _write(self, op: Op) -> None:
-        """Copy an op that writes."""
+    def _write(self, op: Op) -> None: ...
 
     @abc.abstractmethod
     def assign(self, op: Op, target: Value, new: Value) -> None:

@@ -62,11 +62,8 @@ def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[Cop
 
 
 def _switch_off(new: FunctionalTape, needed: set[Value]) -> None:
-    """Switch autograd off for all ops but those of which the history of `needed` consists.
-
-    Not by what the trace knows of `requires_grad`: what torch.func gives has a history in a call that the trace does
-    not see.
-    """
+    """Switch autograd off for all ops but those of which the history of `needed` consists."""
+    # not by the `requires_grad` of the trace: what torch.func gives has a history in a call that it does not see
     for i in reversed(range(len(new.ops))):
         op = new.ops[i]
         if not op.grad or op.kind != "call_function" or op.target in KEEP_MORE:

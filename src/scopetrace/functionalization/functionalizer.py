@@ -93,10 +93,7 @@ class Functionalizer(TapeCopier):
             super().end(call)
 
     def _read_with_history(self, reader: Op) -> Callable[[Value], Value]:
-        """As `read`, with gradients of zero for leaves of which a result has nothing, but what it is a part of has.
-
-        Eager has zeros there, and not None: where writes covered all that the result had, or went to other parts.
-        """
+        """As `read`, with gradients of zero, as eager has, for leaves of which writes left a result nothing."""
         if not any(op.grad and any(v.fake.requires_grad for v in op.writes) for op in self.old.ops):
             return lambda v: self.read(v, reader)
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
@@ -131,10 +128,7 @@ class Functionalizer(TapeCopier):
         return self.sets[v.storage].same(v) if v.storage in self.sets else v
 
     def _note_lost_gradients(self, read: Callable[[Value], Value]) -> None:
-        """Note the leaves that a result would have gradients of zero for, if they required grad, and has none for now.
-
-        Writes went over all that the result had of them.
-        """
+        """Note the leaves that a result would have gradients of zero for, if they required grad, and has none for."""
         assert isinstance(self.old, RecordedTape)
         bits = plain_leaves(self.old)
         if not bits:
@@ -218,10 +212,7 @@ class Functionalizer(TapeCopier):
         return [self.emitter.run(op, _aten.mul.Tensor, (args[0], noise), {}), noise]
 
     def _may_differ_in_history(self, op: Op) -> bool:
-        """Whether autograd may give the tensors that a foreach op writes different histories.
-
-        With autograd off around the forward too, a call with gradients runs the same ops.
-        """
+        """Whether autograd may give what a foreach op writes different histories, in a call with gradients."""
         if op.grad or not isinstance(self.old, RecordedTape) or self.old.grad:
             return op.grad
         so_far = self.old.ops[: self.old.ops.index(op) + 1]
@@ -254,10 +245,7 @@ class Functionalizer(TapeCopier):
         return args, kwargs
 
     def _kept_for_backward(self, op: Op, name: str) -> set[Value]:
-        """The present values of what an op writes that its backward keeps, while the write-back changes them.
-
-        They are the statistics of batch_norm, and memory of the caller's or the model's of which eager keeps a copy.
-        """
+        """The present values of what an op writes that its backward keeps, while the write-back changes them."""
         if not op.grad or name in _KEEPS_NOTHING or op in self.differentiated:
             return set()
         if not any(v.ever_requires_grad for v in op.inputs()):
@@ -350,10 +338,7 @@ class Functionalizer(TapeCopier):
         return not seen
 
     def _is_of_inputs(self, value: Value) -> bool:
-        """Whether a value lies in memory of several inputs: for autograd these are views of one tensor.
-
-        If a write to one of them brings a gradient, all have it, unlike their fake tensors.
-        """
+        """Whether a value lies in memory of several inputs, which autograd takes for views of one tensor."""
         aliases = self.sets[value.storage]
         return len(aliases.roots) > 1 and self._detached(aliases, value) is None
 

@@ -143,10 +143,7 @@ class _Builder:
         return [self._result(i, leaf) for i, leaf in enumerate(self._outputs)]
 
     def bound(self) -> list[Source | None]:
-        """What each attribute is bound to, where that is another tensor than the graph's value.
-
-        It may be or share memory with a result, input or attribute, or have other strides.
-        """
+        """What each attribute is bound to, where that shares memory, or has other strides than the graph's value."""
         values = enumerate((w.value for w in self.old.attribute_writes), len(self._outputs))
         sources = [
             self._result(i, v) if self._is_shared(v) or self._is_moved(v, self.read(v)) else None for i, v in values
@@ -206,10 +203,7 @@ class _Builder:
         return source
 
     def _moved_owner(self, leaf: Value) -> Value | None:
-        """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise.
-
-        Raises FunctionalizationError where they are of several dtypes.
-        """
+        """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise."""
         if self._alone.get(leaf.storage, 1) == 1 or leaf.fake.layout is not torch.strided:
             return None
         sharing = [v for v in self._outputs if isinstance(v, Value) and v.storage == leaf.storage]

@@ -322,8 +322,3 @@ def _of_all_layers(name: str) -> str:
 
 _WIDTH = 110
 _WIDEST = 50
-
-
-def decided_by(specializations: Sequence[Specialization], message: str) -> Specialization | None:
-    """The specialization that has an assertion with this message."""
-    return next((s for s in specializations if s.message == message), None)

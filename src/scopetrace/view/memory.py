@@ -215,10 +215,7 @@ def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
 
 
 def _peak_of_parts(tape: Tape, op: Op, peaks: dict[Any, int]) -> int:
-    """The most that is in use while a composite op runs, its results included; 0 for any other.
-
-    `peaks` has those of ops with arguments of the same metadata.
-    """
+    """The most that is in use while a composite op runs; 0 for any other. `peaks` has those of equal metadata."""
     # The parts of a custom op may be Python, which runs once.
     is_composite = is_op(op.target) and op.target.namespace == "aten" and can_decompose(op.target)
     if not is_composite or op.writes or op.unbacked or tape.fake_mode is None:
@@ -266,19 +263,15 @@ def _eager_peak(tape: Tape, storages: list[Storage], peak: int) -> int:
     """The peak of a step in eager, where what a checkpointed region makes for backward is made again there."""
     if not isinstance(tape, RecordedTape) or not (tape.checkpointed and tape.backwards):
         return peak
+    recomputed = [(i, op.phase) for i, op in enumerate(tape.ops) if op.phase is not None and op.phase.recomputed]
     regions = []
     for start, stop in tape.checkpointed:
         inside = [s for s in storages if start <= s.first < stop > s.forward_last]
         dropped = {s: s.backward_first for s in inside if s.backward_first is not None}
-        again = min([_runs_again(tape, start, stop), *dropped.values()])
+        in_region = {call.position for call in tape.calls if start <= call.start < stop}
+        again = next((i for i, phase in recomputed if phase.call in in_region), len(tape.ops))
+        again = min([again, *dropped.values()])
         read = {v.storage for op in tape.ops[start:stop] for v in op.inputs()}
         kept = frozenset(s for s in storages if s.first < start and s.key in read)
         regions.append(Recomputed(again, frozenset(dropped), kept))
     return max(timeline_of(len(tape.ops), storages, regions), default=0)
-
-
-def _runs_again(tape: Tape, start: int, stop: int) -> int:
-    """The position of the first op of backward that runs an op of a region again."""
-    phases = ((i, op.phase) for i, op in enumerate(tape.ops))
-    recomputed = (i for i, p in phases if p is not None and p.recomputed and start <= tape.calls[p.call].start < stop)
-    return next(recomputed, len(tape.ops))

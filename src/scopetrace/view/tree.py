@@ -361,10 +361,7 @@ def _number(section: Section, count: int) -> int:
 
 
 def _places(graph: torch.fx.Graph) -> list[_Place]:
-    """The place of each node of an op.
-
-    Nodes without a place (switches of autograd, `sym_size`, nodes of users' passes) get that of the next node.
-    """
+    """The place of each node of an op; that of the next one for `sym_size` and for nodes of users' passes."""
     places: list[_Place] = []
     near: tuple[int, str, tuple[str, int] | None] = (0, "", None)
     for node in reversed([n for n in graph.nodes if n.op in ("call_function", "call_module", "call_method")]):
