@@ -50,11 +50,11 @@ def refuse_lost_gradients(
     None where torch applied no function of autograd itself. `former` are tensors that no longer require grad.
     """
     ops = tape.ops
-    late = [v for op in ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
+    late = [v for op in ops for v in op.values() if not v.requires_grad and v.currently_requires_grad]
     function_results = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
         quiet = [op for op in ops if op.kind == "call_function" and not op.grad]
-        function_results = [v for op in quiet for v in op.values() if v.requires_grad_now]
+        function_results = [v for op in quiet for v in op.values() if v.currently_requires_grad]
     written = tape.written_storages()
     functions = ((v, node) for v in function_results for node in _functions(v, behind_writes=v.storage in written))
     if differentiated is None:
@@ -180,7 +180,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
             yield from ((leaf, op) for leaf, bit in bits.items() if hidden & bit)
 
 
-def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
+def writes_to_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
     """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`."""
     for op in tape.ops:
         for written in op.writes:
@@ -191,7 +191,7 @@ def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Te
 
 def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> None:
     """Raise UnsupportedOpError where a gradient flows into memory of several inputs, which autograd keeps apart."""
-    for op in writes_to_inputs_apart(tape, examples):
+    for op in writes_to_detached_inputs(tape, examples):
         if op.grad and op.tracked:
             raise UnsupportedOpError(
                 "a tensor that requires grad is written into memory that inputs share, one of which is detached",

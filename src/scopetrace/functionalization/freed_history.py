@@ -38,7 +38,7 @@ def leave_out_freed_history(old: RecordedTape, new: FunctionalTape) -> None:
     def gets_history(update: CopyInto) -> bool:
         """Whether what is written, one of the tensors from outside, requires grad after it for what it got."""
         target = update.target
-        return update.grad is not False and (isinstance(target, ViewOf) or outside[target.name].requires_grad_now)
+        return update.grad is not False and (isinstance(target, ViewOf) or outside[target.name].currently_requires_grad)
 
     kept = {source.index for source in _taken(write_back, freed, gets_history)}
     for i, (source, is_freed) in enumerate(zip(write_back.results, freed, strict=True)):

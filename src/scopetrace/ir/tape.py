@@ -88,14 +88,14 @@ class Value:
         self.autograd_placeholder = False
 
     @property
-    def requires_grad_now(self) -> bool:
+    def currently_requires_grad(self) -> bool:
         """Whether `fake` requires grad."""
         return requires_grad_of(self.fake)
 
     @property
     def ever_requires_grad(self) -> bool:
-        """Whether it requires grad as the op left it, or now: `detach_()` takes its history, a write may bring one."""
-        return self.requires_grad or self.requires_grad_now
+        """Whether it requires grad as the op left it, or currently: `detach_()` takes its history, a write may bring one."""
+        return self.requires_grad or self.currently_requires_grad
 
     def copy(self, storage: int) -> Value:
         """A value for the same tensor, for an op of another tape. It becomes that of the op that is made with it."""
