@@ -94,7 +94,7 @@ class Value:
 
     @property
     def ever_requires_grad(self) -> bool:
-        """Whether it requires grad as the op left it, or currently: `detach_()` takes its history, a write may bring one."""
+        """Whether it requires grad, or did as the op left it: `detach_()` takes its history, a write may bring one."""
         return self.requires_grad or self.currently_requires_grad
 
     def copy(self, storage: int) -> Value:
