@@ -52,12 +52,14 @@ class FlagRecorder:
         if value.real is None if entry is None else value.storage != entry.value.storage:
             self._refuse("the forward sets `.data` of a tensor that it freezes", "write it in place: `p.copy_(new)`")
         if entry is None:
-            self._note(t, value)
-            if required == requires_grad_of(t):
-                return
-            entry = self._flagged[id(t)] = _Flagged(t, value, not required)
+            owner = self._model.owner(t)
+            asked: Place = Asked(fact_of, (t, "requires_grad", ()))
+            place = asked if owner is None else OfTensor(*owner[1:], "requires_grad")
+            self._reads.note_once(f"{value.op.name}.requires_grad", requires_grad_of(t), place)
         if required == requires_grad_of(t):
             return
+        if entry is None:
+            entry = self._flagged[id(t)] = _Flagged(t, value, not required)
         fake = entry.value.fake
         if not entry.before:
             set_requires_grad(fake, required)
@@ -99,13 +101,6 @@ class FlagRecorder:
         """Put the flags back."""
         for entry in self._flagged.values():
             set_requires_grad(entry.tensor, entry.before)
-
-    def _note(self, t: torch.Tensor, value: Value) -> None:
-        owner = self._model.owner(t)
-        place: Place = Asked(fact_of, (t, "requires_grad", ()))
-        if owner is not None:
-            place = OfTensor(*owner[1:], "requires_grad")
-        self._reads.note_once(f"{value.op.name}.requires_grad", requires_grad_of(t), place)
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         raise UnsupportedOpError(problem, op="Tensor.requires_grad", **self._builder.where(), hint=hint)
