@@ -26,7 +26,8 @@ from scopetrace._compat.tensors import is_symbolic, stride_of
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
-from scopetrace.ops.history import NO_VIEWS, OVERWRITE
+from scopetrace.ops.functional_variants import is_factory
+from scopetrace.ops.history import DETACHED, NO_VIEWS, OVERWRITE, can_require_grad
 from scopetrace.ops.view_inverses import (
     ViewFunction,
     by_geometry,
@@ -89,6 +90,7 @@ class AliasSet:
         """The aliases that require grad, or do from a write on that autograd saw."""
         self._first: dict[Value, Value] = {}  # by name of a tensor the first one
         self._replaced: set[Value] = set()
+        self._covered = False
 
     # ---------------------------------------------------------------- read and write
 
@@ -128,6 +130,8 @@ class AliasSet:
         old = self.same(old)
         if self.version == 0 and (len(self.roots) > 1 or any(map(overlaps_itself, self.roots))):
             self._make_row(writer)
+        known = self._present.get(old)
+        self._covered = self._covered or known is None or not _is_made_of(new, known[0])
         chain = self._written_ancestors(old)
         bases = [self.read(v, writer) for v in chain[1:]]
         may_lose = writer.grad and not hidden and not new.requires_grad
@@ -156,7 +160,7 @@ class AliasSet:
             if root is not old:
                 self.link(root, ViewMeta(old))
                 self._replaced.add(old)
-        self.roots, self._row = [old], None
+        self.roots, self._row, self._covered = [old], None, True
         self.views.pop(old, None)
         self._first.pop(old, None)
         self._first = {value: self.same(first) for value, first in self._first.items()}
@@ -319,6 +323,10 @@ class AliasSet:
         meta = self.views.get(old)
         return meta is not None and meta.func in NO_VIEWS
 
+    def may_lose_history(self) -> bool:
+        """Whether an alias may have nothing left of what it had: a write did not read it, or went to a view."""
+        return self.version > 0 and (self._covered or any(meta.func is not None for meta in self.views.values()))
+
     def bases(self) -> list[Value]:
         """The tensors that autograd takes for no views: the roots, and what is detached from them."""
         return [*self.roots, *filter(self.is_detached, self.views)]
@@ -364,6 +372,16 @@ def last_of(sets: dict[int, AliasSet], value: Value) -> Value:
     for after, _ in became(sets, value):
         value = after
     return value
+
+
+def _is_made_of(new: Value, old: Value) -> bool:
+    """Whether autograd leads from a value to another one, which its op reads, or reads a copy of."""
+    if is_factory(new.op) or new.op.target in DETACHED:
+        return False
+    if old in new.op.inputs():
+        return True
+    copies = (v for v in new.op.inputs() if can_require_grad(v) and v.op.target not in DETACHED)
+    return any(old in v.op.inputs() and not is_factory(v.op) for v in copies)
 
 
 def alike(a: Value, b: Value) -> bool:

@@ -71,7 +71,7 @@ class Functionalizer(TapeCopier):
         self.append(self.old, self.old.calls)
         edge = self.at_edge(self.calls[root])
         read: Callable[[Value], Value] = functools.partial(self.read, reader=edge)
-        if any(aliases.version for aliases in self.sets.values()):
+        if any(aliases.may_lose_history() for aliases in self.sets.values()):
             read = self._read_with_history(edge)
             self._note_lost_gradients(read)
         self.new.attribute_writes = self._attribute_writes(read, edge)

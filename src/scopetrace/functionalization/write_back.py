@@ -108,7 +108,8 @@ class _Builder:
         if mode is False and new.op.target is OVERWRITE:
             new = new.op.tensor(1)  # no gradient goes through the copy
         # in the memory of another input, which another update changes
-        is_overwritten = new.storage != value.storage and new.storage in self._outside_storages.intersection(self.sets)
+        is_outside = new.storage in self._outside_storages and new.storage in self.sets
+        is_overwritten = is_outside and new.storage != value.storage
         return [CopyInto(target, self._give(new, copy=int(is_overwritten)), mode)]
 
     def _change(self, target: Target, value: Value, op: Op, after: Value) -> ChangeShape | SetTo:

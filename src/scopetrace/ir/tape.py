@@ -265,7 +265,7 @@ class Op(_OpFields):
         """A copy with other fields, as of `dataclasses.replace`. The values of this op stay its own."""
         fields = dict(zip(_OP_FIELDS, _fields_of(self), strict=True))
         fields.update(changed)
-        return Op(**fields)
+        return Op(*fields.values())  # in order, which is faster than by name
 
     def copied(
         self,
