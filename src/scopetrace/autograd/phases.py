@@ -33,6 +33,7 @@ class PhaseRecorder:
     def __init__(self, builder: TapeBuilder, values: ValueTable) -> None:
         self._builder = builder
         self._values = values
+        self._known: dict[tuple[int, str], Phase] = {}  # one for each place, by which the graph knows them
         self._ended: tuple[int, dict[int, Any]] | None = None
         """The number of the node that ended last, and by the id of each gradient that it gave, where that goes to."""
         self.seen: set[int] = set()
@@ -71,7 +72,8 @@ class PhaseRecorder:
         """The phase of what backward does with the gradient of a result of an op, such as to add it to `grad`."""
         if op.phase is not None and op.phase.name == "backward":
             return op.phase
-        return Phase("backward", 0 if op.call is None else op.call.position, op.scope)
+        call = 0 if op.call is None else op.call.position
+        return self._known.setdefault((call, op.scope.path), Phase("backward", call, op.scope))
 
     def _between(self, args: Any, outputs: Any) -> Phase | None:
         """After a backward: what is in no module and needs no gradient is no part of a forward."""
