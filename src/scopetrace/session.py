@@ -41,7 +41,7 @@ from scopetrace.autograd.history import (
     refuse_lost_gradients,
     refuse_lost_hooks,
     without_hidden_gradients,
-    writes_to_inputs_apart,
+    writes_to_detached_inputs,
 )
 from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
@@ -266,7 +266,7 @@ class Recording:
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
         changes = self._without_bound(changes, reads)
-        apart = () if tape.grad else writes_to_inputs_apart(tape, self.values.examples)
+        apart = () if tape.grad else writes_to_detached_inputs(tape, self.values.examples)
         for value, op in itertools.chain(without_hidden_gradients(tape), ((root_of(op.writes[0]), op) for op in apart)):
             note_leaf(tape, value, op)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too

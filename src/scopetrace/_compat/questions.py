@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch

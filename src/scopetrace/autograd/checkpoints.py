@@ -22,6 +22,7 @@ from scopetrace._compat.tensors import version_of
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
+from scopetrace.ops.history import KEEP_MORE
 from scopetrace.record.builder import TapeBuilder, place_of
 from scopetrace.record.regions import CHECKPOINT, Region
 from scopetrace.record.values import ValueTable
@@ -209,7 +210,8 @@ class CheckpointedRegion:
         for saved in self._saved if last else ():
             value, after = self._value(saved), self._after(saved)
             i, op = last.get(_counted_with(value), (-1, None))
-            if op is not None and (i >= after or (i == after - 1 and saved.value and _reads_beside(op, value.storage))):
+            beside = op is not None and sum(v.storage == value.storage for v in op.inputs()) > 1  # `y.mul_(y)`
+            if op is not None and (i >= after or (i == after - 1 and saved.value and beside)):
                 _refuse("writes to what autograd has saved in it", op, "write out of place")
         for t, version in self._arguments:
             if version_of(self._values.value_of(t).fake) != version:
@@ -288,13 +290,12 @@ def _different_again(
 
 
 def _written_again(tape: RecordedTape, region: Region, *, within_forward: bool) -> Op | None:
-    """The first op that writes what a region reads from outside, in the region or after it; `within_forward`: before
-    the first backward.
+    """The first op that writes what a region reads from outside, in it or after it; or binds such an attribute anew.
 
-    A tensor that is read counts as written where it is an attribute that is bound to another one at the end.
+    `within_forward`: before the first backward.
     """
     ops = tape.ops[region.start : region.stop]
-    read = {v.storage for op in ops for v in op.inputs()} - _new_storages(ops)
+    read = _storages(v for op in ops for v in op.inputs()) - _new_storages(ops)
     later: Iterable[Op] = tape.ops[region.start :]
     if within_forward:
         later = itertools.takewhile(lambda op: op.phase is None, later)
@@ -315,20 +316,18 @@ def _bound_again(tape: RecordedTape, ops: Iterable[Op]) -> tuple[str, Value | No
 
 def _new_storages(ops: Iterable[Op]) -> set[int]:
     """The memory that some ops of a region make."""
-    return {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
+    computing = (op for op in ops if op.kind == "call_function")
+    return {storage for op in computing for storage in _storages(op.values()) - _storages(op.inputs())}
 
 
-def _is_alias(v: Value, op: Op) -> bool:
-    return any(i.storage == v.storage for i in op.inputs())
+def _storages(values: Iterable[Value]) -> set[int]:
+    return {v.storage for v in values}
 
 
 def _draws(op: Op) -> bool:
-    """Whether an op draws random numbers: one for dropout does where it drops something.
-
-    The kernel for RNNs on the CPU counts too: it makes what its backward reads only where autograd is on.
-    """
-    if not is_random(op.target):
-        return op.target is torch.ops.aten.mkldnn_rnn_layer.default
+    """Whether an op draws random numbers: one for dropout does where it drops something."""
+    if not is_random(op.target):  # or, as a kernel for RNNs, makes what its backward reads only where autograd is on
+        return op.target in KEEP_MORE
     names = schema_of(op.target).names
     arguments = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
     return arguments.get("train") is not False and 0 not in (arguments.get("dropout_p"), arguments.get("p"))
@@ -346,11 +345,6 @@ def _counted_with(v: Value) -> Value:
             break
         v = base
     return v
-
-
-def _reads_beside(op: Op, storage: int) -> bool:
-    """Whether an op that writes a storage has another argument there, which autograd saves: `y.mul_(y)`."""
-    return sum(v.storage == storage for v in op.inputs()) > 1
 
 
 def _declared_writes(op: Op) -> Iterator[Value]:

@@ -49,12 +49,14 @@ class FlagRecorder:
         if value.real is None if entry is None else value.storage != entry.value.storage:
             self._refuse("the forward sets `.data` of a tensor that it freezes", "write it in place: `p.copy_(new)`")
         if entry is None:
-            self._note(t, value)
-            if required == requires_grad_of(t):
-                return
-            entry = self._flagged[id(t)] = _Flagged(t, value, not required)
+            requires_grad = requires_grad_of(t)
+            if not self._reads.on_outside(t, "requires_grad", requires_grad):
+                place = Asked(fact_of, (t, "requires_grad", ()))
+                self._reads.note_once(f"{value.op.name}.requires_grad", requires_grad, place)
         if required == requires_grad_of(t):
             return
+        if entry is None:
+            entry = self._flagged[id(t)] = _Flagged(t, value, not required)
         fake = entry.value.fake
         if not entry.before:
             set_requires_grad(fake, required)
@@ -96,12 +98,6 @@ class FlagRecorder:
         """Put the flags back."""
         for entry in self._flagged.values():
             set_requires_grad(entry.tensor, entry.before)
-
-    def _note(self, t: torch.Tensor, value: Value) -> None:
-        requires_grad = requires_grad_of(t)
-        if not self._reads.on_outside(t, "requires_grad", requires_grad):
-            place = Asked(fact_of, (t, "requires_grad", ()))
-            self._reads.note_once(f"{value.op.name}.requires_grad", requires_grad, place)
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         raise self._builder.refusal(problem, op="Tensor.requires_grad", hint=hint)

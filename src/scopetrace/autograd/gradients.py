@@ -70,6 +70,10 @@ class _Gradient:
     tensor: torch.Tensor
     """The tensor itself: a parameter, or the fake tensor of an input."""
     value: Value
+    index: int | None
+    """Of an input its position; None of all else."""
+    name: str
+    """Where it stands in the arguments, or its name in the model."""
     added: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """What was added to it, while nobody knows what it was before."""
     is_known: bool = False
@@ -163,18 +167,13 @@ class GradientRecorder:
             return gradients
         self._taken |= {self._values.value_of(t).storage for t in grad_outputs if t is not None}
         self._hooks_keep = bool(self._builder.hooked) or any(map(has_gradient_hooks, by))
-        self._accumulate(by, gradients, create_graph=create_graph)
-        return None
-
-    def _accumulate(
-        self, by: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, create_graph: bool
-    ) -> None:
         for t, gradient in zip(by, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradient("Tensor.backward", **self._builder.where())
             if gradient is not None:
-                with self._phases.of(self._phases.of_value(self._values.value_of(t))):
+                with self._phases.of(self._phases.of_op(self._values.value_of(t).op)):
                     self._add(t, gradient, create_graph=create_graph)
+        return None
 
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor in autograd's graph of the forward: of a parameter, its fake tensor."""
@@ -196,7 +195,7 @@ class GradientRecorder:
         if outside is t:
             if not t.retains_grad:
                 with torch.set_grad_enabled(create_graph):
-                    self._add_to_own(t, gradient, create_graph=create_graph)
+                    t.grad = self._sum(t.grad, gradient, t, create_graph=create_graph)
             run_after_accumulation(t)
             return
         entry = self._of(t)
@@ -210,23 +209,18 @@ class GradientRecorder:
         run_after_accumulation(entry.tensor)
 
     def _add_to(self, entry: _Gradient, gradient: torch.Tensor, *, create_graph: bool = False) -> None:
-        if entry.is_known and entry.current is not None:
-            entry.current = entry.current + gradient if create_graph else entry.current.add_(gradient)
-            return
-        gradient = self._in_memory_of_its_own(gradient, entry.value.fake)
+        current = self._sum(entry.current, gradient, entry.value.fake, create_graph=create_graph)
         if entry.is_known:
-            entry.current = gradient
+            entry.current = current
         else:
-            entry.added.append(gradient)
+            entry.added.append(current)
 
-    def _add_to_own(self, t: torch.Tensor, gradient: torch.Tensor, *, create_graph: bool) -> None:
-        """As `_add_to`, of a leaf that the forward made."""
-        if t.grad is None:
-            t.grad = self._in_memory_of_its_own(gradient, t)
-        elif create_graph:
-            t.grad = t.grad + gradient
-        else:
-            t.grad.add_(gradient)
+    def _sum(
+        self, current: torch.Tensor | None, gradient: torch.Tensor, leaf: torch.Tensor, *, create_graph: bool
+    ) -> torch.Tensor:
+        if current is None:
+            return self._in_memory_of_its_own(gradient, leaf)
+        return current + gradient if create_graph else current.add_(gradient)
 
     def _in_memory_of_its_own(self, gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         """A gradient as autograd keeps it: nobody else has its memory, and it is laid out as the leaf."""
@@ -268,8 +262,10 @@ class GradientRecorder:
         value = self._first(self._flags.value_of(t))
         gradient = self._gradients.get(id(value.fake))
         if gradient is None:
+            index = self._tape.inputs.index(value) if value in self._tape.inputs else None
+            name = value.op.name if index is None else self._tape.input_paths[index]
             tensor = t if value.real is None else value.real
-            gradient = self._gradients[id(value.fake)] = _Gradient(tensor, value)
+            gradient = self._gradients[id(value.fake)] = _Gradient(tensor, value, index, name)
         return gradient
 
     def _first(self, value: Value) -> Value:
@@ -288,20 +284,24 @@ class GradientRecorder:
 
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
-        before = self._outside(entry.value.fake).grad
-        self._note(entry, before is not None)
+        outside, owner = self._outside(entry.value.fake), self._model.owner(entry.tensor)
+        before, name = outside.grad, self._model.variables.get(id(entry.tensor)) or entry.name
+        place: Place = HasGradient(entry.tensor) if owner is None else OfTensor(*owner[1:], "has_grad")
+        if entry.index is not None:
+            place = OfInput(entry.index, "has_grad")
+        self._reads.note_once(f"{name}.grad is not None", before is not None, place)
         entry.is_known = entry.is_read = True
         if before is not None:
             if entry.added and id(before) in self._values.by_id:
                 self._run_again()
-            owner = self._model.owner(self._outside(entry.value.fake))
+            owner = self._model.owner(outside)
             if owner is not None:
                 self._model.add_gradient(before, *owner)
             else:  # the program has that tensor, wherever a call has another
-                place: Place = Asked(has_gradient, (entry.tensor, before))
-                if entry.value in self._tape.inputs:
-                    place = GradientOfInput(self._tape.inputs.index(entry.value), before)
-                self._reads.note_once(f"{self._words(entry)}.grad as the same tensor", True, place)
+                place = Asked(has_gradient, (entry.tensor, before))
+                if entry.index is not None:
+                    place = GradientOfInput(entry.index, before)
+                self._reads.note_once(f"{name}.grad as the same tensor", True, place)
             entry.before = entry.current = self._values.value_of(before).fake
         added, entry.added = entry.added, []
         with torch.no_grad():
@@ -309,51 +309,29 @@ class GradientRecorder:
                 self._taken.discard(self._values.value_of(gradient).storage)
                 self._add_to(entry, gradient)
 
-    def _note(self, entry: _Gradient, answer: bool) -> None:
-        place: Place
-        name, owner = self._words(entry), self._model.owner(entry.tensor)
-        if entry.value in self._tape.inputs:
-            place = OfInput(self._tape.inputs.index(entry.value), "has_grad")
-        elif owner is not None:
-            place = OfTensor(*owner[1:], "has_grad")
-        else:
-            place = HasGradient(entry.tensor)
-        self._reads.note_once(f"{name}.grad is not None", answer, place)
-
-    def _name(self, entry: _Gradient) -> str:
-        if entry.value in self._tape.inputs:
-            return self._tape.input_paths[self._tape.inputs.index(entry.value)]
-        return entry.value.op.name
-
-    def _words(self, entry: _Gradient) -> str:
-        """The name in source; for a tensor of which none is known, that in the graph."""
-        return self._model.variables.get(id(entry.tensor)) or self._name(entry)
-
     def finish(self) -> None:
         """Put on the tape what the gradients are after the forward."""
         self._refuse_other_settings()
         self._look_for_shared()
         for entry in self._gradients.values():
-            name, value = self._name(entry), entry.value
-            inputs = self._tape.inputs
-            of = GraphInput(inputs.index(value), value.op.name) if value in inputs else StateRef(value.op.name)
+            placeholder = entry.value.op.name
+            of = StateRef(placeholder) if entry.index is None else GraphInput(entry.index, placeholder)
             new = [] if entry.current is None or entry.current is entry.before else [entry.current]
             for t in [*entry.added, *new]:
-                write = AttributeWrite(None, name, "grad", self._values.value_of(t), of, bool(entry.added))
+                write = AttributeWrite(None, entry.name, "grad", self._values.value_of(t), of, bool(entry.added))
                 self._tape.attribute_writes.append(write)
             if entry.is_known and entry.current is None and (entry.before is not None or not entry.is_read):
                 self._tape.cleared.append(of)
 
     def _look_for_shared(self) -> None:
-        """Run the forward again where it takes the memory of a `grad`, to which something was added, as another tensor.
-
-        What is added while nobody knows what was there comes later in the program than in eager.
-        """
+        """Run the forward again where it takes the memory of a `grad` that something was added to as another tensor."""
+        # what is added while nobody knows what was there comes later in the program than in eager
         late = {
             storage_id(e.there): None if e.added else e.there for e in self._gradients.values() if e.there is not None
         }
-        outside = [*(v.real for _, v in self._tape.attribute_reads()), *self._values.examples.values()]
-        if late and any(t is not None and late.get(storage_id(t), t) is not t for t in outside):
+        attributes = [v.real for _, v in self._tape.attribute_reads()] if late else []
+        outside = [t for t in (*attributes, *self._values.examples.values()) if late and t is not None]
+        if any(late.get(storage_id(t), t) is not t for t in outside):
             self._run_again()
 
     def _run_again(self) -> NoReturn:
@@ -379,27 +357,23 @@ class GradientRecorder:
         self._stepping.append(step)
         if not step.is_inside:
             self._note_settings(optimizer)
+        self._enter(step, has_gradients=closure is None)
         if closure is None:
-            self._resume(step)
             return None
-        self._enter(step)
 
         def run() -> Any:
             step.stack.close()
             loss = closure()
-            self._resume(step)
+            self._enter(step, has_gradients=True)
             return loss
 
         return run
 
-    def _resume(self, step: _Step) -> None:
-        """The gradients are known that a step takes."""
-        if not step.is_inside:
+    def _enter(self, step: _Step, *, has_gradients: bool) -> None:
+        """`has_gradients`: whether those are known that the step takes."""
+        if has_gradients and not step.is_inside:
             self._make_state(step.optimizer)
             step.state = state_of(step.optimizer)
-        self._enter(step)
-
-    def _enter(self, step: _Step) -> None:
         step.stack.enter_context(self._of_optimizer(step.optimizer))
         self._builder.optimizer = step.optimizer
         step.stack.callback(setattr, self._builder, "optimizer", None)
@@ -439,11 +413,17 @@ class GradientRecorder:
         step.stack.close()
         if step.is_inside:
             return
+        name = type(optimizer).__name__
         if state_of(optimizer) != step.state:
-            self._refuse_new_state(optimizer, step.state)
-        name = f"the parameters and state of {type(optimizer).__name__}"
+            problem, hint = f"{name} puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
+            if state_of(optimizer).keys() - step.state:
+                problem, hint = (
+                    f"{name} makes its state in its first step",
+                    "run optimizer.step() once before the trace",
+                )
+            self._refuse(problem, hint, f"{name}.step")
         place = Asked(tensors_of, (optimizer,), how_many)
-        self._reads.note_once(name, tensors_of(optimizer), place)
+        self._reads.note_once(f"the parameters and state of {name}", tensors_of(optimizer), place)
         self._note_held(optimizer)
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
@@ -462,14 +442,6 @@ class GradientRecorder:
         """End the steps that an error has left."""
         while self._stepping:
             self._stepping.pop().flags.close()
-
-    def _refuse_new_state(self, optimizer: torch.optim.Optimizer, before: dict[tuple[int, str], int]) -> NoReturn:
-        name, new_keys = type(optimizer).__name__, [key for key in state_of(optimizer) if key not in before]
-        if new_keys:
-            problem, hint = f"{name} makes its state in its first step", "run optimizer.step() once before the trace"
-        else:
-            problem, hint = f"{name} puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
-        self._refuse(problem, hint, f"{name}.step")
 
     def _make_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the state that an optimizer does not have yet, and name it."""

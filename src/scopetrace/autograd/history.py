@@ -24,6 +24,16 @@ from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import place_of
 
 _KEPT, _MADE = 1, 2
+_APPLIED = (
+    "the forward differentiates, and has autograd_function_apply of tensors that require grad, through which gradients "
+    "may go to a result too",
+    "trace the forward alone, without torch.autograd.grad in it",
+)
+_BOUND_APPLY = (
+    "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.15 and later do "
+    "not show, so that its backward would be lost",
+    "call Function.apply(...) itself, in a function where one is needed",
+)
 
 
 def refuse_lost_gradients(
@@ -40,11 +50,11 @@ def refuse_lost_gradients(
     None where torch applied no function of autograd itself. `former` are tensors that no longer require grad.
     """
     ops = tape.ops
-    late = [v for op in ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
+    late = [v for op in ops for v in op.values() if not v.requires_grad and v.currently_requires_grad]
     function_results = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
         quiet = [op for op in ops if op.kind == "call_function" and not op.grad]
-        function_results = [v for op in quiet for v in op.values() if v.requires_grad_now]
+        function_results = [v for op in quiet for v in op.values() if v.currently_requires_grad]
     written = tape.written_storages()
     functions = ((v, node) for v in function_results for node in _functions(v, behind_writes=v.storage in written))
     if differentiated is None:
@@ -53,20 +63,9 @@ def refuse_lost_gradients(
         numbered = [(v, sequence_number(node)) for v, node in functions]
         reached = _reached_from_outside(tape, results) if numbered else ()
         unseen = next((v for v, number in numbered if number in reached and number not in differentiated), None)
-    if unseen is not None and differentiated is not None:
-        raise UnsupportedOpError(
-            "the forward differentiates, and has autograd_function_apply of tensors that require grad, through which "
-            "gradients may go to a result too",
-            **place_of(unseen.op),
-            hint="trace the forward alone, without torch.autograd.grad in it",
-        )
     if unseen is not None:
-        raise UnsupportedOpError(
-            "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.15 and "
-            "later do not show, so that its backward would be lost",
-            **place_of(unseen.op),
-            hint="call Function.apply(...) itself, in a function where one is needed",
-        )
+        problem, hint = _BOUND_APPLY if differentiated is None else _APPLIED
+        raise UnsupportedOpError(problem, **place_of(unseen.op), hint=hint)
     if not (late or former):
         return
     outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
@@ -151,22 +150,17 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     Each is given with the first such op of either grad mode. It runs in another grad mode than that of the call, or
     writes to a detached tensor: the memory of others.
     """
-    there = tape.ops
-    other = [op for op in there if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
-    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in there)
-    if not other or not has_hidden:
-        return
-    ops = _up_to_last(tape, other)
-    other = [op for op in ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
-    bits = plain_leaves(tape, ops)
+    other = [op for op in tape.ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
+    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in tape.ops)
+    bits = plain_leaves(tape) if other and has_hidden else {}
     if not bits:
         return
-    history = History(ops, bits, assumed=True)
+    history = History(tape.ops, bits, assumed=True)
 
     @functools.cache
     def sharing() -> dict[int, int]:
         by_storage: dict[int, int] = collections.defaultdict(int)
-        for v in [v for op in ops for v in op.values()]:
+        for v in [v for op in tape.ops for v in op.values()]:
             by_storage[v.storage] |= history.of(v)
         return by_storage
 
@@ -186,19 +180,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
             yield from ((leaf, op) for leaf, bit in bits.items() if hidden & bit)
 
 
-def _up_to_last(tape: RecordedTape, recorded: list[Op]) -> list[Op]:
-    """The ops of a tape up to the last of those which were found among the recorded ones.
-
-    All of them where one of these writes, since later ones may share its memory.
-    """
-    if any(op.writes for op in recorded):
-        return tape.ops
-    wanted = set(recorded)
-    last = max(i for i, op in enumerate(tape.ops) if op in wanted)
-    return tape.ops[: last + 1]
-
-
-def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
+def writes_to_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
     """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`."""
     for op in tape.ops:
         for written in op.writes:
@@ -209,7 +191,7 @@ def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Te
 
 def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> None:
     """Raise UnsupportedOpError where a gradient flows into memory of several inputs, which autograd keeps apart."""
-    for op in writes_to_inputs_apart(tape, examples):
+    for op in writes_to_detached_inputs(tape, examples):
         if op.grad and op.tracked:
             raise UnsupportedOpError(
                 "a tensor that requires grad is written into memory that inputs share, one of which is detached",

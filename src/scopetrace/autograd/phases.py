@@ -33,7 +33,7 @@ class PhaseRecorder:
     def __init__(self, builder: TapeBuilder, values: ValueTable) -> None:
         self._builder = builder
         self._values = values
-        self._known: dict[tuple[int, str], Phase] = {}
+        self._known: dict[tuple[int, str], Phase] = {}  # one for each place, by which the graph knows them
         self._ended: tuple[int, dict[int, Any]] | None = None
         """The number of the node that ended last, and by the id of each gradient that it gave, where that goes to."""
         self.seen: set[int] = set()
@@ -47,7 +47,7 @@ class PhaseRecorder:
         ops, seeds = self._builder.tape.ops, {self._values.value_of(t).op for t in grad_outputs if t is not None}
         for i in range(max(0, len(ops) - len(grad_outputs)), len(ops)):
             if ops[i] in seeds and ops[i].target is torch.ops.aten.ones_like.default:
-                ops[i] = ops[i].replace(phase=self._of_op(ops[i].tensor(0).op))
+                ops[i] = ops[i].replace(phase=self.of_op(ops[i].tensor(0).op))
                 ops[i].result.op = ops[i]
         self._builder.tape.backwards.append([])
         handles = [node.register_hook(self._on_end(node, keeps_graph=keeps_graph)) for node in nodes_of(outputs)]
@@ -68,11 +68,8 @@ class PhaseRecorder:
         finally:
             self._builder.phase = before
 
-    def of_value(self, value: Value) -> Phase:
-        """The phase of what backward does with the gradient of a value, such as to add it to `grad`."""
-        return self._of_op(value.op)
-
-    def _of_op(self, op: Op) -> Phase:
+    def of_op(self, op: Op) -> Phase:
+        """The phase of what backward does with the gradient of a result of an op, such as to add it to `grad`."""
         if op.phase is not None and op.phase.name == "backward":
             return op.phase
         call = 0 if op.call is None else op.call.position
@@ -106,7 +103,7 @@ class PhaseRecorder:
     def _of_running_node(self, args: Any, outputs: Any) -> Phase | None:
         node = current_node()
         if node is None:
-            return self._of_op(self._builder.tape.ops[-1])
+            return self.of_op(self._builder.tape.ops[-1])
         if self._ended is not None and self._ended[0] == sequence_number(node):
             read = (id(v.fake) for v in flat(args) if isinstance(v, Value))
             node = next((self._ended[1][i] for i in read if i in self._ended[1]), node)
@@ -115,9 +112,9 @@ class PhaseRecorder:
     def _of_node(self, node: Any) -> Phase:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            return self.of_value(self._values.value_of(unwrapped(leaf)))
+            return self.of_op(self._values.value_of(unwrapped(leaf)).op)
         maker = self._maker_of(sequence_number(node))
-        return maker if isinstance(maker, Phase) else self._of_op(maker or self._builder.tape.ops[-1])
+        return maker if isinstance(maker, Phase) else self.of_op(maker or self._builder.tape.ops[-1])
 
     def _maker_of(self, number: int) -> Op | Phase | None:
         """What made a node."""

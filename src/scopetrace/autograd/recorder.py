@@ -10,7 +10,6 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -46,34 +45,23 @@ class AutogradRecorder:
         self._ops = ops
         self._reads = reads
         self._model = model
+        self._flags = FlagRecorder(builder, values, reads)
+        self.gradients = GradientRecorder(builder, values, reads, model, self._flags)
+        """Records derivatives, and the `grad` of tensors."""
         self._checkpointed: list[CheckpointedRegion] = []
         self._open_regions: list[CheckpointedRegion] = []
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""
-        if "gradients" in self.__dict__:
-            self.gradients.finish()
-        if "flags" in self.__dict__:
-            self.flags.finish()
-
-    @functools.cached_property
-    def gradients(self) -> GradientRecorder:
-        """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags)
-
-    @functools.cached_property
-    def flags(self) -> FlagRecorder:
-        """Records what becomes of `requires_grad` of parameters."""
-        return FlagRecorder(self._builder, self._values, self._reads)
+        self.gradients.finish()
+        self._flags.finish()
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
         for region in self._checkpointed:
             region.forget()
-        if "flags" in self.__dict__:
-            self.flags.close()
-        if "gradients" in self.__dict__:
-            self.gradients.close()
+        self._flags.close()
+        self.gradients.close()
 
     @property
     def differentiates(self) -> bool:
@@ -158,10 +146,7 @@ class AutogradRecorder:
         self._on_hook("a node of autograd's graph", "Tensor.grad_fn", None if outside else node_number(t))
 
     def _on_hook(self, what: str, op: str, number: int | None) -> None:
-        """The forward makes a hook on a node of autograd's graph; `number` is None for one that it has not made.
-
-        It is part of the program where the forward itself differentiates through the node.
-        """
+        """The forward makes a hook on a node of autograd's graph; `number` is None for one that it has not made."""
         error = self._hook_error(what, op)
         if number is None:
             raise error
@@ -173,7 +158,7 @@ class AutogradRecorder:
         if unwrapped(t) is not t:
             return  # a transform such as torch.func.grad sets it, of the tensor that it made of its argument
         if not isinstance(t, FakeTensor):
-            self.flags.set(t, required)
+            self._flags.set(t, required)
             return
         if self._values.is_outside(t) and not (required and not requires_grad_of(t)):
             if not required and next((v.requires_grad for v in self._builder.tape.inputs if v.fake is t), True):

@@ -86,8 +86,9 @@ class AliasSet:
         self._row: Value | None = None
         self._row_positions = _NO_POSITIONS
         self._functions: dict[tuple[Value, Value], ViewFunction] = {}
-        self._first: dict[Value, Value] = {}  # results of `same`
-        self._with_grad: dict[Value, None] = {}
+        self.with_grad: dict[Value, None] = {}
+        """The aliases that require grad, or do from a write on that autograd saw."""
+        self._first: dict[Value, Value] = {}  # by name of a tensor the first one
         self._replaced: set[Value] = set()
         self._covered = False
 
@@ -101,7 +102,7 @@ class AliasSet:
         """The present value of an alias."""
         stale: list[Value] = []
         old = self.same(old)
-        while (new := self._current(old)) is None and (parent := self._parent(old)) is not None:
+        while (new := self.current(old)) is None and (parent := self._parent(old)) is not None:
             stale.append(old)
             old = parent
         if new is None:
@@ -117,7 +118,9 @@ class AliasSet:
 
     def current(self, old: Value) -> Value | None:
         """The present value of an alias, if it is not stale."""
-        return self._current(self.same(old))
+        old = self.same(old)
+        new, version = self._present.get(old, (None, -1))
+        return new if version == self.version or self._is_base(old) else None
 
     def write(self, old: Value, new: Value, writer: Op, *, hidden: bool = False) -> None:
         """Give an alias a new value. `hidden`: autograd does not see it, so that all keep the gradient they had.
@@ -125,7 +128,7 @@ class AliasSet:
         In eager a tensor that requires grad goes on requiring it when it is written, and so it does here.
         """
         old = self.same(old)
-        if self.version == 0 and self._needs_row():
+        if self.version == 0 and (len(self.roots) > 1 or any(map(overlaps_itself, self.roots))):
             self._make_row(writer)
         known = self._present.get(old)
         self._covered = self._covered or known is None or not _is_made_of(new, known[0])
@@ -159,17 +162,14 @@ class AliasSet:
                 self._replaced.add(old)
         self.roots, self._row, self._covered = [old], None, True
         self.views.pop(old, None)
-        self._first.clear()
+        self._first.pop(old, None)
+        self._first = {value: self.same(first) for value, first in self._first.items()}
         self.version += 1
         self._present = {old: (new, self.version)}
 
     def _is_base(self, old: Value) -> bool:
         """Whether it is the base: each write reaches it, so that it is never stale."""
         return self._row is None and old not in self.views
-
-    def _current(self, old: Value) -> Value | None:
-        new, version = self._present.get(old, (None, -1))
-        return new if version == self.version or self._is_base(old) else None
 
     def _read_root(self, old: Value, reader: Op) -> Value:
         assert self._row is not None, "a root has a value once its op ran"
@@ -197,12 +197,9 @@ class AliasSet:
         return taken
 
     def _written_ancestors(self, old: Value) -> list[Value]:
-        """The alias and its ancestors up to the root, without those that have elements that share memory.
+        """The alias and its ancestors up to the root, but those to which a write of the alias cannot be carried on.
 
-        Nor those from which no function leads to the alias, as may be with symbolic sizes.
-
-        A write to a view of one of these (`expand`, `unfold`) changes elements that the view does not have. They are
-        stale afterwards, and the view is written to the nearest ancestor of the others.
+        Their elements share memory (`expand`, `unfold`), or no function leads from them to the alias. They are stale.
         """
         chain, above = [old], old
         while (parent := self._parent(above)) is not None:
@@ -252,9 +249,6 @@ class AliasSet:
 
     # ---------------------------------------------------------------- the row
 
-    def _needs_row(self) -> bool:
-        return len(self.roots) > 1 or any(map(overlaps_itself, self.roots))
-
     def _are_leaves(self) -> bool:
         """Whether autograd takes each root for a tensor of its own, as two parameters: they share data alone."""
         return all(r.requires_grad and r.fake.is_leaf for r in self.roots)
@@ -295,28 +289,16 @@ class AliasSet:
 
     def link(self, value: Value, meta: ViewMeta) -> None:
         """Add an alias."""
-        if value in self._first:
-            self._first.clear()
         if value.requires_grad:
-            self._with_grad[value] = None
+            self.with_grad[value] = None
+        self._first.pop(value, None)
+        if meta.func is None:
+            self._first[value] = self.same(meta.parent)
         self.views[value] = meta
 
     def same(self, old: Value) -> Value:
         """The first value that is this very tensor. Each in-place op adds one to the way there."""
-        first = self._first.get(old)
-        if first is not None:
-            return first
-        passed: list[Value] = []
-        while first is None:
-            passed.append(old)
-            meta = self.views.get(old)
-            if meta is None or meta.func is not None:
-                first = old
-            else:
-                old = meta.parent
-                first = self._first.get(old)
-        self._first.update(dict.fromkeys(passed, first))
-        return first
+        return self._first.get(old, old)
 
     def above(self, old: Value) -> Iterator[Value]:
         """A value, what it is a view of, and so on up to a root."""
@@ -351,16 +333,7 @@ class AliasSet:
 
     def has_history(self, but: Value) -> bool:
         """Whether an alias other than `but` requires grad."""
-        return any(v is not but for v in self._with_grad) or any(v is not but and v.requires_grad for v in self.roots)
-
-    def gain_history(self, old: Value) -> None:
-        """Note that an alias and its ancestors require grad from here on: autograd saw a write to them."""
-        if old not in self._with_grad:
-            self._with_grad |= dict.fromkeys(self.above(old))
-
-    def has_gained(self, old: Value) -> bool:
-        """Whether autograd saw a write to an alias, or to a view of it."""
-        return old in self._with_grad
+        return any(v is not but for v in self.with_grad) or any(v is not but and v.requires_grad for v in self.roots)
 
     def _with_history(self, old: Value, new: Value, writer: Op) -> Value:
         """`new`, which requires grad if `old` does."""

@@ -72,10 +72,7 @@ def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:
 
 
 def _order(t: torch.Tensor, *, all_dims: bool = False) -> list[int]:
-    """The dimensions of more than one element, or all, from the slowest in memory to the fastest.
-
-    Of an expanded tensor, those of what torch makes like it.
-    """
+    """The dimensions of more than one element, or all, slowest in memory first; of an expanded tensor as in a copy."""
     strides = [example(s) for s in t.stride()]
     if 0 in strides:
         sizes = [example(n) for n in t.size()]

@@ -26,7 +26,8 @@ from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, la
 from scopetrace.functionalization.bodies import as_laid_out, in_order_of, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
-from scopetrace.functionalization.rewrites import Boundary, schedule
+from scopetrace.functionalization.rewrites import schedule
+from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import (
     BodyTape,
@@ -59,45 +60,39 @@ _OF_ANY_LAYOUT: dict[Target, Any] = {
 """What does the same as ops that not every layout of their argument allows."""
 
 
-class TapeCopier(abc.ABC):
-    """Goes along `old` and appends to `new`. Subclasses say what becomes of writes."""
+class TapeCopier(TapeRewriter, abc.ABC):
+    """Appends to a functional tape. Subclasses say what becomes of writes.
 
-    def __init__(self, old: RecordedTape | BodyTape) -> None:
-        self.old = old
+    `replacements` has the new values of those outside of the alias sets.
+    """
+
+    def __init__(self, old: RecordedTape | BodyTape, around: TapeCopier | None = None) -> None:
+        super().__init__(old, around)
         self.new = _started(old)
         self.grad = any(op.grad for op in old.ops if op.kind != "get_attr")
-        self.emitter = Emitter(self.new, has_grad=self.grad)
+        self.emitter = Emitter(self.new, self.storages, has_grad=self.grad, calls=self.calls)
         self.sets = {storage: AliasSet(self.emitter, self._bring) for storage in _written(old.ops)}
         self.originals: dict[Value, Value] = {}
         """The values of inputs and attributes as the program got them, by those of the old tape."""
-        self.values: dict[Value, Value] = {}
-        """The new values of those outside of the alias sets."""
         self.original_storages: set[int] = set()
         """The storages of the values of `originals`."""
         self._held: dict[int, list[tuple[str, Value]]] = {}  # attributes read so far and their names, by storage
-        self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
+        self._offloaded = old.offloaded if isinstance(old, RecordedTape) else set()
         self.differentiated = old.differentiated() if isinstance(old, RecordedTape) else set()
-        self._boundaries: list[Boundary] = []
-        self._starts: dict[int, list[Call]] = {}
-        self._stops: dict[int, list[Call]] = {}
-        self._op: Op | None = None
-        """The op that is being copied."""
         self._find_roots()
 
     def where(self) -> Place:
         """Of the op that is being copied, for errors: the module and source line."""
-        op = self._op
+        op = self.op
         return {} if op is None else {"module": str(op.scope), "source": source_of(op.frames)}
 
-    def run_body(self, calls: dict[Call, Call], changed: list[int], own_memory: bool = True) -> BodyTape:
+    def run_body(self, changed: list[int], own_memory: bool = True) -> BodyTape:
         """Copy the body of a higher-order op; it gives the new values of the inputs `changed` too.
 
-        `calls` are the new ones by the old ones, of the calls around the body. With `own_memory`, no result shares
-        memory with an input or another result.
+        With `own_memory`, no result shares memory with an input or another result.
         """
-        assert isinstance(self.new, BodyTape)
-        self.emitter.calls = calls
-        last = self._copy_ops()
+        self.append(self.old, self.old.calls)
+        last = self.old.ops[-1]
         if self.new.is_condition:
             self.new.outputs = map_structure(lambda v: self.read(v, last), self.old.outputs, Value)
         else:
@@ -114,13 +109,14 @@ class TapeCopier(abc.ABC):
                 return new
 
             self.new.outputs = tuple(map_structure(result, outputs, Value))
-        self._finish(leaves(self.new.outputs, Value))
-        return self.new
+        self._schedule(leaves(self.new.outputs, Value))
+        body: BodyTape = self.new
+        return body
 
     def read(self, old: Value, reader: Op) -> Value:
         """The present value of one of the old tape."""
         aliases = self.sets.get(old.storage)
-        return self.values[old] if aliases is None else aliases.read(old, reader)
+        return self.replacements[old] if aliases is None else aliases.read(old, reader)
 
     def operand(self, old: Value, reader: Op) -> Value:
         """As `read`, for an operand: a copy where autograd may keep memory from outside, which the write-back changes.
@@ -129,11 +125,8 @@ class TapeCopier(abc.ABC):
         Memory that was not written so far is written after the op in eager too, where a backward pass raises as well,
         but for ops of which autograd keeps copies.
         """
-        aliases = self.sets.get(old.storage)
-        if aliases is None:
-            return self.values[old]
-        new = aliases.read(old, reader)
-        if new.storage not in self.original_storages or new.storage not in self.sets:
+        new, aliases = self.read(old, reader), self.sets.get(old.storage)
+        if aliases is None or new.storage not in self.original_storages or new.storage not in self.sets:
             return new
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
         if (is_same and reader not in self._offloaded) or not reader.grad or reader in self.differentiated:
@@ -142,69 +135,40 @@ class TapeCopier(abc.ABC):
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
         return new
 
-    def _copy_ops(self) -> Op:
-        """Copy all ops, and the boundaries of calls but for the end of the root of a program. Returns the last op."""
-        calls = self.emitter.calls
-        for call in self.old.calls:
-            calls[call] = call.replace(parent=None if call.parent is None else calls[call.parent])
-            self._starts.setdefault(call.start, []).append(call)
-            if call.parent is not None:
-                self._stops.setdefault(call.stop, []).append(call)
-        for i, op in enumerate(self.old.ops):
-            self._op = op
-            if i in self._starts or i in self._stops:
-                self._pass_boundaries(i, op)
-            try:
-                self._step(op)
-            except DATA_DEPENDENT as error:
-                raise refusal("what becomes of a write depends on data", op) from error
-        self._pass_boundaries(len(self.old.ops), self.old.ops[-1])
-        return self.old.ops[-1]
-
-    def _finish(self, results: list[Value]) -> None:
+    def _schedule(self, results: list[Value]) -> None:
         """Drop and move the ops that alias sets added, and set the ranges of calls."""
-        self.new.calls = [self.emitter.calls[call] for call in self.old.calls]
-        self.new.ops[:] = schedule(self.new.ops, self._boundaries, self.emitter.added, results)
+        self.new.ops[:] = schedule(self.new.ops, self.new.calls, self.emitter.added, results)
         self.sets.clear()  # each knows this copier
 
     # ---------------------------------------------------------------- calls
 
-    def _pass_boundaries(self, i: int, op: Op) -> None:
-        """Calls that end before op number `i`, and those that start there."""
-        for call in reversed(self._stops.get(i, ())):
-            if call.start < i:
-                self._end(call, op)
-        for call in self._starts.get(i, ()):
-            self._start(call, op)
-            if call.stop == i:
-                self._end(call, op)
-
-    def _read_at_edge(self, old: Value, op: Op, call: Call | None) -> Value:
-        """As `read`, at the boundary of a call beside `op`. What is derived for it belongs to `call`."""
+    def _read_at_edge(self, old: Value, call: Call | None) -> Value:
+        """As `read`, at the boundary of a call. What is derived for it belongs to `call`."""
         aliases = self.sets.get(old.storage)
         if aliases is None:
-            return self.values[old]
-        return aliases.current(old) or aliases.read(old, self._at_edge(op, call))
+            replacement: Value = self.replacements[old]
+            return replacement
+        return aliases.current(old) or aliases.read(old, self.at_edge(call))
 
-    def _at_edge(self, op: Op, call: Call | None) -> Op:
-        return op.replace(call=call, scope=self.old.root if call is None else call.scope)
+    def at_edge(self, call: Call | None) -> Op:
+        """An op at the boundary of a call of the new tape, where it begins or ends."""
+        assert self.op is not None
+        return self.op.replace(call=call, scope=self.old.root if call is None else call.scope)
 
-    def _start(self, call: Call, op: Op) -> None:
-        new = self.emitter.calls[call]
+    def begin(self, call: Call) -> None:
+        """A call gets the present values of its arguments."""
+        new, taken = self.calls[call], (call.args, call.kwargs)
+        new.args, new.kwargs = map_structure(lambda v: self._read_at_edge(v, new.parent), taken, Value)
+        super().begin(call)
 
-        def present(v: Value) -> Value:
-            return self._read_at_edge(v, op, new.parent)
+    def end(self, call: Call) -> None:
+        """A call gets the present values of its results and of what it changed."""
+        new = self.calls[call]
+        new.outputs = map_structure(lambda v: self._read_at_edge(v, new), call.outputs, Value)
+        new.mutated = self._mutated_in(call)
+        super().end(call)
 
-        new.args, new.kwargs = map_structure(present, (call.args, call.kwargs), Value)
-        self._boundaries.append(Boundary(len(self.new.ops), new, is_start=True))
-
-    def _end(self, call: Call, op: Op) -> None:
-        new = self.emitter.calls[call]
-        new.outputs = map_structure(lambda v: self._read_at_edge(v, op, new), call.outputs, Value)
-        new.mutated = self._mutated_in(call, op)
-        self._boundaries.append(Boundary(len(self.new.ops), new, is_start=False))
-
-    def _mutated_in(self, call: Call, op: Op) -> Any:
+    def _mutated_in(self, call: Call) -> Any:
         """The arguments, and the module's tensors, whose storage the call wrote to: their new values."""
         written = _written(self.old.ops[call.start : call.stop])
         if not written:
@@ -214,7 +178,7 @@ class TapeCopier(abc.ABC):
         def changed(v: Value) -> Value | None:
             if v.storage not in written:
                 return None
-            new = self._read_at_edge(last_of(self.sets, v), op, self.emitter.calls[call])
+            new = self._read_at_edge(last_of(self.sets, v), self.calls[call])
             if call.parent is None and new.op.target is OVERWRITE:
                 return new.op.tensor(1)  # what comes after the program copies data alone
             return new
@@ -237,23 +201,26 @@ class TapeCopier(abc.ABC):
                 first = inputs.setdefault(id(value.fake), value) if op.kind == "placeholder" else value
                 if first is not value:  # one tensor given twice
                     aliases.link(value, ViewMeta(first))
-                elif op.kind in ("placeholder", "get_attr") or parent is None or self._leaves_its_base(value):
+                elif op.kind in ("placeholder", "get_attr") or parent is None:
                     aliases.roots.append(value)
-
-    def _leaves_its_base(self, value: Value) -> bool:
-        """Whether as_strided reads memory that no other tensor of the program has."""
-        return value.op.target is _aten.as_strided.default and self._around(value) is None
+                elif op.target is _aten.as_strided.default and self._around(value) is None:
+                    aliases.roots.append(value)  # it reads memory that no other tensor of the program has
 
     def _around(self, value: Value) -> Value | None:
-        """The tensor that a result of as_strided is a part of: its argument, what that is a view of, or a root.
-
-        With symbolic sizes the largest one, since it may have to hold more than in the example.
-        """
+        """The tensor that a result of as_strided is a part of: its argument, what that is a view of, or a root."""
         above = [value]
         while (parent := _parent(above[-1].op, above[-1])) is not None:
             above.append(parent)
+        # with symbolic sizes the largest one, since it may have to hold more than in the example
         candidates = above[1:] if all(geometry_of(v).exact for v in above) else above[:0:-1]
         return next((v for v in (*candidates, *self.sets[value.storage].roots) if _holds(v, value)), None)
+
+    def step(self, op: Op) -> None:
+        """Append what stands for an op, on present values."""
+        try:
+            self._step(op)
+        except DATA_DEPENDENT as error:
+            raise refusal("what becomes of a write depends on data", op) from error
 
     def _step(self, op: Op) -> None:
         if op.kind in ("placeholder", "get_attr"):
@@ -300,7 +267,7 @@ class TapeCopier(abc.ABC):
             self._held.setdefault(old.storage, []).append((op.name, old))
         aliases = self.sets.get(old.storage)
         if aliases is None:
-            self.values[old] = new
+            self.replacements[old] = new
             return
         if aliases.same(old) is old:
             aliases.define(old, new)
@@ -331,7 +298,7 @@ class TapeCopier(abc.ABC):
         """A higher-order op: its bodies without mutation. What they write to comes out as more results."""
         takes_all = FORMS[op.target].takes_all
         changed = sorted({i for body in op.bodies() for i in written_inputs(body)}) if takes_all else []
-        pure = {body: type(self)(body).run_body(self.emitter.calls, changed, takes_all) for body in op.bodies()}
+        pure = {body: type(self)(body, self).run_body(changed, takes_all) for body in op.bodies()}
         lifted = [self.emitter.constant(op, real) for real in lift_constants(list(pure.values()))]
         shared = {v.storage for v in op.inputs()}.intersection(v.storage for v in op.values())
         if not takes_all and (lifted or not shared.isdisjoint(self.sets)):
@@ -383,7 +350,6 @@ class TapeCopier(abc.ABC):
         """The arguments of an op with present values."""
         if op.kind == "call_module":
             return map_structure(lambda v: self.operand(v, op), x, Value)
-
         draws = is_random(op.target) and not _returns_operand(op)
 
         def current(leaf: Any) -> Any:
@@ -400,7 +366,7 @@ class TapeCopier(abc.ABC):
             if a.storage in self.sets:
                 self.sets[a.storage].define(a, b)
             else:
-                self.values[a] = b
+                self.replacements[a] = b
 
     def define(self, op: Op, old: Any, new: Any) -> None:
         """Bind what an op made: views in alias sets get their `ViewMeta`, new tensors are roots."""
@@ -433,8 +399,7 @@ class TapeCopier(abc.ABC):
         raise refusal("a view that reads the data of other tensors, or is one of another argument than the first", op)
 
     @abc.abstractmethod
-    def _write(self, op: Op) -> None:
-        """Copy an op that writes."""
+    def _write(self, op: Op) -> None: ...
 
     @abc.abstractmethod
     def assign(self, op: Op, target: Value, new: Value) -> None:

@@ -6,8 +6,8 @@ which stands for the origin's in the new tape.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,22 +28,27 @@ class Emitter:
     """Appends to `tape`."""
 
     def __init__(
-        self, tape: ProgramTape | BodyTape, storages: Iterator[int] | None = None, *, has_grad: bool = True
+        self,
+        tape: ProgramTape | BodyTape,
+        storages: Iterator[int],
+        *,
+        has_grad: bool = True,
+        calls: Mapping[Call, Call] = types.MappingProxyType({}),
     ) -> None:
-        """`storages` gives numbers of storages that the tape does not have; a recorded tape has none below 0.
+        """`storages` gives numbers of storages that the tape does not have.
 
-        `has_grad`: whether autograd is on at one of the ops.
+        `has_grad`: whether autograd is on at one of the ops. `calls`: those of the tape by those of the recorded one; a
+        call that is no key stands for itself.
         """
         self._has_grad = has_grad
         self.tape = tape
-        self.calls: dict[Call, Call] = {}
-        """The calls of the tape, by those of the recorded one; a call that is no key stands for itself."""
+        self.calls = calls
         self.added: set[Op] = set()
         """The ops that alias sets added. Those that nobody reads are dropped in the end, see `rewrites.schedule`."""
         assert tape.fake_mode is not None
         self._knows_keys = tape.inference is not None  # which are numbers of one inference
         self.inference = tape.inference or Inference(FakeMaker(tape.fake_mode))
-        self._storages = storages or itertools.count(-1, -1)
+        self._storages = storages
         self._constants: dict[int, Value] = {}
 
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,18 +34,18 @@ def leave_out_freed_history(old: RecordedTape, new: FunctionalTape) -> None:
         with_history = [v for v in with_history if history.of(v)]
     freed = [isinstance(v, Value) and v in with_history for v in outputs]
     outside = dict(old.attribute_reads()) | {op.name: op.result for op in old.ops if op.outputs in old.inputs}
-    kept = {source.index for source in _taken(write_back, freed, lambda u: _gets_history(u, outside))}
+
+    def gets_history(update: CopyInto) -> bool:
+        """Whether what is written, one of the tensors from outside, requires grad after it for what it got."""
+        target = update.target
+        return update.grad is not False and (isinstance(target, ViewOf) or outside[target.name].currently_requires_grad)
+
+    kept = {source.index for source in _taken(write_back, freed, gets_history)}
     for i, (source, is_freed) in enumerate(zip(write_back.results, freed, strict=True)):
         if is_freed and isinstance(source, FromGraph) and source.index not in kept:
             write_back.results[i] = dataclasses.replace(source, freed=True)
     live = [returned[i] for i in kept] + [w.value for w in new.attribute_writes]
     _switch_off(new, {v for v in live if isinstance(v, Value)})
-
-
-def _gets_history(update: CopyInto, outside: dict[str, Value]) -> bool:
-    """Whether what is written, one of the tensors from outside by name, requires grad after it for what it got."""
-    target = update.target
-    return update.grad is not False and (isinstance(target, ViewOf) or outside[target.name].requires_grad_now)
 
 
 def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[CopyInto], bool]) -> Iterator[FromGraph]:
@@ -62,11 +62,8 @@ def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[Cop
 
 
 def _switch_off(new: FunctionalTape, needed: set[Value]) -> None:
-    """Switch autograd off for all ops but those of which the history of `needed` consists.
-
-    Not by what the trace knows of `requires_grad`: what torch.func gives has a history in a call that the trace does
-    not see.
-    """
+    """Switch autograd off for all ops but those of which the history of `needed` consists."""
+    # not by the `requires_grad` of the trace: what torch.func gives has a history in a call that it does not see
     for i in reversed(range(len(new.ops))):
         op = new.ops[i]
         if not op.grad or op.kind != "call_function" or op.target in KEEP_MORE:

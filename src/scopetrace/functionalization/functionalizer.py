@@ -27,7 +27,9 @@ from scopetrace.functionalization.freed_history import leave_out_freed_history
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.tape import (
+    AttributeWrite,
     BodyTape,
+    Call,
     FunctionalTape,
     Op,
     RecordedTape,
@@ -53,8 +55,8 @@ _aten = torch.ops.aten
 class Functionalizer(TapeCopier):
     """Turns each write into the functional variant of its op, and a new value of what was written."""
 
-    def __init__(self, old: RecordedTape | BodyTape) -> None:
-        super().__init__(old)
+    def __init__(self, old: RecordedTape | BodyTape, around: TapeCopier | None = None) -> None:
+        super().__init__(old, around)
         self._severed: set[Value] = set()  # detached tensors whose own gradient nobody asks for
 
     def run(self) -> FunctionalTape:
@@ -63,36 +65,35 @@ class Functionalizer(TapeCopier):
             return in_large_stack(self._run_program)
 
     def _run_program(self) -> FunctionalTape:
-        assert isinstance(self.old, RecordedTape) and isinstance(self.new, FunctionalTape)
         root = self.old.calls[0]
         if self.old.sizes is not None:
             self.old.sizes.env.watch(self)
-        last = self._copy_ops()
-        edge = self._at_edge(last, self.emitter.calls[root])
+        self.append(self.old, self.old.calls)
+        edge = self.at_edge(self.calls[root])
         read: Callable[[Value], Value] = functools.partial(self.read, reader=edge)
         if any(aliases.may_lose_history() for aliases in self.sets.values()):
             read = self._read_with_history(edge)
             self._note_lost_gradients(read)
-        users = functools.cache(lambda: self._users_of_storages(read))
-        self.new.attribute_writes = [
-            dataclasses.replace(w, value=self._bound(w.value, edge, read, users)) for w in self.old.attribute_writes
-        ]
+        self.new.attribute_writes = self._attribute_writes(read, edge)
         write_back.attach(self.old, self.new, self.sets, read)
-        self._end(root, last)
+        super().end(root)
         self.new.args = map_structure(lambda v: self.originals[v], self.old.args, Value)
         self.new.outputs = map_structure(lambda v: self.read(v, edge), self.old.outputs, Value)
         results = [*(self.new.returned or ()), *(w.value for w in self.new.attribute_writes)]
-        self._finish([v for v in results if isinstance(v, Value)])
+        self._schedule([v for v in results if isinstance(v, Value)])
         if self.old.backwards:
             leave_out_freed_history(self.old, self.new)
         verify_pure(self.new)
-        return self.new
+        tape: FunctionalTape = self.new
+        return tape
+
+    def end(self, call: Call) -> None:
+        """The root ends after the write-back is made."""
+        if call.parent is not None:
+            super().end(call)
 
     def _read_with_history(self, reader: Op) -> Callable[[Value], Value]:
-        """As `read`, with gradients of zero for leaves of which a result has nothing, but what it is a part of has.
-
-        Eager has zeros there, and not None: where writes covered all that the result had, or went to other parts.
-        """
+        """As `read`, with gradients of zero, as eager has, for leaves of which writes left a result nothing."""
         if not any(op.grad and any(v.fake.requires_grad for v in op.writes) for op in self.old.ops):
             return lambda v: self.read(v, reader)
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
@@ -127,10 +128,7 @@ class Functionalizer(TapeCopier):
         return self.sets[v.storage].same(v) if v.storage in self.sets else v
 
     def _note_lost_gradients(self, read: Callable[[Value], Value]) -> None:
-        """Note the leaves that a result would have gradients of zero for, if they required grad, and has none for now.
-
-        Writes went over all that the result had of them.
-        """
+        """Note the leaves that a result would have gradients of zero for, if they required grad, and has none for."""
         assert isinstance(self.old, RecordedTape)
         bits = plain_leaves(self.old)
         if not bits:
@@ -147,28 +145,27 @@ class Functionalizer(TapeCopier):
                 written_over = (op for op in reversed(self.old.ops) if any(before.of(v) & bit for v in op.writes))
                 note_leaf(self.old, leaf, next(written_over, leaf.op))
 
-    def _users_of_storages(self, read: Callable[[Value], Value]) -> dict[int, set[int | None]]:
-        """By storage, those that results in it had on the old tape; None for an input or a tensor of the model."""
-        users: dict[int, set[int | None]] = {v.storage: {None} for v in self.originals.values()}
-        for v in self._results():
-            users.setdefault(read(v).storage, set()).add(v.storage)
-        return users
+    def _attribute_writes(self, read: Callable[[Value], Value], edge: Op) -> list[AttributeWrite]:
+        """Attributes are bound to an input or tensor of the model itself, or to the value in memory of its own."""
 
-    def _bound(
-        self,
-        old: Value,
-        reader: Op,
-        read: Callable[[Value], Value],
-        users: Callable[[], dict[int, set[int | None]]],
-    ) -> Value:
-        """What an attribute is bound to: an input or tensor of the model itself, or the value in memory of its own."""
-        first = self._object(old)
-        if first in self.originals:
-            return self.originals[first]
-        new = read(old)
-        if new.storage != old.storage and users().get(new.storage, set()) - {old.storage}:
-            new = self.emitter.run(reader.replace(grad=old.fake.requires_grad), _aten.clone.default, (new,), {})
-        return new
+        @functools.cache
+        def old_storages() -> dict[int, set[int | None]]:
+            """By storage, those that results in it had; None for an input or a tensor of the model."""
+            storages: dict[int, set[int | None]] = {v.storage: {None} for v in self.originals.values()}
+            for v in self._results():
+                storages.setdefault(read(v).storage, set()).add(v.storage)
+            return storages
+
+        def bound(old: Value) -> Value:
+            first = self._object(old)
+            if first in self.originals:
+                return self.originals[first]
+            new = read(old)
+            if new.storage != old.storage and old_storages().get(new.storage, set()) - {old.storage}:
+                new = self.emitter.run(edge.replace(grad=old.fake.requires_grad), _aten.clone.default, (new,), {})
+            return new
+
+        return [dataclasses.replace(w, value=bound(w.value)) for w in self.old.attribute_writes]
 
     def _write(self, op: Op) -> None:
         func = op.target
@@ -215,10 +212,7 @@ class Functionalizer(TapeCopier):
         return [self.emitter.run(op, _aten.mul.Tensor, (args[0], noise), {}), noise]
 
     def _may_differ_in_history(self, op: Op) -> bool:
-        """Whether autograd may give the tensors that a foreach op writes different histories.
-
-        With autograd off around the forward too, a call with gradients runs the same ops.
-        """
+        """Whether autograd may give what a foreach op writes different histories, in a call with gradients."""
         if op.grad or not isinstance(self.old, RecordedTape) or self.old.grad:
             return op.grad
         so_far = self.old.ops[: self.old.ops.index(op) + 1]
@@ -251,10 +245,7 @@ class Functionalizer(TapeCopier):
         return args, kwargs
 
     def _kept_for_backward(self, op: Op, name: str) -> set[Value]:
-        """The present values of what an op writes that its backward keeps, while the write-back changes them.
-
-        They are the statistics of batch_norm, and memory of the caller's or the model's of which eager keeps a copy.
-        """
+        """The present values of what an op writes that its backward keeps, while the write-back changes them."""
         if not op.grad or name in _KEEPS_NOTHING or op in self.differentiated:
             return set()
         if not any(v.ever_requires_grad for v in op.inputs()):
@@ -338,7 +329,8 @@ class Functionalizer(TapeCopier):
                 return True
             seen = seen and not outside
         if seen and brings:
-            aliases.gain_history(target)
+            if target not in aliases.with_grad:
+                aliases.with_grad |= dict.fromkeys(aliases.above(target))
         elif brings:
             raise refusal(
                 "a tensor that requires grad is written into a detached alias of another, and both are used", op
@@ -346,10 +338,7 @@ class Functionalizer(TapeCopier):
         return not seen
 
     def _is_of_inputs(self, value: Value) -> bool:
-        """Whether a value lies in memory of several inputs: for autograd these are views of one tensor.
-
-        If a write to one of them brings a gradient, all have it, unlike their fake tensors.
-        """
+        """Whether a value lies in memory of several inputs, which autograd takes for views of one tensor."""
         aliases = self.sets[value.storage]
         return len(aliases.roots) > 1 and self._detached(aliases, value) is None
 
@@ -486,9 +475,9 @@ class Functionalizer(TapeCopier):
         if aliases is not None:
             aliases.link(after, ViewMeta(source, _aten.detach.default) if differ and self.grad else ViewMeta(source))
         elif differ and self.grad:
-            self.values[after] = left.overwritten(present, self.read(source, op), op)
+            self.replacements[after] = left.overwritten(present, self.read(source, op), op)
         else:
-            self.values[after] = self.read(source, op)
+            self.replacements[after] = self.read(source, op)
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""

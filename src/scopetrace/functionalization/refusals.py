@@ -99,17 +99,14 @@ def _slots(op: Op) -> tuple[list[_Slot], list[_Slot]]:
 def _reads_first(op: Op, target: _Slot, other: _Slot, writes: int) -> bool:
     """Whether the op reads each element of `other` before, or when, it writes the same element of `target`."""
     name = schema_of(op.target).op_name
-    if name.startswith(_VISITS_IN_ORDER) or functional_variant(op.target) is None or _is_factor(name, other.name):
+    if name.startswith(_VISITS_IN_ORDER) or functional_variant(op.target) is None:
         return False
+    plain = name.rstrip("_")
+    if plain in _PRODUCTS or (plain in _SUMS_OF_PRODUCTS and other.name != "self"):
+        return False  # a factor is read again after the first results are written
     if writes > 1 and target.place != other.place:  # one after the other, as _foreach does, or no one knows how
         return target.place is not None and other.place is not None and other.place < target.place
     return _same_elements(target.value, other.value)
-
-
-def _is_factor(name: str, argument: str) -> bool:
-    """Whether an argument of a matrix product is read again after the first results are written."""
-    plain = name.rstrip("_")
-    return plain in _PRODUCTS or (plain in _SUMS_OF_PRODUCTS and argument != "self")
 
 
 def _same_elements(a: Value, b: Value) -> bool:

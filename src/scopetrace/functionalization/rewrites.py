@@ -26,6 +26,7 @@ import torch
 
 from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves
+from scopetrace.ir.rewriter import boundaries
 from scopetrace.ir.tape import Call, Op, Value
 from scopetrace.ops import views
 
@@ -208,30 +209,19 @@ def _permute(base: Value, dims: Any) -> Simplified:
 # The finished tape ---------------------------------------------------------------------------------------------------
 
 
-class Boundary(NamedTuple):
-    """The start or the end of a call, before op number `before` of the tape."""
-
-    before: int
-    call: Call
-    is_start: bool
-
-    def put(self, position: int) -> None:
-        """Give the call this boundary."""
-        setattr(self.call, "start" if self.is_start else "stop", position)
+Item = Op | tuple[Call, bool]
+"""An op, or the boundary of a call before the next one: whether it begins."""
 
 
-def schedule(ops: list[Op], boundaries: list[Boundary], removable: set[Op], results: list[Value]) -> list[Op]:
+def schedule(ops: list[Op], calls: list[Call], removable: set[Op], results: list[Value]) -> list[Op]:
     """The ops without those of `removable` that nobody reads, and the others of these right before their first reader.
 
     So a scatter into a tensor that a call writes a part of leaves the call, if nobody in it reads the whole; none moves
-    into a call. The ranges of the calls are set anew. `boundaries` are in order. `results` are read at the end, in the
-    outermost call.
+    into a call. The ranges of the calls are set anew. `results` are read at the end, in the outermost call.
     """
     if not removable:
-        for boundary in boundaries:
-            boundary.put(boundary.before)
         return ops
-    items = list(_merged(ops, boundaries))
+    items = list(_merged(ops, calls))
     around = list(_around(items))
     first_reader = dict.fromkeys(results, len(items) - 1)
     placed: dict[int, list[Op]] = collections.defaultdict(list)
@@ -244,54 +234,48 @@ def schedule(ops: list[Op], boundaries: list[Boundary], removable: set[Op], resu
             place = min(readers)
             while around[place] > i:  # in a call that begins after the op: stay in front of it
                 place = around[place]
-            placed[place].append(item if around[place] == around[i] else _moved_out(item, items, around[place]))
+            if around[place] != around[i]:
+                boundary = items[around[place]] if around[place] >= 0 else None
+                call = boundary[0] if isinstance(boundary, tuple) else calls[0].parent
+                item = item.replace(call=call, scope=item.scope if call is None else call.scope).take_values()
+            placed[place].append(item)
         for value in _read(item):
             first_reader[value] = min(place, first_reader.get(value, place))
     return _in_order(items, placed, removable)
 
 
-def _merged(ops: list[Op], boundaries: list[Boundary]) -> Iterator[Op | Boundary]:
-    start = 0
-    for boundary in boundaries:
-        yield from ops[start : boundary.before]
-        yield boundary
-        start = boundary.before
-    yield from ops[start:]
+def _merged(ops: list[Op], calls: list[Call]) -> Iterator[Item]:
+    places = boundaries(calls)
+    for i, op in enumerate(ops):
+        yield from places.get(i, ())
+        yield op
+    yield from places.get(len(ops), ())
 
 
-def _around(items: list[Op | Boundary]) -> Iterator[int]:
+def _around(items: list[Item]) -> Iterator[int]:
     """For each item the start of the call in which it reads, -1 for none. Arguments are read outside of their call."""
     starts = [-1]
     for i, item in enumerate(items):
         yield starts[-1]
-        if isinstance(item, Boundary):
-            if item.is_start:
-                starts.append(i)
-            else:
-                starts.pop()
+        if isinstance(item, tuple):
+            _, begins = item
+            starts.append(i) if begins else starts.pop()
 
 
-def _read(item: Op | Boundary) -> list[Value]:
+def _read(item: Item) -> list[Value]:
     if isinstance(item, Op):
         return item.inputs()
-    call = item.call
-    return leaves((call.args, call.kwargs) if item.is_start else (call.outputs, call.mutated), Value)
+    call, begins = item
+    return leaves((call.args, call.kwargs) if begins else (call.outputs, call.mutated), Value)
 
 
-def _moved_out(op: Op, items: list[Op | Boundary], start: int) -> Op:
-    """The op as one of the call that starts there, or of none."""
-    boundary = items[start] if start >= 0 else None
-    outermost = next(item.call for item in items if isinstance(item, Boundary))
-    call = boundary.call if isinstance(boundary, Boundary) else outermost.parent
-    return op.replace(call=call, scope=op.scope if call is None else call.scope).take_values()
-
-
-def _in_order(items: list[Op | Boundary], placed: dict[int, list[Op]], removable: set[Op]) -> list[Op]:
+def _in_order(items: list[Item], placed: dict[int, list[Op]], removable: set[Op]) -> list[Op]:
     ops: list[Op] = []
     for i, item in enumerate(items):
         ops += reversed(placed.get(i, ()))
-        if isinstance(item, Boundary):
-            item.put(len(ops))
+        if isinstance(item, tuple):
+            call, begins = item
+            setattr(call, "start" if begins else "stop", len(ops))
         elif item not in removable:
             ops.append(item)
     return ops

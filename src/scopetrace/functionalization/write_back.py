@@ -40,7 +40,6 @@ def attach(old: RecordedTape, new: FunctionalTape, sets: dict[int, AliasSet], re
     builder = _Builder(old, new, sets, read)
     new.returned = builder.returned
     new.write_back = WriteBack(builder.updates(), builder.results(), builder.bound())
-    new.outputs = old.outputs
 
 
 class _Builder:
@@ -102,10 +101,16 @@ class _Builder:
         if not aliases.version:
             return []
         new = self.read(value)
-        mode = self._mode_of_writes(aliases, new)
+        if self.old.grad:
+            mode = None if aliases.is_seen else False
+        else:
+            mode = True if aliases.is_seen and new.requires_grad else None
         if mode is False and new.op.target is OVERWRITE:
             new = new.op.tensor(1)  # no gradient goes through the copy
-        return [CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, value))), mode)]
+        # in the memory of another input, which another update changes
+        is_outside = new.storage in self._outside_storages and new.storage in self.sets
+        is_overwritten = is_outside and new.storage != value.storage
+        return [CopyInto(target, self._give(new, copy=int(is_overwritten)), mode)]
 
     def _change(self, target: Target, value: Value, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
@@ -132,12 +137,6 @@ class _Builder:
     def _mode(self, op: Op) -> bool | None:
         return None if op.grad == self.old.grad else op.grad
 
-    def _mode_of_writes(self, aliases: AliasSet, new: Value) -> bool | None:
-        """As `CopyInto.grad`, for the new value of a base."""
-        if self.old.grad:
-            return None if aliases.is_seen else False
-        return True if aliases.is_seen and new.requires_grad else None
-
     # ---------------------------------------------------------------- results
 
     def results(self) -> list[Source]:
@@ -145,10 +144,7 @@ class _Builder:
         return [self._result(i, leaf) for i, leaf in enumerate(self._outputs)]
 
     def bound(self) -> list[Source | None]:
-        """What each attribute is bound to, where that is another tensor than the graph's value.
-
-        It may be or share memory with a result, input or attribute, or have other strides.
-        """
+        """What each attribute is bound to, where that shares memory, or has other strides than the graph's value."""
         values = enumerate((w.value for w in self.old.attribute_writes), len(self._outputs))
         sources = [
             self._result(i, v) if self._is_shared(v) or self._is_moved(v, self.read(v)) else None for i, v in values
@@ -208,10 +204,7 @@ class _Builder:
         return source
 
     def _moved_owner(self, leaf: Value) -> Value | None:
-        """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise.
-
-        Raises FunctionalizationError where they are of several dtypes.
-        """
+        """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise."""
         if self._alone.get(leaf.storage, 1) == 1 or leaf.fake.layout is not torch.strided:
             return None
         sharing = [v for v in self._outputs if isinstance(v, Value) and v.storage == leaf.storage]
@@ -243,13 +236,7 @@ class _Builder:
 
     def _numbers(self, x: Any) -> Any:
         """`x` with numbers that depend on data as given by the graph, which alone knows them."""
-
         return map_structure(lambda n: self._give(n) if has_unbacked(to_expr(n)) else n, x, Symbolic)
-
-    def _is_overwritten(self, new: Value, target: Value) -> bool:
-        """Whether a new value lies in the memory of another input, which another update changes."""
-        aliases = self.sets.get(new.storage)
-        return new.storage != target.storage and new.storage in self._outside_storages and aliases is not None
 
     def _chain(self, aliases: AliasSet, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
         steps: list[ViewStep | StridedStep] = []
@@ -277,7 +264,7 @@ class _Builder:
         """Whether autograd takes a value for a tensor of its own, and nobody uses the memory otherwise."""
         if not aliases.is_detached(value):
             return False
-        if aliases.has_gained(value) and aliases.views[value].func in DETACHED:
+        if value in aliases.with_grad and aliases.views[value].func in DETACHED:
             return True  # a gradient of its own
         results = [v for v in (*self._outputs, *(w.value for w in self.old.attribute_writes)) if isinstance(v, Value)]
         return (

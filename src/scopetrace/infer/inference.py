@@ -123,7 +123,7 @@ class Inference:
         `value.key` is out of date after `requires_grad_()`, or where a function that makes a tensor got
         `requires_grad=True`: neither is an op.
         """
-        is_current = value.key is not None and value.requires_grad_now is value.requires_grad
+        is_current = value.key is not None and value.currently_requires_grad is value.requires_grad
         return value.key if is_current else self.key_of(value.fake)
 
     def run(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> tuple[Inferred | None, Any]:

@@ -231,11 +231,22 @@ class SizeRules:
             )
 
     def name_equal(self) -> None:
-        """Give dimensions that the model makes equal one name, with a warning where they have two."""
+        """Give dimensions that the model makes equal one name: that of a Dim, else the first. Warns of the other."""
         for symbol, spec in list(self.specs.items()):
-            other = self.env.replace(symbol)
-            if spec.name and other != symbol and other in self.specs:
-                self._name_equal(other, spec)
+            equal = self.env.replace(symbol)
+            if not spec.name or equal == symbol or equal not in self.specs:
+                continue
+            other = self.specs[equal]
+            kept, lost = (spec, other) if other.name is None or spec.is_dim else (other, spec)
+            upper = min((n for n in (spec.upper, other.upper) if n is not None), default=None)
+            self.specs[equal] = dataclasses.replace(kept, lower=max(spec.lower, other.lower), upper=upper)
+            self.env.names[equal] = str(kept.name)
+            if lost.name not in (None, kept.name):
+                warnings.warn(  # in the words of torch.onnx, for which users may have filters
+                    f"# The axis name: {lost.name} will not be used, since it shares the same shape constraints with "
+                    f"another axis: {kept.name}.",
+                    stacklevel=2,
+                )
 
     def _refuse(self, symbol: Any, expr: Any) -> None:
         place = next((f.place for f in self.env.fixed if f.symbol == symbol), {})
@@ -249,20 +260,6 @@ class SizeRules:
             problem = f"{self._place(symbol)} must always be {self._say(expr)} in this model"
             hint = f"give both the same Dim, or say {self.name(symbol)} as {self._say(expr)} in dynamic_shapes"
         raise DynamicShapeError(problem, hint=hint, **place)
-
-    def _name_equal(self, symbol: Any, other: DimSpec) -> None:
-        """Give the symbol that stands for two equal dimensions one name: that of a Dim, else the first."""
-        spec = self.specs[symbol]
-        kept, lost = (other, spec) if spec.name is None or other.is_dim else (spec, other)
-        upper = min((n for n in (spec.upper, other.upper) if n is not None), default=None)
-        self.specs[symbol] = dataclasses.replace(kept, lower=max(spec.lower, other.lower), upper=upper)
-        self.env.names[symbol] = str(kept.name)
-        if lost.name not in (None, kept.name):
-            warnings.warn(  # in the words of torch.onnx, for which users may have filters
-                f"# The axis name: {lost.name} will not be used, since it shares the same shape constraints with "
-                f"another axis: {kept.name}.",
-                stacklevel=2,
-            )
 
 
 def _is_linear(expr: Any) -> bool:
@@ -335,8 +332,3 @@ def _of_all_layers(name: str) -> str:
 
 _WIDTH = 110
 _WIDEST = 50
-
-
-def decided_by(specializations: Sequence[Specialization], message: str) -> Specialization | None:
-    """The specialization that has an assertion with this message."""
-    return next((s for s in specializations if s.message == message), None)

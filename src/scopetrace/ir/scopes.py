@@ -125,7 +125,12 @@ class TracingState:
 
     def push_scope(self, name: str) -> Scope:
         """Open a user scope inside the current one. Raises ScopeError for a name that is empty or has a `/`."""
-        return self._push(name, _caller())
+        opened = _caller()
+        if not name or "/" in name:
+            raise ScopeError(f"scope name {name!r} at {opened}: use a non-empty name without '/'")
+        inner = self.current_scope.child(name)
+        self._stack.append((inner, opened))
+        return inner
 
     def pop_scope(self) -> None:
         """Close the innermost user scope. Raises ScopeError when none is open in the running module."""
@@ -137,13 +142,6 @@ class TracingState:
             )
         scope, opened = self._stack.pop()
         self._last_closed = f"{scope.name!r}, opened at {opened}, closed at {_caller()}"
-
-    def _push(self, name: str, opened: str) -> Scope:
-        if not name or "/" in name:
-            raise ScopeError(f"scope name {name!r} at {opened}: use a non-empty name without '/'")
-        inner = self.current_scope.child(name)
-        self._stack.append((inner, opened))
-        return inner
 
     def enter_module(self, scope: Scope) -> tuple[int, int]:
         """Open a module's scope. Returns the state of the stack before, for `leave_module`."""
@@ -209,7 +207,7 @@ class scope:
         if state is None:
             return self
         mark = len(state._stack)
-        state._push(self.name, _caller())
+        state.push_scope(self.name)
         self._open.append((state, mark))
         return self
 
@@ -316,17 +314,10 @@ def capture_frames(outer: Frames, boundary: CodeType, ran: Ran) -> tuple[Frames,
 
 def walk_frames(frames: Frames) -> list[Frame]:
     """The frames, outermost first; none of a stack trace that is text."""
-    if isinstance(frames, str):
+    if isinstance(frames, str) or not frames:
         return []
-    parts: list[tuple[Frame, ...]] = []
-    linked: Any = frames
-    while linked:
-        parts.append(linked[1])
-        linked = linked[0]
-    return [frame for part in reversed(parts) for frame in part]
-
-
-_lines: dict[tuple[str, int, str], str] = {}  # a cache, since frames are written for each node; it holds no code
+    outer, inner = frames
+    return [*walk_frames(outer), *inner]
 
 
 def format_stack(frames: Frames, cache: dict[int, str | None]) -> str | None:
@@ -341,22 +332,15 @@ def format_stack(frames: Frames, cache: dict[int, str | None]) -> str | None:
     key = id(frames)
     if key not in cache:
         outer = format_stack(frames[0], cache)
-        inner = [_format(f) for f in frames[1] if f[0].co_name == "forward"]
+        inner = [_format(code.co_filename, line, code.co_name) for code, line in frames[1] if code.co_name == "forward"]
         cache[key] = "\n  ".join(inner if outer is None else [outer, *inner]) if inner else outer
     return cache[key]
 
 
-def _format(frame: Frame) -> str:
-    code, line = frame
-    place = code.co_filename, line, code.co_name
-    text = _lines.get(place)
-    if text is None:
-        source = linecache.getline(code.co_filename, line).strip()
-        text = f'File "{code.co_filename}", line {line}, in {code.co_name}'
-        if source:
-            text += f"\n    {source}"
-        _lines[place] = text
-    return text
+@functools.cache
+def _format(filename: str, line: int, function: str) -> str:
+    source = linecache.getline(filename, line).strip()
+    return f'File "{filename}", line {line}, in {function}' + (f"\n    {source}" if source else "")
 
 
 def source_of(frames: Frames) -> str | None:

@@ -18,7 +18,7 @@ import operator
 import os
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,33 +36,16 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
 
-Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.SymFloat
-"""A number of the program, known or symbolic."""
-
-Constant = (
-    str
-    | bytes
-    | None
-    | slice
-    | torch.dtype
-    | torch.device
-    | torch.layout
-    | torch.memory_format
-    | torch.Tensor
-    | type
-    | torch.ScriptObject
-)
-"""An argument that is the same in every run."""
-
-Argument = Union["Value", "BodyTape", Number, Constant, list["Argument"], tuple["Argument", ...], dict[str, "Argument"]]
-"""What an op takes, as `torch.fx.node.Argument`: values stand for tensors. An op of kind `call_module` takes templates
-instead, since a module takes anything."""
-
 Target = str | Callable[..., Any]
 """What an op runs, as `torch.fx.node.Target`: an op, or the name of a placeholder, attribute or module."""
 
-Output = Union["Value", Number, None, list["Output"], tuple["Output", ...], dict[str, "Output"]]
-"""What an op gives: values stand for tensors. An op of kind `call_module` gives a template instead."""
+Argument = Any
+"""What an op takes, as `torch.fx.node.Argument`: values stand for tensors, tapes for bodies. An op of kind
+`call_module` takes templates instead, since a module takes anything."""
+
+Output = Any
+"""What an op gives: a value for a tensor, a symbolic number, None, or a list, tuple or dict of these. An op of kind
+`call_module` gives a template instead."""
 
 Template = Any
 """A user's container tree (see `containers.structure`) with a `Value` in the place of each tensor."""
@@ -105,14 +88,14 @@ class Value:
         self.autograd_placeholder = False
 
     @property
-    def requires_grad_now(self) -> bool:
+    def currently_requires_grad(self) -> bool:
         """Whether `fake` requires grad."""
         return requires_grad_of(self.fake)
 
     @property
     def ever_requires_grad(self) -> bool:
-        """Whether it requires grad as the op left it, or now: `detach_()` takes its history, a write may bring one."""
-        return self.requires_grad or self.requires_grad_now
+        """Whether it requires grad, or did as the op left it: `detach_()` takes its history, a write may bring one."""
+        return self.requires_grad or self.currently_requires_grad
 
     def copy(self, storage: int) -> Value:
         """A value for the same tensor, for an op of another tape. It becomes that of the op that is made with it."""
@@ -170,13 +153,8 @@ GIVEN_META = ("custom", "nn_module_stack", "fwd_nn_module_stack")
 """What ops get of the `node.meta` of a graph that is traced; `custom` is of `torch.fx.traceback.annotate` too."""
 
 
-@dataclasses.dataclass(eq=False, frozen=True, init=False, slots=True)
-class Op:
-    """One step of the program. It does not change.
-
-    It becomes the op of those values among its outputs that have none yet (see `take_values`).
-    """
-
+@dataclasses.dataclass(eq=False, slots=True)
+class _OpFields:
     kind: str
     """`placeholder`, `get_attr`, `call_function` or `call_module`, as in torch.fx."""
     target: Target
@@ -208,41 +186,36 @@ class Op:
     phase: Phase | None = None
     """None in the forward."""
 
-    def __new__(
-        cls,
-        kind: str,
-        target: Target,
-        args: tuple[Argument, ...],
-        kwargs: dict[str, Argument],
-        outputs: Output,
-        scope: Scope,
-        call: Call | None,
-        frames: Frames,
-        grad: bool = True,
-        writes: tuple[Value, ...] = (),
-        unbacked: dict[Any, Any] | None = None,
-        tracked: tuple[Value, ...] = (),
-        meta: dict[str, Any] | None = None,
-        autocast: Autocast | None = None,
-        phase: Phase | None = None,
-    ) -> Op:
-        """An op of these fields."""
-        new: Any = _Fields()
-        new.kind, new.target, new.args, new.kwargs, new.outputs = kind, target, args, kwargs, outputs
-        new.scope, new.call, new.frames, new.grad, new.writes = scope, call, frames, grad, writes
-        new.unbacked, new.tracked, new.meta, new.autocast, new.phase = unbacked, tracked, meta, autocast, phase
-        new.__class__ = cls
-        if isinstance(outputs, Value):
-            outputs.op = outputs.op or new
-        elif outputs is not None:
-            for value in new.values():
-                value.op = value.op or new
-        op: Op = new
-        return op
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For `copy` and `pickle`: an op that has nothing yet, and its fields, which may lead to it."""
-        return _op_without_fields, (), self.__getstate__()
+class Op(_OpFields):
+    """One step of the program. It does not change.
+
+    It becomes the op of those values among its outputs that have none yet (see `take_values`).
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # for which the fields of the dataclass say what an op is made of
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Op:
+            new = _OpFields(*args, **kwargs) if args or kwargs else _OpFields.__new__(_OpFields)  # as `copy` does
+            new.__class__ = cls  # a frozen dataclass takes four times as long to make
+            return new
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            outputs = self.outputs
+            if type(outputs) is Value:  # as of most
+                outputs.op = outputs.op or self
+            elif outputs is not None:
+                for value in self.values():
+                    value.op = value.op or self
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        for name, value in state[1].items():
+            object.__setattr__(self, name, value)
 
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
@@ -292,18 +265,24 @@ class Op:
         """A copy with other fields, as of `dataclasses.replace`. The values of this op stay its own."""
         fields = dict(zip(_OP_FIELDS, _fields_of(self), strict=True))
         fields.update(changed)
-        return Op(**fields)
+        return Op(*fields.values())  # in order, which is faster than by name
 
-    def copied(self, values: dict[Value, Value], storages: Mapping[int, int] = types.MappingProxyType({})) -> Op:
+    def copied(
+        self,
+        values: dict[Value, Value],
+        storages: Mapping[int, int] = types.MappingProxyType({}),
+        calls: Mapping[Call, Call] = types.MappingProxyType({}),
+    ) -> Op:
         """A copy for another tape: it reads the values that stand in `values`, and adds those that it makes.
 
-        These are in the `storages` that stand for theirs, else in the same.
+        These are in the `storages` that stand for theirs, and the op in that of `calls`, else in the same.
         """
         for v in self.values():
             values[v] = v.copy(storages.get(v.storage, v.storage))
         taken = [(name, getattr(self, name)) for name in ("args", "kwargs", "writes", "tracked")]
         changed = {name: renamed(x, values) for name, x in taken if x}  # attributes have outputs alone
-        return self.replace(outputs=renamed(self.outputs, values), **changed)
+        call = None if self.call is None else calls.get(self.call, self.call)
+        return self.replace(outputs=renamed(self.outputs, values), call=call, **changed)
 
     def take_values(self) -> Op:
         """Become the op of all its outputs, since it takes the place of the one that had them. Returns itself."""
@@ -314,18 +293,6 @@ class Op:
 
 _OP_FIELDS = tuple([field.name for field in dataclasses.fields(Op)])
 _fields_of = operator.attrgetter(*_OP_FIELDS)
-
-
-class _Fields:
-    """An `Op` that is being made: to set the fields of a frozen dataclass takes four times as long."""
-
-    __slots__ = _OP_FIELDS
-
-
-def _op_without_fields() -> Any:
-    new: Any = _Fields()
-    new.__class__ = Op
-    return new
 
 
 @dataclasses.dataclass(eq=False)
@@ -524,7 +491,7 @@ class Tape:
         """The names and values of the parameters, buffers and constants that ops read, in order."""
         return [(op.name, op.result) for op in self.ops if op.kind == "get_attr"]
 
-    def graph_outputs(self) -> list[Value | Number]:
+    def graph_outputs(self) -> list[Any]:
         """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""
         return leaves(self.outputs, (Value, *Symbolic))
 
@@ -642,7 +609,7 @@ class RecordedTape(ProgramTape):
 class FunctionalTape(ProgramTape):
     """A program in which no op writes, and what has to follow it so that the whole does what the recorded one does."""
 
-    returned: list[Value | Number] | None = None
+    returned: list[Any] | None = None
     """The values and symbolic numbers that the graph gives; None for the leaves of `outputs` in order."""
     written: frozenset[int] = frozenset()
     """The storages that the recorded program writes to."""
@@ -658,7 +625,7 @@ class FunctionalTape(ProgramTape):
         shared = {f.name: getattr(program, f.name) for f in dataclasses.fields(ProgramTape)}
         return cls(**{**shared, **changed})
 
-    def graph_outputs(self) -> list[Value | Number]:
+    def graph_outputs(self) -> list[Any]:
         """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""
         return super().graph_outputs() if self.returned is None else self.returned
 

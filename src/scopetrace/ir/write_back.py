@@ -281,13 +281,13 @@ class Resolver(Generic[T]):
     Attributes:
         inputs: the inputs.
         state: gives a parameter, buffer or constant by its name.
-        now: the new values of inputs and state; for tensors it is empty, since they are written themselves.
+        updated: the new values of inputs and state; for tensors it is empty, since they are written themselves.
         results: the results so far, then what attributes are bound to.
     """
 
     def __init__(self, inputs: Sequence[T], state: Callable[[str], T]) -> None:
         self.inputs, self.state = inputs, state
-        self.now: dict[GraphInput | StateRef, T] = {}
+        self.updated: dict[GraphInput | StateRef, T] = {}
         self.results: list[Any] = []
 
     def get(self, source: Source) -> T:
@@ -302,7 +302,7 @@ class Resolver(Generic[T]):
             for step in source.steps:
                 view = self.view(view, step)
             return view
-        return self.now[source] if source in self.now else self.before(source)
+        return self.updated[source] if source in self.updated else self.before(source)
 
     def before(self, target: GraphInput | StateRef) -> T:
         """An input or a tensor of the state, without its new value."""

@@ -181,15 +181,15 @@ def root_of(v: Value) -> Value:
     return v
 
 
-def plain_leaves(tape: RecordedTape, ops: list[Op] | None = None) -> dict[Value, int]:
+def plain_leaves(tape: RecordedTape) -> dict[Value, int]:
     """The inputs and parameters that could require grad in a call and do not in the trace, with a bit each.
 
-    In a trace without autograd, no tensor counts as one that requires grad. With `ops`, those that these begin with.
+    In a trace without autograd, no tensor counts as one that requires grad.
     """
     switches = tape.grad and not any(op.writes or op.phase for op in tape.ops)  # the graph does, for inputs
     plain = [
         v
-        for op in (tape.ops if ops is None else ops)
+        for op in tape.ops
         if op.kind == "get_attr" or (op.kind == "placeholder" and not switches)
         for v in op.values()
         if op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter)

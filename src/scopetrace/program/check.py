@@ -21,7 +21,7 @@ from scopetrace._compat.tensors import buffers_of
 from scopetrace.containers.contents import Contents
 from scopetrace.containers.structure import STATEFUL, leaves_with_path, match, tensor_holders
 from scopetrace.errors import CheckError, ScopetraceError
-from scopetrace.ir.conditions import Specialization, decided_by
+from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.comparison import Outcome, compared, differences, memory_of, tensors_of
@@ -80,7 +80,7 @@ class _Decisions(torch.fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As in the base class, but a failing assertion of a specialization is noted in place of raised."""
         if target is torch.ops.aten._assert_scalar.default and not args[0]:
-            decision = decided_by(self._known, args[1])
+            decision = next((known for known in self._known if known.message == args[1]), None)
             if decision is not None:
                 self.differ.append(decision)
                 return None

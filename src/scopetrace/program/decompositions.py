@@ -81,25 +81,25 @@ class _TapeDecomposer(TapeRewriter):
         self.known: dict[Any, BodyTape | None] = {} if around is None else around.known
         """The decompositions so far, by op and metadata of the operands."""
         has_grad = any(op.grad for op in old.ops if op.kind != "get_attr")
-        self.emitter = Emitter(self.new, self.storages, has_grad=has_grad)
+        self.emitter = Emitter(self.new, self.storages, has_grad=has_grad, calls=self.calls)
 
     def inner(self, body: BodyTape) -> TapeRewriter:
         """What decomposes a body."""
         return _TapeDecomposer(body, self, self.rule_of)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """What the program gives is laid out as it was."""
         writes = self.old.attribute_writes if isinstance(self.old, FunctionalTape) else []
         outputs = [*self.old.graph_outputs(), *(w.value for w in writes)]
         self._lay_out([v for v in outputs if isinstance(v, Value)], self.new.ops[-1:])
 
-    def step(self, op: Op, placed: Op) -> None:
+    def step(self, op: Op) -> None:
         """An op of the table becomes other ops."""
         has_gradient = op.target in (*_ZERO_GRADIENT, *_BY_STATISTICS) and any(v.requires_grad for v in op.values())
         stays = bool(op.unbacked) or has_gradient or (op.grad and op.target is _aten.detach.default)
         rule = self.rule_of(op.target) if is_op(op.target) and not stays else None
         if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
-            self._lay_out(op.inputs(), [placed])
+            self._lay_out(op.inputs(), [op])
         is_torchs = getattr(rule, "__module__", "").startswith("torch._decomp")
         if is_torchs and op.target in _KEPT_BESIDE_TORCHS:
             rule = None
@@ -112,28 +112,28 @@ class _TapeDecomposer(TapeRewriter):
                 hint="decompose a trace of the model in eval mode, or make a module for each layer with nn.Dropout "
                 "between them",
             )
-        if rule is None or not self._decompose(op, placed, rule):
-            self._stay(op, placed)
+        if rule is None or not self._decompose(op, rule):
+            self._stay(op)
 
-    def _stay(self, op: Op, placed: Op) -> None:
+    def _stay(self, op: Op) -> None:
         if all(_is_laid_out(self.replacements[v], v) for v in op.inputs()):
-            self.copy(op, placed)
+            self.copy(op)
             return
         self.rewrite_bodies(op)
         args, kwargs = renamed((op.args, op.kwargs), self.replacements)
-        results = self.emitter.run(placed, op.target, args, kwargs)
+        results = self.emitter.run(op, op.target, args, kwargs)
         self.replacements.update(zip(op.values(), values_in(results), strict=True))
 
     def _lay_out(self, values: list[Value], at: list[Op]) -> None:
         """Give values the strides that they had, where a decomposition gave them others; at the place of an op."""
-        for old, placed in itertools.product(values, at):
+        for old, op in itertools.product(values, at):
             if not _is_laid_out(self.replacements[old], old):
-                copied = placed.replace(target="strides", args=(old,), kwargs={}, outputs=old, writes=())
-                self._decompose(copied, placed, functools.partial(_with_strides, like=old.fake))
+                copied = op.replace(target="strides", args=(old,), kwargs={}, outputs=old, writes=())
+                self._decompose(copied, functools.partial(_with_strides, like=old.fake))
 
     # ---------------------------------------------------------------- an op of the table
 
-    def _decompose(self, op: Op, placed: Op, rule: Any) -> bool:
+    def _decompose(self, op: Op, rule: Any) -> bool:
         """Put the ops of a decomposition in the place of an op; False where it says that the op stays."""
         body = self._body(op, rule)
         if body is None:
@@ -142,15 +142,14 @@ class _TapeDecomposer(TapeRewriter):
         live = live_ops(body)
         for step in body.ops:
             if step.kind == "get_attr":
-                inside[step.result] = self.emitter.constant(placed, body.attributes[step.name])
+                inside[step.result] = self.emitter.constant(op, body.attributes[step.name])
             elif step.kind == "call_function" and id(step) in live:
-                place = {"scope": placed.scope, "call": placed.call, "frames": placed.frames, "phase": placed.phase}
-                origin = step.replace(**place)
+                origin = step.replace(scope=op.scope, call=op.call, frames=op.frames, phase=op.phase)
                 args, kwargs = renamed((step.args, step.kwargs), inside)
                 results = self.emitter.run(origin, step.target, args, kwargs)
                 inside.update(zip(step.values(), values_in(results), strict=True))
         for old, result in zip(op.values(), body.outputs, strict=True):
-            self.replacements[old] = self._as_before(op, placed, old, inside[result])
+            self.replacements[old] = self._as_before(op, old, inside[result])
         return True
 
     def _body(self, op: Op, rule: Any) -> BodyTape | None:
@@ -169,13 +168,13 @@ class _TapeDecomposer(TapeRewriter):
     def _operands(self, op: Op) -> list[Value]:
         return list(dict.fromkeys(self.replacements[v] for v in op.inputs()))
 
-    def _as_before(self, op: Op, placed: Op, old: Value, new: Value) -> Value:
+    def _as_before(self, op: Op, old: Value, new: Value) -> Value:
         """A result, in memory of its own where that of the op was."""
         operands = {v.storage: self.replacements[v].storage for v in op.inputs()}
         if new.storage in operands.values():
             if old.storage in operands:
                 return new
-            new = self.emitter.run(placed, _aten.clone.default, (new,), {})
+            new = self.emitter.run(op, _aten.clone.default, (new,), {})
         if _is_laid_out(new, old):  # so that the ops that read it are copied as they are
             new.fake, new.key, new.requires_grad = old.fake, old.key, old.requires_grad
             new.autograd_placeholder = old.autograd_placeholder
@@ -232,7 +231,7 @@ class _Body:
             return None
         self.tape.outputs = tuple(values_in(out))
         self._check()
-        return Functionalizer(self.tape).run_body({}, []) if self.tape.has_writes() else self.tape
+        return Functionalizer(self.tape).run_body([]) if self.tape.has_writes() else self.tape
 
     def _on_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         rule = self.rule_of(func)

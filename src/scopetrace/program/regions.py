@@ -34,14 +34,14 @@ class _Inliner(TapeRewriter):
         self._inlined: set[BodyTape] = around._inlined if isinstance(around, _Inliner) else set()
         self._depth = 0  # how many regions are around the op
 
-    def step(self, op: Op, placed: Op) -> None:
+    def step(self, op: Op) -> None:
         """The ops of a region in the place of its op."""
         if op.target in REGIONS:
-            self._inline(op, placed)
+            self._inline(op)
         elif op.kind != "placeholder" or not self._depth:
-            self.copy(op, placed)
+            self.copy(op)
 
-    def _inline(self, op: Op, placed: Op) -> None:
+    def _inline(self, op: Op) -> None:
         body = op.bodies()[0]
         operands = [a for a in op.args if type(a) is not BodyTape and not isinstance(a, str)]
         placeholders = [o.outputs for o in body.ops if o.kind == "placeholder"]
@@ -51,7 +51,8 @@ class _Inliner(TapeRewriter):
         self._inlined.add(body)
         calls = self.calls
         if not is_first:
-            inside: dict[Any, Any] = dict.fromkeys({o.call for o in body.ops if o.call is not None}, placed.call)
+            around = None if op.call is None else calls[op.call]
+            inside: dict[Any, Any] = dict.fromkeys({o.call for o in body.ops if o.call is not None}, around)
             self.calls = calls | inside
         self._depth += 1
         self.append(body, body.calls if is_first else [])

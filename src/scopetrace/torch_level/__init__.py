@@ -36,7 +36,7 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
     try:
         functional = work.run()
     except FunctionalizationError as error:
-        record = None if work.at is None else lifter.origins[lifted.ops.index(work.at)]
+        record = None if work.op is None else lifter.origins[lifted.ops.index(work.op)]
         if record is None:
             raise
         hint = "write it out of place, or run this part eagerly (torch.compiler.disable)"
@@ -51,12 +51,6 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
 
 class _TorchLevel(Functionalizer):
     """Functionalization with the two kinds of targets that ATen does not have."""
-
-    at: Op | None = None
-
-    def _step(self, op: Op) -> None:
-        self.at = op
-        super()._step(op)
 
     def _write(self, op: Op) -> None:
         if not isinstance(op.target, Renew):

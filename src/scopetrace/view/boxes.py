@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.fx
@@ -27,7 +27,7 @@ from scopetrace.program.graph import named, node_value, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, cost_text
 from scopetrace.view.text import counted, op_line, outermost
-from scopetrace.view.tree import Folder, Op, Run, Section, Tree, index_of, source_line, target_text
+from scopetrace.view.tree import Op, Run, Section, Tree, index_of, source_line, target_text
 
 Kind = Literal["call", "scope", "body", "run", "op"]
 """A module call, a user scope, the body of a higher-order op, equal neighbours, an op."""
@@ -44,24 +44,20 @@ class Port:
     node: torch.fx.Node = dataclasses.field(compare=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
-    """Where a value in a box begins or ends: at a port of a child, or at a port of the box itself."""
+class End(NamedTuple):
+    """Where a value in a box begins or ends: at a port of a child, by its position, or at a port of the box itself."""
 
     child: int | None
-    """The position of the child; None for the box."""
     port: int
     """Which output of the child that makes the value, which input of one that uses it; of the box, the other way."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """A value inside a box, from where it is made to where it is used."""
 
     source: End
     target: End
     type: str
-    """`f32[1, 8]`."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,15 +96,18 @@ class Box:
     @functools.cached_property
     def edges(self) -> list[Edge]:
         """From ports at which values come in, or children that make them, to children that use them, and out again."""
-        edges = []
+        edges: list[Edge] = []
         ends = {port.node: End(None, i) for i, port in enumerate(self.inputs)}
+
+        def lead_to(ports: list[Port], child: int | None) -> None:
+            known = ((i, port) for i, port in enumerate(ports) if port.node in ends)
+            edges.extend(Edge(ends[port.node], End(child, i), port.type) for i, port in known)
+
         for child, box in enumerate(self.children):
-            for i, port in enumerate(box.inputs):
-                if port.node in ends:
-                    edges.append(Edge(ends[port.node], End(child, i), port.type))
+            lead_to(box.inputs, child)
             ends |= {port.node: End(child, i) for i, port in enumerate(box.outputs)}  # Identity gives what it got
-        out = [(ends[port.node], End(None, i), port.type) for i, port in enumerate(self.outputs) if port.node in ends]
-        return [*edges, *itertools.starmap(Edge, out)]
+        lead_to(self.outputs, None)
+        return edges
 
     def notes(self) -> Iterator[tuple[str, str]]:
         """The lines below its label, each with its kind: `cost`, `weights` of an op, `writes`, `shares`."""
@@ -150,15 +149,12 @@ class _Boxes:
     def __init__(self, program: TracedProgram) -> None:
         self._program = program
         self._tree = Tree(program)
-        self._folder = Folder(self._tree, program.tape.constants)
         self._meter = Meter(program)
         self._marks = Marks(program, self._tree)
-        self._attributes = program.tape.attributes
-        self._keys: collections.Counter[str] = collections.Counter()
+        self._keys = collections.Counter[str]()
 
     def root(self) -> Box:
-        root = self._tree.root
-        return self._section(root, root.path, {})
+        return self._section(self._tree.root, self._tree.root.path, {})
 
     # ---------------------------------------------------------------- boxes
 
@@ -166,7 +162,7 @@ class _Boxes:
         kind: Kind = "scope" if section.kind == "backward" else section.kind
         box = Box(self._unique(key), section.label, kind, section.call, self._meter.of(section), section)
         box.writes = self._marks.writes(section)
-        runs = self._folder.runs(section.items)
+        runs = self._tree.runs(section.items)
         items = [x.members[0] if isinstance(x, Run) and len(x.members) == 1 else x for x in runs]
         self._fill(box, section, items, dict.fromkeys([*_results(section), *needed]))
         return box
@@ -180,9 +176,7 @@ class _Boxes:
         return box
 
     def _op(self, op: Op, key: str, results: Nodes) -> Box:
-        """`results` are also nodes without an example value, as a number that is computed of numbers."""
-        call = self._tree.call_of(op.node)
-        box = Box(self._unique(key), target_text(op.node), "op", call, self._meter.of(op))
+        box = Box(self._unique(key), target_text(op.node), "op", self._tree.call_of(op.node), self._meter.of(op))
         if op.node.target is torch.ops.higher_order.invoke_subgraph:
             box.label = f"function {[*op.bodies, *op.shared][0].name}"
         box.text = op_line(op, named)
@@ -190,7 +184,7 @@ class _Boxes:
         box.inputs = [_port(node) for node in self._used(op)]
         box.outputs = [_port(node) for node in results]
         box.children = [self._section(body, f"{key}/{body.name}", {}) for body in op.bodies]
-        read = [_port(node) for node in op.attributes if str(node.target) in self._attributes]
+        read = [_port(node) for node in op.attributes if str(node.target) in self._program.tape.attributes]
         inside = [port for body in box.children for port in body.parameters]
         box.parameters = tuple(dict.fromkeys([*read, *inside]))
         box.shares = self._marks.shares(op)
@@ -205,18 +199,12 @@ class _Boxes:
         results = [dict.fromkeys(_results(item)) for item in items]
         starts = [item.first for item in items]
         for node in [*itertools.chain.from_iterable(map(self._used, items)), *needed]:
-            child = self._producer(node, items, starts)
-            if child is not None:
+            child = bisect.bisect_right(starts, number := self._number(node)) - 1
+            if child >= 0 and number < items[child].stop:
                 results[child][node] = None
         box.children = [self._item(item, box.key, nodes) for item, nodes in zip(items, results, strict=True)]
         box.parameters = tuple(dict.fromkeys(port for inner in box.children for port in inner.parameters))
         box.shares = self._marks.shares(around)
-
-    def _producer(self, node: torch.fx.Node, items: Sequence[Item], starts: list[int]) -> int | None:
-        """Which of `items`, whose ops begin at `starts`, makes a node; None where it comes from outside them."""
-        number = self._number(node)
-        child = bisect.bisect_right(starts, number) - 1
-        return child if child >= 0 and number < items[child].stop else None
 
     def _item(self, item: Item, around: str, needed: Nodes) -> Box:
         if isinstance(item, Op):
@@ -248,7 +236,6 @@ class _Boxes:
 
 
 def _results(item: Item) -> list[torch.fx.Node]:
-    """The nodes that an op gives or a call or body returns."""
     if isinstance(item, Op):
         return item.results
     return [] if isinstance(item, Run) else leaves(item.outputs, torch.fx.Node)

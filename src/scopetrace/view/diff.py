@@ -107,19 +107,23 @@ class Diff:
 
 def compare(before: TracedProgram, after: TracedProgram) -> Diff:
     """The differences of two programs."""
-    return _Comparison(before, after).run()
+    return Diff(_Comparison(before, after).differences)
 
 
 class _Side:
-    """One program, with texts of its parts in which nodes have numbers that do not depend on the graph's names."""
+    """One program, with texts of its parts in which nodes have numbers that do not depend on the graph's names.
+
+    Attributes:
+        inputs: the text of each input of the graph, by position.
+        effects: the steps after the graph, by position.
+    """
 
     def __init__(self, program: TracedProgram) -> None:
-        self.program = program
-        self.root = Tree(program).root
-        self._numbers: dict[torch.fx.Node, str] = {}
-        self._inputs = program.lowering.graph.find_nodes(op="placeholder")
-        for position, node in enumerate(self._inputs):
-            self._numbers[node] = f"input {position}"
+        self.program, self.root = program, Tree(program).root
+        placeholders = program.lowering.graph.find_nodes(op="placeholder")
+        self.inputs = dict(enumerate(map(typed, placeholders)))
+        self.effects = dict(enumerate(str(program.tape.write_back or "").splitlines()))
+        self._numbers = {node: f"input {position}" for position, node in enumerate(placeholders)}
 
     def set_number(self, item: Op | Section, number: int) -> None:
         """Number the nodes of what an op gives or a call returns."""
@@ -129,15 +133,10 @@ class _Side:
             nodes = leaves(item.outputs, torch.fx.Node)
         self._numbers |= {node: f"#{number}.{slot}" for slot, node in enumerate(nodes)}
 
-    def number(self, node: torch.fx.Node) -> str:
-        """The number of a node; an attribute, and a node without a number, by its name."""
+    def _number(self, node: torch.fx.Node) -> str:
         return self._numbers.get(node) or named(node)
 
-    def inputs(self) -> dict[Any, str]:
-        """The text of each input of the graph, by position."""
-        return dict(enumerate(map(typed, self._inputs)))
-
-    def attributes(self) -> dict[Any, str]:
+    def attributes(self) -> dict[str, str]:
         """By name, the text of each parameter, buffer and constant that the graph reads; of constants with values."""
         constants, texts = self.program.tape.constants, {}
         for node in self.program.lowering.graph.find_nodes(op="get_attr"):
@@ -146,52 +145,40 @@ class _Side:
                 texts[name] = typed(node) + (f" = {_content(constants[name])}" if name in constants else "")
         return texts
 
-    def op(self, op: Op) -> tuple[str, str]:
-        """An op as text, and the same with numbers in place of names."""
-        results = type_text(node_value(op.node))
-        return op_line(op, named), f"{results} = {op_text(op.node, self.number)}"
+    def texts(self, item: Op | Section) -> tuple[str, str]:
+        """An op or a section with its arguments, and the same with numbers in place of names."""
+        if isinstance(item, Op):
+            return op_line(item, named), f"{type_text(node_value(item.node))} = {op_text(item.node, self._number)}"
+        by_name, by_number = self.result(item)
+        if item.kind == "body":
+            return f"{item.name} -> {by_name}", by_number
+        if item.kind != "call":
+            return item.label, ""
+        return f"{_taken(item, named)} -> {by_name}", f"{_taken(item, self._number)} -> {by_number}"
 
-    def call(self, section: Section) -> tuple[str, str]:
-        """A section with its arguments as text, and the same with numbers in place of names."""
-        if section.kind == "body":
-            return f"{section.name} -> {value_text(section.outputs, named)}", value_text(section.outputs, self.number)
-        if section.kind != "call":
-            return section.label, ""
-        by_name, by_number = (_call_text(section, name) for name in (named, self.number))
-        return by_name, by_number
-
-    def result(self) -> tuple[str, str]:
-        """The result as text, and the same with numbers in place of names."""
-        return value_text(self.root.outputs, named), value_text(self.root.outputs, self.number)
-
-    def effects(self) -> dict[Any, str]:
-        """The steps after the graph, by position."""
-        return dict(enumerate(str(self.program.tape.write_back or "").splitlines()))
+    def result(self, section: Section) -> tuple[str, str]:
+        """The result of a section, and the same with numbers in place of names."""
+        return value_text(section.outputs, named), value_text(section.outputs, self._number)
 
 
-def _call_text(section: Section, name: Namer) -> str:
-    arguments = ", ".join(f"{key}={value_text(x, name)}" for key, x in section.inputs.items())
-    return f"{section.label}({arguments}) -> {value_text(section.outputs, name)}"
+def _taken(call: Section, name: Namer) -> str:
+    return f"{call.label}({', '.join(f'{key}={value_text(x, name)}' for key, x in call.inputs.items())})"
 
 
 class _Comparison:
     """Compares two programs in the order of execution: operands get their numbers before the ops that read them."""
 
     def __init__(self, before: TracedProgram, after: TracedProgram) -> None:
-        self._a, self._b = _Side(before), _Side(after)
+        a, b = self._a, self._b = _Side(before), _Side(after)
         self._numbers = itertools.count()
-        self._differences: list[Difference] = []
-
-    def run(self) -> Diff:
-        a, b = self._a, self._b
-        self._tables("input", a.inputs(), b.inputs())
+        self.differences: list[Difference] = []
+        self._tables("input", a.inputs, b.inputs)
         self._tables("attribute", a.attributes(), b.attributes())
         self._sections(a.root, b.root)
-        old, new = a.result(), b.result()
+        old, new = a.result(a.root), b.result(b.root)
         if old[0] != new[0]:
             self._texts("output", b.root.path, old, new)
-        self._tables("output", a.effects(), b.effects())
-        return Diff(self._differences)
+        self._tables("output", a.effects, b.effects)
 
     def _tables(self, what: What, before: dict[Any, str], after: dict[Any, str]) -> None:
         for key in dict.fromkeys([*before, *after]):
@@ -205,7 +192,7 @@ class _Comparison:
 
     def _note(self, what: What, scope: str, before: str | None, after: str | None) -> None:
         kind: Kind = "added" if before is None else "removed" if after is None else "changed"
-        self._differences.append(Difference(kind, what, scope, before, after))
+        self.differences.append(Difference(kind, what, scope, before, after))
 
     def _sections(self, before: Section, after: Section) -> None:
         old, new = ([_key(item) for item in section.items] for section in (before, after))
@@ -218,26 +205,27 @@ class _Comparison:
 
     def _block(self, old: list[Op | Section], new: list[Op | Section], old_scope: str, new_scope: str) -> None:
         """Items that have no counterpart; an op in the place of a single other one has changed."""
-        if len(old) == len(new) == 1 and isinstance(old[0], Op) and isinstance(new[0], Op):
+        is_one = len(old) == len(new) == 1
+        if is_one and isinstance(old[0], Op) and isinstance(new[0], Op):
             self._pair(old[0], new[0], new_scope)
             return
         for item in old:
             self._note(_what(item), old_scope, _line(self._a, item), None)
         for item in new:
             self._note(_what(item), new_scope, None, _line(self._b, item))
-        if len(old) == len(new) == 1:  # what reads the new one in place of the old has not changed for it
+        if is_one:  # what reads the new one in place of the old has not changed for it
             self._number(old[0], new[0])
 
     def _pair(self, a: Op | Section, b: Op | Section, scope: str) -> None:
         if isinstance(a, Op) and isinstance(b, Op):
-            texts = self._a.op(a), self._b.op(b)
+            texts = self._a.texts(a), self._b.texts(b)
             self._number(a, b)
             self._texts("op", scope, *texts)
             for one, other in zip(a.bodies, b.bodies, strict=False):
                 self._pair(one, other, scope)
         elif isinstance(a, Section) and isinstance(b, Section):
             self._sections(a, b)
-            self._texts("call", scope, self._a.call(a), self._b.call(b))
+            self._texts("call", scope, self._a.texts(a), self._b.texts(b))
 
     def _number(self, a: Op | Section, b: Op | Section) -> None:
         number = next(self._numbers)
@@ -254,10 +242,8 @@ def _what(item: Op | Section) -> What:
 
 
 def _line(side: _Side, item: Op | Section) -> str:
-    """An item that has no counterpart."""
-    if isinstance(item, Op):
-        return side.op(item)[0]
-    return f"{side.call(item)[0]}  # {item.op_count} op{'s' * (item.op_count != 1)}"
+    text, _ = side.texts(item)
+    return text if isinstance(item, Op) else f"{text}  # {item.op_count} op{'s' * (item.op_count != 1)}"
 
 
 def _content(constant: torch.Tensor) -> str:
@@ -271,20 +257,20 @@ def _content(constant: torch.Tensor) -> str:
 def digest(program: TracedProgram) -> str:
     """A SHA-256 of what a program does: inputs, ops with arguments, types and scopes, calls, constants, effects."""
     side, numbers = _Side(program), itertools.count()
-    lines = [*side.inputs().values(), *side.attributes().values()]
+    lines = [*side.inputs.values(), *side.attributes().values()]
 
     def add(section: Section) -> None:
         for item in section.items:
             if isinstance(item, Op):
-                lines.append(f"{section.path}: {side.op(item)[1]}")
+                lines.append(f"{section.path}: {side.texts(item)[1]}")
                 side.set_number(item, next(numbers))
                 for body in item.bodies:
                     add(body)
-                    lines.append(side.call(body)[1])
+                    lines.append(side.texts(body)[1])
             else:
                 add(item)
-                lines.append(f"{section.path}: {side.call(item)[1]}")
+                lines.append(f"{section.path}: {side.texts(item)[1]}")
 
     add(side.root)
-    lines += [side.result()[1], *side.effects().values()]
+    lines += [side.result(side.root)[1], *side.effects.values()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

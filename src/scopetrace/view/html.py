@@ -38,6 +38,10 @@ def page(root: Box) -> str:
 
 def document(root: Box) -> dict[str, Any]:
     """The boxes as plain records, outer before inner, with `children` as positions in the list."""
+
+    def end(place: End) -> list[int]:
+        return [-1 if place.child is None else place.child, place.port]  # -1: the box around
+
     positions = {box: position for position, box in enumerate(root.walk())}
     sources: dict[str, int] = {}
     records = []
@@ -52,7 +56,7 @@ def document(root: Box) -> dict[str, Any]:
             "facts": _facts(box),
             "inputs": [[port.name, port.type] for port in box.inputs],
             "outputs": [[port.name, port.type] for port in box.outputs],
-            "edges": [[*_end(edge.source), *_end(edge.target), edge.type] for edge in box.edges],
+            "edges": [[*end(edge.source), *end(edge.target), edge.type] for edge in box.edges],
             "children": [positions[child] for child in box.children],
         }
         if box.kind == "call":
@@ -65,11 +69,6 @@ def document(root: Box) -> dict[str, Any]:
             record["source"] = sources.setdefault(box.source, len(sources))
         records.append(record)
     return {"version": 1, "boxes": records, "sources": list(sources)}
-
-
-def _end(end: End) -> list[int]:
-    """Child and port; -1 stands for the box around."""
-    return [-1 if end.child is None else end.child, end.port]
 
 
 def _attributes(box: Box) -> list[list[str]]:

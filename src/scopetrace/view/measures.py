@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from scopetrace._compat.ops import can_decompose, is_op
 from scopetrace._compat.symbols import Symbolic, example
 from scopetrace._compat.tensors import storage_id
-from scopetrace.containers.structure import leaves
+from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.formatting import amount
 from scopetrace.functionalization.report import mutations
-from scopetrace.ir.tape import Value
 from scopetrace.ops.functional_variants import tensor_of
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
@@ -190,14 +188,21 @@ def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 
 _MORE = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
 """Formulas that `torch.utils.flop_counter` does not have."""
-_HOLDERS = (torch.fx.Node, Value)
+
+
+class _Strided(NamedTuple):
+    """A tensor without data, whose sizes are those of the example where they are symbolic."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class FlopCounts:
     """The floating-point operations of ops as torch counts them; those of equal sizes are counted once."""
 
     def __init__(self) -> None:
-        self._counts: dict[Hashable, int] = {}
+        self._count = functools.cache(_count)
 
     def of(self, func: Any, args: Any, kwargs: Any) -> int:
         """Those of `func`, with nodes or values for tensors.
@@ -206,41 +211,31 @@ class FlopCounts:
         """
         if not is_op(func) or not (func.overloadpacket in flop_registry | _MORE or can_decompose(func)):
             return 0
-        key = (func, _signature(args), _signature(kwargs))
+        call = func, _without_data(args), tuple([(name, _without_data(x)) for name, x in kwargs.items()])
         try:
-            if key not in self._counts:
-                self._counts[key] = _count(func, args, kwargs)
-            return self._counts[key]
+            return self._count(*call)
         except TypeError:  # an unhashable Python argument
-            return _count(func, args, kwargs)
+            return _count(*call)
 
 
 def _without_data(x: Any) -> Any:
-    """A tensor of the example's sizes on the meta device; of a symbolic number the example's."""
     x = tensor_of(x)
-    if not isinstance(x, torch.Tensor):
-        return example(x) if isinstance(x, Symbolic) else x
-    sizes, strides = (tuple(map(example, numbers)) for numbers in (x.shape, x.stride()))
-    return torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
-
-
-def _signature(x: Any) -> Hashable:
-    """An argument with the sizes and types of tensors in place of the nodes or values."""
-    if isinstance(x, _HOLDERS):
-        return _signature(tensor_of(x))
     if isinstance(x, torch.Tensor):
-        return (x.shape, x.stride(), x.dtype)
+        return _Strided(tuple(map(example, x.shape)), tuple(map(example, x.stride())), x.dtype)
     if isinstance(x, (list, tuple)):
-        return tuple([_signature(item) for item in x])
-    return tuple([(key, _signature(item)) for key, item in x.items()]) if isinstance(x, dict) else x
+        return tuple(map(_without_data, x))
+    return example(x) if isinstance(x, Symbolic) else x
 
 
-def _count(func: Any, args: Any, kwargs: Any) -> int:
-    args, kwargs = tree_map_only((*_HOLDERS, torch.Tensor, *Symbolic), _without_data, (args, kwargs))
+def _count(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> int:
+    def tensor(t: _Strided) -> torch.Tensor:
+        return torch.empty_strided(t.size, t.stride, dtype=t.dtype, device="meta")
+
+    args, keywords = map_structure(tensor, (args, dict(kwargs)), _Strided)
     counter = FlopCounterMode(display=False, custom_mapping=_MORE)
     try:
         with torch.no_grad(), counter:
-            func(*args, **kwargs)
+            func(*args, **keywords)
     except Exception:  # ops whose results depend on data, or that the meta device does not have
         return 0
     return int(counter.get_total_flops())

@@ -133,16 +133,11 @@ class Memory(Tabular):
             if depth is not None and level > depth:
                 continue
             inside = [s for s in storages if call.start <= s.first < call.stop and tape.ops[s.first].phase is None]
-            yield CallMemory(
-                call.fqn,
-                call.scope.type_name,
-                call.index,
-                level,
-                sum(s.size for s in inside),
-                sum(s.size for s in inside if s.last < call.stop),
-                sum(s.size for s in inside if s.backward_first is not None),
-                peaks.get(call, 0),
-            )
+            size = sum(s.size for s in inside)
+            freed = sum(s.size for s in inside if s.last < call.stop)
+            saved = sum(s.size for s in inside if s.backward_first is not None)
+            place = call.fqn, call.scope.type_name, call.index, level
+            yield CallMemory(*place, size, freed, saved, peaks.get(call, 0))
 
     def to_dict(self) -> dict[str, Any]:
         """The totals and rows as plain data, for JSON. Sizes are bytes."""
@@ -213,17 +208,14 @@ def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
         of_results[storage.first] += storage.size
     peaks: dict[Any, int] = {}
     for i, op in enumerate(tape.ops):
-        bodies = op.bodies()
-        needed = max(map(_peak_of, bodies)) if bodies else _peak_of_parts(tape, op, peaks)
+        in_use = [0, *(n for body in op.bodies() for n in timeline_of(len(body.ops), storages_of(body)[1]))]
+        needed = max(in_use) if op.bodies() else _peak_of_parts(tape, op, peaks)
         if needed > of_results[i]:
             yield Storage(needed - of_results[i], i, i, i)
 
 
 def _peak_of_parts(tape: Tape, op: Op, peaks: dict[Any, int]) -> int:
-    """The most that is in use while a composite op runs, its results included; 0 for any other.
-
-    `peaks` has those of ops with arguments of the same metadata.
-    """
+    """The most that is in use while a composite op runs; 0 for any other. `peaks` has those of equal metadata."""
     # The parts of a custom op may be Python, which runs once.
     is_composite = is_op(op.target) and op.target.namespace == "aten" and can_decompose(op.target)
     if not is_composite or op.writes or op.unbacked or tape.fake_mode is None:
@@ -240,11 +232,6 @@ def _peak_of_parts(tape: Tape, op: Op, peaks: dict[Any, int]) -> int:
         if key is not None:
             peaks[key] = peak
     return peak
-
-
-def _peak_of(body: Tape) -> int:
-    """The most that is in use while a body of a higher-order op runs once, its results included."""
-    return max(timeline_of(len(body.ops), storages_of(body)[1]), default=0)
 
 
 def _bytes(value: Value) -> int:
@@ -276,19 +263,15 @@ def _eager_peak(tape: Tape, storages: list[Storage], peak: int) -> int:
     """The peak of a step in eager, where what a checkpointed region makes for backward is made again there."""
     if not isinstance(tape, RecordedTape) or not (tape.checkpointed and tape.backwards):
         return peak
+    recomputed = [(i, op.phase) for i, op in enumerate(tape.ops) if op.phase is not None and op.phase.recomputed]
     regions = []
     for start, stop in tape.checkpointed:
         inside = [s for s in storages if start <= s.first < stop > s.forward_last]
         dropped = {s: s.backward_first for s in inside if s.backward_first is not None}
-        again = min([_runs_again(tape, start, stop), *dropped.values()])
+        in_region = {call.position for call in tape.calls if start <= call.start < stop}
+        again = next((i for i, phase in recomputed if phase.call in in_region), len(tape.ops))
+        again = min([again, *dropped.values()])
         read = {v.storage for op in tape.ops[start:stop] for v in op.inputs()}
         kept = frozenset(s for s in storages if s.first < start and s.key in read)
         regions.append(Recomputed(again, frozenset(dropped), kept))
     return max(timeline_of(len(tape.ops), storages, regions), default=0)
-
-
-def _runs_again(tape: Tape, start: int, stop: int) -> int:
-    """The position of the first op of backward that runs an op of a region again."""
-    phases = ((i, op.phase) for i, op in enumerate(tape.ops))
-    recomputed = (i for i, p in phases if p is not None and p.recomputed and start <= tape.calls[p.call].start < stop)
-    return next(recomputed, len(tape.ops))

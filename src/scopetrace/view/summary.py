@@ -20,7 +20,7 @@ from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, share
 from scopetrace.view.text import counted
-from scopetrace.view.tree import Folder, Op, Run, Section, Tree
+from scopetrace.view.tree import Op, Run, Section, Tree
 
 _SHOWN = 3  # tensors of a cell
 
@@ -78,7 +78,6 @@ class Summary(Tabular):
         self._marks = Marks(program, self._tree)
         self._depth = depth
         self._root = self._meter.of(self._tree.root)
-        self._folder = Folder(self._tree, program.tape.constants)
         self._row_of: dict[Section, Row] = {}
         self.rows = list(self._rows(self._tree.root, 0))
         self.unused = _unused(program.model, self._root)
@@ -101,26 +100,12 @@ class Summary(Tabular):
                 yield from self._rows(inner, depth + 1)
 
     def _row(self, section: Section, depth: int, cost: Measures) -> Row:
-        call = section.call
-        return Row(
-            section.path,
-            call.fqn,
-            call.scope.type_name if section.kind == "call" else "",
-            call.index,
-            depth,
-            _types(section.inputs),
-            _types(section.outputs),
-            cost.ops,
-            cost.parameter_count,
-            cost.trainable_count,
-            cost.parameter_bytes,
-            cost.buffer_bytes,
-            cost.flops,
-            cost.activation_bytes,
-            share(cost, self._root),
-            self._marks.writes(section),
-            self._marks.shares(section),
-        )
+        call, marks = section.call, (self._marks.writes(section), self._marks.shares(section))
+        place = section.path, call.fqn, call.scope.type_name if section.kind == "call" else "", call.index, depth
+        parameters = cost.parameter_count, cost.trainable_count, cost.parameter_bytes, cost.buffer_bytes
+        types = _types(section.inputs), _types(section.outputs)
+        part = share(cost, self._root)
+        return Row(*place, *types, cost.ops, *parameters, cost.flops, cost.activation_bytes, part, *marks)
 
     # ---------------------------------------------------------------- text
 
@@ -134,7 +119,7 @@ class Summary(Tabular):
         yield _cells(_label(section), self._row_of[section])
         if self._depth is not None and depth >= self._depth:
             return
-        for item in self._folder.runs(section.items):
+        for item in self._tree.runs(section.items):
             for inner in item.bodies if isinstance(item, Op) else item.members[:1]:
                 yield from self._lines(inner, depth + 1)
             if isinstance(item, Run) and len(item.members) > 1:

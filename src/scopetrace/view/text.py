@@ -33,14 +33,13 @@ import torch.fx
 from scopetrace.errors import CallNotFoundError
 from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.selection import Selection, Target, is_named, is_scope_named, several, target_text
+from scopetrace.ir.selection import Selection, is_named, is_scope_named, several, target_text
 from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import named, node_value, typed
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.tree import (
     BACKWARD,
     RECOMPUTED,
-    Folder,
     Namer,
     Op,
     Run,
@@ -73,7 +72,6 @@ class _Writer:
         self._depth = depth
         self._tree = Tree(program)
         self._tape = program.tape
-        self._folder = Folder(self._tree, program.tape.constants)
 
     def lines(self, selection: Selection | None) -> Iterator[str]:
         """The lines of the text, in order."""
@@ -87,7 +85,8 @@ class _Writer:
                 yield from (f"{_INDENT}{s}" for s in specializations)
             return
         refuse_unnamed(root.call.scope, self._tree.calls, selection)
-        yield from self._items([*outermost(root, selection)], "", 0, _path_label, named)
+        items = [*outermost(root, selection)]
+        yield from self._items(items, "", 0, lambda s: s.path if s.name else s.path + index_of(s.call), named)
 
     def _summary(self, root: Section) -> str:
         parameters = self._parameters()
@@ -140,7 +139,7 @@ class _Writer:
         name: Namer,
     ) -> Iterator[str]:
         shown: dict[int, str] = {}  # by signature, the label of the section that is shown in full
-        for item in self._folder.runs(items):
+        for item in self._tree.runs(items):
             if isinstance(item, Run):
                 yield from self._run(item, indent, depth, label, shown)
                 continue
@@ -173,7 +172,7 @@ class _Writer:
         calls = [member.call for member in run.members[1:]]
         parts = [
             f"{key}={_listed([value_text(call.argument_templates[key], named) for call in calls])}"
-            for key in self._folder.differing(run)
+            for key in self._tree.differing(run)
         ]
         arguments = f"({', '.join(parts)})" if parts else ""
         results = [value_text(call.output_template, typed, _LIMIT) for call in (calls[-1:] if run.is_chain else calls)]
@@ -215,14 +214,10 @@ def refuse_unnamed(root: Scope, calls: Sequence[ModuleCall], selection: Selectio
         if isinstance(target, str) and any(is_scope_named(scope, target) for scope in root.walk()):
             continue
         if not any(is_named(call, target) for call in calls):
-            raise CallNotFoundError(_unmatched(root, target))
-
-
-def _unmatched(root: Scope, target: Target) -> str:
-    paths = [scope.path for scope in root.walk()]
-    some = [p for p in paths[1:] if p.count("/") <= 2][:2] or paths[:1]
-    examples = f"paths are such as {' and '.join(map(repr, some))}, and * stands for any text"
-    return f"no scope matches {target_text(target)}; {examples}"
+            paths = [scope.path for scope in root.walk()]
+            some = " and ".join(map(repr, [p for p in paths[1:] if p.count("/") <= 2][:2] or paths[:1]))
+            problem = f"no scope matches {target_text(target)}"
+            raise CallNotFoundError(f"{problem}; paths are such as {some}, and * stands for any text")
 
 
 def levels(scope: Scope, selection: Selection | None, outer: int | None = None) -> dict[Scope, int]:
@@ -285,10 +280,6 @@ def _in_place(node: torch.fx.Node, prefix: str | None, constants: Container[str]
     ):
         return named(node)
     return f"self.{target.removeprefix(prefix)}"
-
-
-def _path_label(section: Section) -> str:
-    return section.path if section.name else section.path + index_of(section.call)
 
 
 def counted(labels: list[str]) -> str:

@@ -93,9 +93,9 @@ class Section:
     """The number of the first op in it; the ops in it have the numbers from `first` to `stop` - 1."""
     stop: int = 0
     signature: int = -1
-    """A number that is equal for sections of equal structure, which a Folder sets."""
+    """A number that is equal for sections of equal structure, which `Tree.runs` sets."""
     outside: list[torch.fx.Node] = dataclasses.field(default_factory=list)
-    """The nodes from outside that it uses, in order of first use, which a Folder sets."""
+    """The nodes from outside that it uses, in order of first use, which `Tree.runs` sets."""
 
     @property
     def op_count(self) -> int:
@@ -138,6 +138,35 @@ class Section:
             yield from inner.walk()
 
 
+Origin = Literal["same", "different"] | tuple[int, int]
+"""Where a member's outside node comes from: the same node for all members, a different one for each, or (op, slot) in
+the member before."""
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """A section and repetitions of it that follow each other."""
+
+    members: list[Section]
+    relation: tuple[Origin, ...] | None = None
+    """For each outside node of a member, where it comes from relative to the member before; equal for all members."""
+
+    @property
+    def first(self) -> int:
+        """The number of the first op in it."""
+        return self.members[0].first
+
+    @property
+    def stop(self) -> int:
+        """The number after that of the last op in it."""
+        return self.members[-1].stop
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each member takes results of the one before."""
+        return any(isinstance(origin, tuple) for origin in self.relation or ())
+
+
 class _Place(NamedTuple):
     """Where a node of a graph belongs."""
 
@@ -156,17 +185,20 @@ class Tree:
     Attributes:
         calls: the program's module calls.
         root: the section of the root call.
+        constants: those of the program's tape.
         ops: by node, its op and its slot among the op's results.
         bodies: the `get_attr` nodes that pass bodies to higher-order ops.
     """
 
     def __init__(self, program: TracedProgram) -> None:
         self.calls = program.calls
+        self.constants = program.tape.constants
         self.ops: dict[torch.fx.Node, tuple[Op, int]] = {}
         self.bodies: set[torch.fx.Node] = set()
         self.root = Section("call", self.calls[0].scope.path, self.calls[0])
         self._by_position = {call.position: call for call in self.calls}
         self._body_sections: dict[Tape, Section] = {}
+        self._numbers: dict[Hashable, int] = {}  # by what a signature is of
         self._fill(program.lowering, self.root)
         _number(self.root, 0)
 
@@ -246,6 +278,71 @@ class Tree:
         around = [c for c in self.calls if c.position <= position and f"{path}/".startswith(f"{c.scope.path}/")]
         return max(around, key=lambda c: c.position, default=self.calls[0])
 
+    # ---------------------------------------------------------------- runs
+
+    def runs(self, items: Sequence[Op | Section]) -> list[Op | Run]:
+        """The items in order, with equal neighbours as one Run; a section that repeats no other one is a Run, too."""
+        self._sign(self.root)
+        runs: list[Op | Run] = []
+        for item in items:
+            if isinstance(item, Op):
+                runs.append(item)
+            elif not (runs and isinstance(runs[-1], Run) and self._joins(runs[-1], item)):
+                runs.append(Run([item]))
+        return runs
+
+    def _joins(self, run: Run, section: Section) -> bool:
+        """Add a section to the run if it repeats the run's members."""
+        last = run.members[-1]
+        if last.signature != section.signature or not {last.kind, section.kind} <= {"call", "backward"}:
+            return False
+        relation = tuple([self._relation(last, a, b) for a, b in zip(last.outside, section.outside, strict=True)])
+        repeated = Run([last, section], relation)
+        # Parallel calls of a single op are shown one by one: a folded line would be no shorter and say less.
+        if run.relation not in (None, relation) or (section.op_count <= 1 and not repeated.is_chain):
+            return False
+        run.members.append(section)
+        run.relation = relation
+        return True
+
+    def _relation(self, before: Section, old: torch.fx.Node, new: torch.fx.Node) -> Origin:
+        if old is new:
+            return "same"
+        op, slot = self.ops.get(new, (None, 0))
+        if op is not None and before.first <= op.first < before.stop:
+            return (op.first - before.first, slot)
+        return "different"
+
+    def differing(self, run: Run) -> list[str]:
+        """The names of arguments that are neither shared by all members of a run nor results of the member before."""
+        last = run.members[-1]
+        outside = zip(last.outside, run.relation or (), strict=True)
+        differing = {node for node, origin in outside if origin == "different"}
+        arguments = last.call.argument_templates.items()
+        return [name for name, x in arguments if isinstance(x, torch.fx.Node) and x in differing]
+
+    # ---------------------------------------------------------------- signatures
+
+    def _sign(self, section: Section) -> int:
+        """The signature of a section, set with those of the sections inside."""
+        if section.signature >= 0:
+            return section.signature
+        names = _Names(section, self)
+        text: list[Hashable] = [section.kind, section.name if section.kind == "scope" else section.call.module_type]
+        if section.kind == "call":
+            text += [section.call.is_leaf, type(section.call.raised).__qualname__]
+            text += [(key, _wiring(x, names)) for key, x in section.call.argument_templates.items()]
+        for item in section.items:
+            if isinstance(item, Op):
+                op = f"{tuple(item.parts)} {type_text(node_value(item.node))} = {op_text(item.node, names)}"
+                text.append((op, *map(self._sign, [*item.bodies, *item.shared])))
+            else:
+                text.append((self._sign(item), item.first - section.first, *map(names, item.outside)))
+        text.append(_wiring(section.outputs, names))
+        section.signature = self._numbers.setdefault(tuple(text), len(self._numbers))
+        section.outside = names.outside
+        return section.signature
+
 
 def _number(section: Section, count: int) -> int:
     """Number the ops of a section from `count` on, in the order of the tree; returns the number after the last."""
@@ -264,10 +361,7 @@ def _number(section: Section, count: int) -> int:
 
 
 def _places(graph: torch.fx.Graph) -> list[_Place]:
-    """The place of each node of an op.
-
-    Nodes without a place (switches of autograd, `sym_size`, nodes of users' passes) get that of the next node.
-    """
+    """The place of each node of an op; that of the next one for `sym_size` and for nodes of users' passes."""
     places: list[_Place] = []
     near: tuple[int, str, tuple[str, int] | None] = (0, "", None)
     for node in reversed([n for n in graph.nodes if n.op in ("call_function", "call_module", "call_method")]):
@@ -316,116 +410,12 @@ def _in_scope(section: Section, path: str) -> Section:
     return section
 
 
-Origin = Literal["same", "different"] | tuple[int, int]
-"""Where a member's outside node comes from: the same node for all members, a different one for each, or (op, slot) in
-the member before."""
-
-
-@dataclasses.dataclass(slots=True)
-class Run:
-    """A section and repetitions of it that follow each other."""
-
-    members: list[Section]
-    relation: tuple[Origin, ...] | None = None
-    """For each outside node of a member, where it comes from relative to the member before; equal for all members."""
-
-    @property
-    def first(self) -> int:
-        """The number of the first op in it."""
-        return self.members[0].first
-
-    @property
-    def stop(self) -> int:
-        """The number after that of the last op in it."""
-        return self.members[-1].stop
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether each member takes results of the one before."""
-        return any(isinstance(origin, tuple) for origin in self.relation or ())
-
-
-class Folder:
-    """Sets the signatures of all sections of a tree. `constants` are those of the tape."""
-
-    def __init__(self, tree: Tree, constants: dict[str, torch.Tensor]) -> None:
-        self._tree = tree
-        self._constants = constants
-        self._numbers: dict[Hashable, int] = {}
-        self._sign(tree.root)
-
-    # ---------------------------------------------------------------- runs
-
-    def runs(self, items: Sequence[Op | Section]) -> list[Op | Run]:
-        """The items in order, with equal neighbours as one Run; a section that repeats no other one is a Run, too."""
-        runs: list[Op | Run] = []
-        for item in items:
-            if isinstance(item, Op):
-                runs.append(item)
-            elif not (runs and isinstance(runs[-1], Run) and self._joins(runs[-1], item)):
-                runs.append(Run([item]))
-        return runs
-
-    def _joins(self, run: Run, section: Section) -> bool:
-        """Add a section to the run if it repeats the run's members."""
-        last = run.members[-1]
-        if last.signature != section.signature or not {last.kind, section.kind} <= {"call", "backward"}:
-            return False
-        relation = tuple([self._relation(last, a, b) for a, b in zip(last.outside, section.outside, strict=True)])
-        repeated = Run([last, section], relation)
-        # Parallel calls of a single op are shown one by one: a folded line would be no shorter and say less.
-        if run.relation not in (None, relation) or (section.op_count <= 1 and not repeated.is_chain):
-            return False
-        run.members.append(section)
-        run.relation = relation
-        return True
-
-    def _relation(self, before: Section, old: torch.fx.Node, new: torch.fx.Node) -> Origin:
-        if old is new:
-            return "same"
-        op, slot = self._tree.ops.get(new, (None, 0))
-        if op is not None and before.first <= op.first < before.stop:
-            return (op.first - before.first, slot)
-        return "different"
-
-    def differing(self, run: Run) -> list[str]:
-        """The names of arguments that are neither shared by all members of a run nor results of the member before."""
-        last = run.members[-1]
-        outside = zip(last.outside, run.relation or (), strict=True)
-        differing = {node for node, origin in outside if origin == "different"}
-        arguments = last.call.argument_templates.items()
-        return [name for name, x in arguments if isinstance(x, torch.fx.Node) and x in differing]
-
-    # ---------------------------------------------------------------- signatures
-
-    def _sign(self, section: Section) -> int:
-        """The signature of a section, set with those of the sections inside."""
-        if section.signature >= 0:
-            return section.signature
-        names = _Names(section, self._tree, self._constants)
-        text: list[Hashable] = [section.kind, section.name if section.kind == "scope" else section.call.module_type]
-        if section.kind == "call":
-            text += [section.call.is_leaf, type(section.call.raised).__qualname__]
-            text += [(key, _wiring(x, names)) for key, x in section.call.argument_templates.items()]
-        for item in section.items:
-            if isinstance(item, Op):
-                op = f"{tuple(item.parts)} {type_text(node_value(item.node))} = {op_text(item.node, names)}"
-                text.append((op, *map(self._sign, [*item.bodies, *item.shared])))
-            else:
-                text.append((self._sign(item), item.first - section.first, *map(names, item.outside)))
-        text.append(_wiring(section.outputs, names))
-        section.signature = self._numbers.setdefault(tuple(text), len(self._numbers))
-        section.outside = names.outside
-        return section.signature
-
-
 class _Names:
     """Names of nodes relative to a section: equal for equal sections anywhere in the program."""
 
-    def __init__(self, section: Section, tree: Tree, constants: dict[str, torch.Tensor]) -> None:
+    def __init__(self, section: Section, tree: Tree) -> None:
         self._section = section
         self._tree = tree
-        self._constants = constants
         self._prefix = module_prefix(section)
         self._texts: dict[torch.fx.Node, str] = dict.fromkeys(tree.bodies, "body")
         self.outside: list[torch.fx.Node] = []
@@ -442,7 +432,7 @@ class _Names:
         text = self._texts.get(node)
         if text is None:
             # The values of small constants count; training changes those of parameters and buffers.
-            constant = self._constants.get(target) if node.op == "get_attr" else None
+            constant = self._tree.constants.get(target) if node.op == "get_attr" else None
             values = "" if constant is None else values_text(constant) or ""
             text = self._texts[node] = f"{len(self.outside)}: {type_text(node_value(node))}{values}"
             self.outside.append(node)
@@ -527,14 +517,9 @@ def _container_text(x: Any, children: list[tuple[str, Any]], name: Namer, limit:
     if type(x) is dict:
         return f"{{{', '.join([*(f'{key[1:-1]}: {text}' for key, text in items), *more])}}}"
     # Fields of a ModelOutput or dataclass that are None are left out: a model fills few of them.
-    fields = [_field_text(key, text) for key, text in items if text != "None"]
-    return f"{container_type(x).__name__}({', '.join([*fields, *more])})"
-
-
-def _field_text(key: str, text: str) -> str:
-    """`logits=%x` for the path `.logits` or `['logits']`; the value alone for a position."""
-    word = key.strip("[].'\"")
-    return f"{word}={text}" if word.isidentifier() else text
+    fields = [(key.strip("[].'\""), text) for key, text in items if text != "None"]
+    texts = [f"{word}={text}" if word.isidentifier() else text for word, text in fields]
+    return f"{container_type(x).__name__}({', '.join([*texts, *more])})"
 
 
 def _object_text(x: Any) -> str:

@@ -87,7 +87,7 @@ class Outputs(ResultNodes):
                     hint="an ExportedProgram can only give it new values: let the model return a new tensor",
                 )
             changes[update.target] = self._change(update.target, self.values[update.value.index])
-            self.now[update.target] = changes[update.target].value
+            self.updated[update.target] = changes[update.target].value
         for write in self._tape.attribute_writes:
             name = f"{write.fqn}.{write.name}" if write.fqn else write.name
             change = self._binding(name, self.lower(write.value)) if name in self._state else None

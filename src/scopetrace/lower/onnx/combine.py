@@ -383,10 +383,10 @@ class Results:
         bound: Any = lowering.output.args[0][len(self._tape.graph_outputs()) :]
         nodes = ResultNodes.of(lowering)
         for update in self._write_back.updates:
-            nodes.now[_target(update)] = _updated(nodes, update)
+            nodes.updated[_target(update)] = _updated(nodes, update)
         results = nodes.all_results(self._write_back)
         listed = [results[i] for i in self._listed.values()]
-        lowering.output.args = ((*listed, *(nodes.now[t] for t in self._changed), *bound),)
+        lowering.output.args = ((*listed, *(nodes.updated[t] for t in self._changed), *bound),)
         return lowering
 
 
