@@ -14,7 +14,7 @@ import importlib
 import sys
 from typing import Any
 
-from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, open_container, unflattened
+from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, map_structure, unflattened
 from scopetrace.errors import TraceFileError
 
 
@@ -102,12 +102,11 @@ def imported_class(kind: type) -> type:
 
 def with_imports(template: Any) -> Any:
     """A template of a loaded trace with real classes and objects; TraceFileError where one cannot be imported."""
-    if isinstance(template, NamedObject):
-        return template.imported()
-    children = open_container(template)
-    if children is None:
-        return template
-    inside = [(key, with_imports(item)) for key, item in children]
-    if isinstance(template, OpaqueContainer):
-        return unflattened(imported_class(template.kind), with_imports(template.context), inside)
-    return close_container(template, [item for _, item in inside])
+    return map_structure(NamedObject.imported, template, NamedObject, close=_imported)
+
+
+def _imported(template: Any, items: list[Any]) -> Any:
+    if not isinstance(template, OpaqueContainer):
+        return close_container(template, items)
+    children = list(zip(template.keys, items, strict=True))
+    return unflattened(imported_class(template.kind), with_imports(template.context), children)

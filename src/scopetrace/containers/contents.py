@@ -325,16 +325,12 @@ _BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset, torch.Size, typ
 """Classes of values that are the same if they are equal."""
 
 
-def same(traced: Any, current: Any) -> bool:
+def same(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
     """Whether two snapshots are equal: one object, containers of such, or equal values of one type and text.
 
-    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor that it fits.
+    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor that it fits. `known` has the ids
+    of containers that are equal: those in many places are compared once.
     """
-    return _same(traced, current, set())
-
-
-def _same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
-    """`known` has the ids of containers that are equal: those in many places are compared once."""
     if a is b:
         return True
     kind: Any = type(a)
@@ -344,15 +340,15 @@ def _same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
         return False
     is_dict = kind is dict
     if is_dict or issubclass(kind, (list, tuple)):
-        pair = id(a), id(b)
+        pair, known = (id(a), id(b)), set() if known is None else known
         if pair not in known and len(a) == len(b):
             items = zip(*([*x, *x.values()] if is_dict else x for x in (a, b)), strict=True)
-            if all(_same(x, y, known) for x, y in items):
+            if all(same(x, y, known) for x, y in items):
                 known.add(pair)
         return pair in known
     if kind is types.FunctionType:  # as that of a GraphModule that is compiled again
         parts = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-        return all(_same(x, y, known) for x, y in zip(parts(a), parts(b), strict=True))
+        return all(same(x, y, known) for x, y in zip(parts(a), parts(b), strict=True))
     try:
         if kind in _BY_EQUALITY:
             return bool(a == b)

@@ -115,12 +115,27 @@ def map_structure(
     leaf: Leaf,
     object_types: Collection[type] = (),
     other: Callable[[Any], Any] | None = None,
+    close: Callable[[Any, list[Any]], Any] | None = None,
 ) -> Any:
     """A template of `x` in which each instance of `leaf` is replaced by `fn` of it, and any other object by `other`.
 
-    `object_types` are needed where `x` is a value of the user; a template has all that it takes.
+    `object_types` are needed where `x` is a value of the user; a template has all that it takes. `close` makes other
+    containers than lists, tuples and dicts, as `close_container` does.
     """
-    return _mapped(fn, x, leaf, object_types, other, close_container)
+    if isinstance(x, leaf):
+        return fn(x)
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if kind is tuple or kind is list:
+        return kind([map_structure(fn, item, leaf, object_types, other, close) for item in x])
+    if kind is dict:
+        return {key: map_structure(fn, item, leaf, object_types, other, close) for key, item in x.items()}
+    children = open_container(x, object_types)
+    if children is None:
+        return x if other is None else other(x)
+    items = [map_structure(fn, item, leaf, object_types, other, close) for _, item in children]
+    return (close or close_container)(x, items)
 
 
 def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
@@ -129,23 +144,7 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
     Where a registered class does not take what `fn` gives (a cache that computes with its leaves, given nodes), its
     place keeps the OpaqueContainer.
     """
-    return _mapped(fn, template, leaf, (), None, _instance)
-
-
-def _mapped(fn: Any, x: Any, leaf: Leaf, object_types: Collection[type], other: Any, close: Any) -> Any:
-    if isinstance(x, leaf):
-        return fn(x)
-    kind = type(x)
-    if kind in _PLAIN:
-        return x
-    if kind is tuple or kind is list:
-        return kind([_mapped(fn, item, leaf, object_types, other, close) for item in x])
-    if kind is dict:
-        return {key: _mapped(fn, item, leaf, object_types, other, close) for key, item in x.items()}
-    children = open_container(x, object_types)
-    if children is None:
-        return x if other is None else other(x)
-    return close(x, [_mapped(fn, item, leaf, object_types, other, close) for _, item in children])
+    return map_structure(fn, template, leaf, close=_instance)
 
 
 def leaves(x: Any, leaf: Leaf) -> list[Any]:

@@ -110,7 +110,9 @@ class Model:
         else:
             self._first_names[id(module)] = fqn
             self.modules.append(module)
-            for table in self._save(fqn, module).tensor_tables():
+            in_source = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
+            saved = self._saved[id(module)] = SavedModule(fqn, module, self.contents, in_source)
+            for table in saved.tensor_tables():
                 for name, t in table.items():
                     if issubclass(type(t), torch.Tensor):
                         if id(t) in self._places:
@@ -124,11 +126,6 @@ class Model:
                 path.add(id(child))
                 self._visit(prefix + name, child, path)
                 path.discard(id(child))
-
-    def _save(self, fqn: str, module: torch.nn.Module) -> SavedModule:
-        name = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
-        saved = self._saved[id(module)] = SavedModule(fqn, module, self.contents, name)
-        return saved
 
     def save_outside(self, name: str, module: torch.nn.Module) -> list[torch.nn.Module]:
         """Save a module that is not in the model's tree, and those in it; `name` is that in source. Returns them."""
@@ -225,8 +222,11 @@ class Model:
 
     def replaced(self, module: torch.nn.Module) -> tuple[str, ...]:
         """The fqns of a module's parameters in whose place it has other tensors, as in `functional_call`."""
-        saved = self._saved.get(id(module))
-        return saved.replaced() if saved is not None else ()
+        saved, current = self._saved.get(id(module)), module.__dict__.get("_parameters")
+        if saved is None or not isinstance(current, dict):  # a scripted module makes them anew each time
+            return ()
+        changed = [name for name, p in saved.tables[1].items() if p is not None and current.get(name) is not p]
+        return tuple([f"{saved.fqn}.{name}" if saved.fqn else name for name in changed])
 
     def restore(self) -> list[Change]:
         """Put every module back as it was before the trace, and say which attributes had changed."""
@@ -261,14 +261,6 @@ class SavedModule:
         self.hooks = {table: module_dict[table].copy() for table in _HOOK_TABLES if module_dict.get(table)} or _EMPTY
         for hook in [hook for table in HOOKS for hook in self.hooks.get(table, _EMPTY).values()]:
             contents.add(f"{name}'s hook", hook)
-
-    def replaced(self) -> tuple[str, ...]:
-        """As `Model.replaced`."""
-        current, before = self.module.__dict__.get("_parameters"), self.tables[1]
-        if not isinstance(current, dict) or not before:  # a scripted module makes them anew each time
-            return ()
-        changed = [name for name, p in before.items() if p is not None and current.get(name) is not p]
-        return tuple([f"{self.fqn}.{name}" if self.fqn else name for name in changed])
 
     def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
         """Parameters, buffers and other attributes, by name, as they are now."""
@@ -412,14 +404,17 @@ def signature_of_forward(forward: Any) -> inspect.Signature:
     return inspect.signature(forward.forward if isinstance(forward, torch.nn.Module) else forward)
 
 
+def _parameters_of(forward: Any) -> list[inspect.Parameter]:
+    try:
+        return list(signature_of_forward(forward).parameters.values())
+    except (TypeError, ValueError):  # built-in callables have no signature
+        return []
+
+
 def argument_names(forward: Any, count: int) -> list[str]:
     """What forward calls its first `count` positional arguments; `args[0]` and so on past `*args`."""
     names: list[str] = []
-    try:
-        parameters = list(signature_of_forward(forward).parameters.values())
-    except (TypeError, ValueError):  # built-in callables have no signature
-        parameters = []
-    for p in parameters:
+    for p in _parameters_of(forward):
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             names.append(p.name)
         elif p.kind is p.VAR_POSITIONAL:
@@ -435,8 +430,5 @@ def named_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def more_keywords(forward: Any, keywords: Iterable[str]) -> list[str]:
     """Those of the keywords that forward takes by `**kwargs`; none where its signature is not known."""
-    try:
-        parameters = signature_of_forward(forward).parameters
-    except (TypeError, ValueError):
-        return []
-    return [name for name in keywords if name not in parameters]
+    names = {p.name for p in _parameters_of(forward)}
+    return [name for name in keywords if names and name not in names]
