@@ -401,7 +401,7 @@ def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: 
         if mine():
             listener.gradients.on_optimizer(self)
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not mine():
             return None
         is_named = len(args) < 2  # the optimizer is the first
@@ -411,25 +411,19 @@ def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: 
             return None
         return (args, {**kwargs, "closure": run}) if is_named else ((args[0], run, *args[2:]), kwargs)
 
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if mine():
             listener.gradients.after_step(optimizer)
 
     replace(torch.optim.Optimizer, "__init__", init)
-    stack.callback(register_optimizer_step_pre_hook(before).remove)
-    stack.callback(register_optimizer_step_post_hook(after).remove)
+    stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+    stack.callback(register_optimizer_step_post_hook(after_step).remove)
 
 
 def _tell_before(replace: Replace, owner: Any, name: str, tell: Callable[..., None], mine: Mine) -> None:
     """Call `tell` with the arguments of a method before it runs."""
-    run = getattr(owner, name)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if mine():
-            tell(*args, **kwargs)
-        return run(*args, **kwargs)
-
-    replace(owner, name, method)
+    run, handler = getattr(owner, name), after(tell, mine)
+    replace(owner, name, lambda *args, **kwargs: handler(run, *args, **kwargs))
 
 
 def _report_scalers(replace: Replace, listener: Any, mine: Mine) -> None:
