@@ -304,6 +304,8 @@ class FakeFactory(FakeMaker):
         self.shape_env = WatchedShapeEnv()
         super().__init__(fake_mode_of(self.shape_env))
         self.mode.fake_tensor_converter = _Converter(self)
+        self.unbacked_bindings = functools.partial(compute_unbacked_bindings, self.shape_env)
+        """Where in its outputs the last op returned the symbols that it made, or None if it made none."""
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._real_of: dict[int, torch.Tensor] = {}
         self._fakes: dict[int, torch.Tensor] = {}
@@ -347,15 +349,6 @@ class FakeFactory(FakeMaker):
             with uncounted(fake):
                 fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
             _base.grad_fn.__get__(fake)  # of a view, torch makes it anew for this version: under its lock, by an op
-
-    def unbacked_bindings(self, outputs: Any) -> Any:
-        """Where in its outputs the last op returned the symbols that it made, or None if it made none.
-
-        In the form of torch's `compute_unbacked_bindings`.
-        """
-        if not self.shape_env.pending_fresh_unbacked_symbols:
-            return None
-        return compute_unbacked_bindings(self.shape_env, outputs)
 
     def _make(self, real: torch.Tensor) -> torch.Tensor:
         if not is_plain_real(real):
