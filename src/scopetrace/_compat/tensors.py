@@ -304,24 +304,24 @@ class FakeFactory(FakeMaker):
         self.shape_env = WatchedShapeEnv()
         super().__init__(fake_mode_of(self.shape_env))
         self.mode.fake_tensor_converter = _Converter(self)
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        self.unbacked_bindings = functools.partial(compute_unbacked_bindings, self.shape_env)
+        """Where in its outputs the last op returned the symbols that it made, or None if it made none."""
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # the real and the meta one
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the real tensor and its fake
         self._real_of: dict[int, torch.Tensor] = {}
-        self._fakes: dict[int, torch.Tensor] = {}
-        self._keep: list[Any] = []
 
     def from_real(self, real: torch.Tensor) -> torch.Tensor:
         """The fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
-        fake = self._fakes.get(id(real))
-        if fake is None:
+        if id(real) not in self._fakes:
             with normal_tensors():  # a tensor of the model is none of the block in which it is first used
-                fake = self._fakes[id(real)] = self._make(real)
-            self._keep.append(real)
+                fake = self._make(real)
+            self._fakes[id(real)] = real, fake
             self._real_of.setdefault(storage_id(fake), real)
-        return fake
+        return self._fakes[id(real)][1]
 
     def forget(self) -> None:
         """Let go of all real tensors: ops that meet one of them later see a new tensor."""
-        for table in (self._storages, self._real_of, self._fakes, self._keep):
+        for table in (self._storages, self._real_of, self._fakes):
             table.clear()
 
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
@@ -331,8 +331,7 @@ class FakeFactory(FakeMaker):
             fake = self.fresh(size, stride, real.dtype, real.device, real.requires_grad)
         if not is_leaf_of(real):
             self.give_history(fake)
-        self._fakes[id(real)] = fake
-        self._keep.append(real)
+        self._fakes[id(real)] = real, fake
         return fake
 
     def real_of(self, fake: torch.Tensor) -> torch.Tensor | None:
@@ -347,15 +346,6 @@ class FakeFactory(FakeMaker):
             with uncounted(fake):
                 fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
             _base.grad_fn.__get__(fake)  # of a view, torch makes it anew for this version: under its lock, by an op
-
-    def unbacked_bindings(self, outputs: Any) -> Any:
-        """Where in its outputs the last op returned the symbols that it made, or None if it made none.
-
-        In the form of torch's `compute_unbacked_bindings`.
-        """
-        if not self.shape_env.pending_fresh_unbacked_symbols:
-            return None
-        return compute_unbacked_bindings(self.shape_env, outputs)
 
     def _make(self, real: torch.Tensor) -> torch.Tensor:
         if not is_plain_real(real):
@@ -374,14 +364,13 @@ class FakeFactory(FakeMaker):
     def _meta_of(self, real: torch.Tensor) -> torch.Tensor:
         """A meta tensor at the same place in its storage as `real`."""
         storage = real.untyped_storage()
-        shared = self._storages.get(storage._cdata)
-        if shared is None:
-            self._keep.append(storage)
+        if storage._cdata not in self._storages:
             meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
             if offset_of(real) == 0 and nbytes_of(meta.untyped_storage()) == nbytes_of(storage):
-                self._storages[storage._cdata] = meta.untyped_storage()
+                self._storages[storage._cdata] = storage, meta.untyped_storage()
                 return meta
-            shared = self._storages[storage._cdata] = torch.UntypedStorage(nbytes_of(storage), device="meta")
+            self._storages[storage._cdata] = storage, torch.UntypedStorage(nbytes_of(storage), device="meta")
+        shared = self._storages[storage._cdata][1]
         meta = torch.empty(0, dtype=real.dtype, device="meta")
         return meta.set_(shared, real.storage_offset(), real.size(), real.stride())
 

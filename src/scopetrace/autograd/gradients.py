@@ -102,7 +102,7 @@ class _Step:
 
 
 class GradientRecorder:
-    """Records what one forward does with gradients; `_compat.gradients` and `_compat.steps` tell it of that."""
+    """Records what one forward does with gradients; `_compat.gradients` tells it of that."""
 
     def __init__(
         self,
