@@ -191,7 +191,6 @@ class CallBoundary:
         self._count = len(tape.graph_outputs())
         self.outputs = _template_of_outputs(tape)
         self._objects: list[Given] = leaves(self.outputs, Given)
-        """The objects among the arguments that are in the result or in what forward changes."""
         self.state = LiveState(tape, graph_module)
         self.check = StateCheck(tape)
         written = tape.written_storages()
@@ -380,7 +379,6 @@ class _Bound:
     """Where the GraphModule has it; None where only ops without effect take it, as where Python asks for its number."""
     module: torch.nn.Module
     attribute: str
-    """Its name in the module, a part of the model."""
     table: dict[str, Any]
     """Where the module had it in the trace: its parameters, buffers or other attributes."""
     last: torch.Tensor
