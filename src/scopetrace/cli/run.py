@@ -135,7 +135,6 @@ takes_scope = click.option(
     help="Only the module calls and user scopes that have this name ('layers.*.attn'), class ('Attention') or scope "
     "path ('*/Attention[*.3.attn]'). Once for each pattern.",
 )
-"""The option `--scope`, which gives a tuple of patterns, or None."""
 
 
 @dataclasses.dataclass(frozen=True)

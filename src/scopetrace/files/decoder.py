@@ -213,7 +213,6 @@ def _expect(kind: Any, *values: Any) -> None:
 
 
 _kind: Callable[[int], Any] = type(inspect.Parameter.VAR_KEYWORD)
-"""The kind of a parameter, by its number."""
 
 
 def _op_of(decoder: Decoder, data: Any) -> Any:
@@ -248,7 +247,6 @@ _ROWS: dict[str, Callable[[Decoder, Any], Any]] = {
     "numbers": Decoder._number,
     "classes": Decoder._class,
 }
-"""How the rows of each table are read."""
 
 _FORMS: dict[str, Callable[[Decoder, Any], Any]] = {
     "record": Decoder._record,
@@ -275,4 +273,3 @@ _FORMS: dict[str, Callable[[Decoder, Any], Any]] = {
     "removed": lambda decoder, name: Removed(str(name)),
     "ellipsis": lambda decoder, data: ...,
 }
-"""How each tag is read."""

@@ -280,7 +280,6 @@ _ROWS: dict[str, Callable[[Encoder, Any], Any]] = {
     **{"values": Encoder._value, "scopes": Encoder._scope, "calls": Encoder._call},
     **{"ops": Encoder._op, "tapes": Encoder._tape},
 }
-"""By table, the row of an object."""
 
 _FORMS: dict[type, Callable[[Encoder, Any], Any]] = {
     float: lambda encoder, x: x if math.isfinite(x) else {"float": str(x)},
@@ -300,7 +299,6 @@ _FORMS: dict[type, Callable[[Encoder, Any], Any]] = {
     NamedObject: Encoder._saved_object,
     Removed: lambda encoder, x: {"removed": x.name},
 }
-"""By class, the form of an object."""
 
 _BASES: tuple[tuple[Any, Callable[[Encoder, Any], Any]], ...] = (
     (torch.Tensor, Encoder._tensor),

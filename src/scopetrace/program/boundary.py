@@ -191,7 +191,6 @@ class CallBoundary:
         self._count = len(tape.graph_outputs())
         self.outputs = _template_of_outputs(tape)
         self._objects: list[Given] = leaves(self.outputs, Given)
-        """The objects among the arguments that are in the result or in what forward changes."""
         self.state = LiveState(tape, graph_module)
         self.check = StateCheck(tape)
         written = tape.written_storages()
@@ -200,7 +199,7 @@ class CallBoundary:
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
-        self._sharing = Sharing(tape)
+        self._sharing = Sharing(tape) if len(tape.inputs) + len(tape.attributes) > 1 else None
         outside = [*(("", v) for v in tape.inputs), *tape.attribute_reads()] if tape.write_back is not None else []
         self._outside = [(name, v.storage in written, tape.grad and v.requires_grad) for name, v in outside]
         """Of inputs and tensors of the model: the name of these, whether the write-back may write to it, and whether
@@ -240,7 +239,8 @@ class CallBoundary:
             objects = effect_targets(self._objects, self.tape.args, (args, kwargs))
             inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
         self.state.refresh()
-        self._sharing.check(inputs, self.state.current)
+        if self._sharing is not None:
+            self._sharing.check(inputs, self.state.current)
         return inputs
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -379,7 +379,6 @@ class _Bound:
     """Where the GraphModule has it; None where only ops without effect take it, as where Python asks for its number."""
     module: torch.nn.Module
     attribute: str
-    """Its name in the module, a part of the model."""
     table: dict[str, Any]
     """Where the module had it in the trace: its parameters, buffers or other attributes."""
     last: torch.Tensor

@@ -49,7 +49,8 @@ class Reading:
     """The tape of an edited graph: of a program, or of a body in it.
 
     Attributes:
-        tape: the tape.
+        program: the old tape of the whole program.
+        tape: the new tape.
         lowering: its graph, which is the one that was read, with the node of each value.
         bodies: by body tape of the old program, that of the new one.
         calls: by call of the old program, that of the new one.
@@ -66,7 +67,6 @@ class Reading:
         """`old` is what the graph was made from, `root` holds the tensors and modules that the nodes name."""
         self.old, self.root, self.graph, self.held = old, root, graph, held
         self.program: Any = old.tape if around is None else around.program
-        """The old tape of the whole program."""
         self.bodies: dict[Tape, BodyTape] = {} if around is None else around.bodies
         self.calls: dict[Call, Call] = copied_calls(old.tape) if around is None else around.calls
         self.tape = _empty(old.tape)
