@@ -50,6 +50,10 @@ class Registered:
     modules: dict[str, RegisteredModule] = dataclasses.field(default_factory=dict)
     params: dict[str, RegisteredParam] = dataclasses.field(default_factory=dict)
 
+    def owners(self, param: str) -> list[str]:
+        """The fqns of the modules that hold a parameter, one for each of its names."""
+        return [name.rpartition(".")[0] for name in self.params[param].names]
+
     def param(self, name: str) -> str | None:
         """The first name of the parameter that has this name; None where there is none."""
         return self._params_by_name.get(name)

@@ -225,8 +225,7 @@ class ExecutionOrder(Printed):
         """Uses of parameters by modules that do not hold them: `F.linear(x, self.child.weight)`."""
         uses: dict[str, list[ParamUse]] = {}
         for param, use in self._uses():
-            owners = (name.rpartition(".")[0] for name in self.registered.params[param].names)
-            if self.registered.module(use.module) not in map(self.registered.module, owners):
+            if self.registered.module(use.module) not in map(self.registered.module, self.registered.owners(param)):
                 uses.setdefault(param, []).append(use)
         return uses
 
