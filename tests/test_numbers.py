@@ -143,7 +143,7 @@ texts = [f"s{n}", str(n)]; print(*texts)  print(", ".join(f"{m}" for m in (n, n)
 print(", ".join([str(m) for m in (n, n)]))  assert x is not None, f"s{n}"  torch._assert(x is not None, f"s{n}")
 torch._check(True, lambda: f"s{n}")  print(repr(t), f"{t}")  print("{} {}".format(n, x))  print({"n": n})  print(x)
 log.info("of %s", x)  x = (print(f"s{n}"), x)[1]  x = (warnings.warn(str(n)), x)[1]
-warn_once(f"s{n}")  print(f"s{n}" if x is not None else "")  print({"a": f"s{n}"})
+assert x is not None, "a" + f"s{n}"  warn_once(f"s{n}")  print(f"s{n}" if x is not None else "")  print({"a": f"s{n}"})
 """
 READ = """
 TABLE.get(f"s{n}", 1.)  TABLE.get("s" + str(n), 1.)  TABLE.get("s%s" % n, 1.)  TABLE.get("s{}".format(n), 1.)
@@ -161,6 +161,7 @@ box.text = f"s{n}"; x = x * TABLE.get(box.text, 1.)  texts = []; texts.append(f"
 key = "s"; key += str(n); x = x * TABLE.get(key, 1.)  key = named(n); x = x * TABLE.get(key, 1.)
 x = x * TABLE.get(key := f"s{n}", 1.)  print(key := f"s{n}"); x = x * TABLE.get(key, 1.)  print(named(n))
 texts = [f"s{n}"]; texts.append(str(n)); print(*texts)  print(text := f"s{n}")
+torch._assert(f"s{n}" == "s2", "")
 """
 
 
