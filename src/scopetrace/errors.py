@@ -15,10 +15,9 @@ import contextvars
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any
 
-_noted: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("_noted", default=None)
+noted: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("noted", default=None)
 
 
 class ScopetraceError(Exception):
@@ -50,9 +49,9 @@ class TraceError(ScopetraceError):
         self.problem, self.op, self.module, self.source, self.hint = problem, op, module, source, hint
         rows = [("op", op), ("module", module), ("source", source), ("instead", hint)]
         super().__init__("\n".join([problem, *(f"  {name}: {text}" for name, text in rows if text)]))
-        noted = _noted.get()
-        if noted is not None:
-            noted.append((self, None))
+        raised = noted.get()
+        if raised is not None:
+            raised.append((self, None))
 
     def stands_for(self, theirs: Exception, text: str) -> None:
         """Become an instance of the class of torch's error too, and end with `text`, for code that catches that.
@@ -64,16 +63,6 @@ class TraceError(ScopetraceError):
         with contextlib.suppress(TypeError):
             self.__class__ = both
         self.args = (f"{self.args[0]}\n{text}",)
-
-
-@contextlib.contextmanager
-def noting_errors(raised: list[Any]) -> Iterator[None]:
-    """Inside, the TraceErrors that this thread makes are appended to `raised`, each with None for no op."""
-    before = _noted.set(raised)
-    try:
-        yield
-    finally:
-        _noted.reset(before)
 
 
 class ArgumentError(ScopetraceError, ValueError):

@@ -62,7 +62,6 @@ from scopetrace.errors import (
     ScopetraceError,
     TraceError,
     UnsupportedOpError,
-    noting_errors,
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
@@ -389,7 +388,7 @@ class Recording:
             with (
                 self._errors_explained(),
                 self._unseeded(),
-                noting_errors(self.builder.raised),
+                self.builder.noting_errors(),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
                 observing(calls, autograd, [saved.module for saved in self.model.saved_modules]) as mine,
                 self.reads.watching(effects.reach.names),

@@ -16,7 +16,7 @@ import torch
 from torch.fx import traceback
 
 from scopetrace._compat.questions import grad_enabled
-from scopetrace.errors import TraceError, UnsupportedOpError
+from scopetrace.errors import TraceError, UnsupportedOpError, noted
 from scopetrace.ir.scopes import Frame, Ran, Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
 from scopetrace.record.regions import Region
@@ -151,6 +151,15 @@ class TapeBuilder:
             return last
         self._last_frames = captured
         return captured
+
+    @contextlib.contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Inside, the TraceErrors that this thread makes are appended to `raised`, each with None for no op."""
+        before = noted.set(self.raised)
+        try:
+            yield
+        finally:
+            noted.reset(before)
 
     def expect_history(self, why: str) -> None:
         """Start again where results have no history of autograd, and need one."""
