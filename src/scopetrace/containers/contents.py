@@ -328,8 +328,8 @@ _BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset, torch.Size, typ
 def same(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
     """Whether two snapshots are equal: one object, containers of such, or equal values of one type and text.
 
-    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor that it fits. `known` has the ids
-    of containers that are equal: those in many places are compared once.
+    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00"). A `TensorLike` is any tensor that it fits. `known` has the
+    ids of containers that are equal: those in many places are compared once.
     """
     if a is b:
         return True
