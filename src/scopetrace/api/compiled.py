@@ -16,8 +16,8 @@ import torch
 from scopetrace._compat.compilers import backend_for
 from scopetrace.errors import ArgumentError, CompileError
 from scopetrace.ir.scopes import tracing_state
-from scopetrace.lower.compiled import BETWEEN, Piece, Pieces, is_single_op
-from scopetrace.program.outlined import OUTERMOST, OutlinedTrace, OutlineTarget, outline_calls, outline_outermost_calls
+from scopetrace.lower.compiled import BETWEEN, Piece, Pieces, without_single_ops
+from scopetrace.program.outlined import OUTERMOST, OutlinedTrace, OutlineTarget, outline_outermost_calls
 from scopetrace.program.traced import TracedProgram
 
 
@@ -92,10 +92,7 @@ def compile_program(
         said = textwrap.shorten(str(error), 160, placeholder=" …")
         raise ArgumentError(f"torch.compile does not take this backend, mode or options: {said}") from error
     outlined = outline_outermost_calls(program, targets)
-    if OUTERMOST in targets:
-        single = {call.position for f in outlined.functions if is_single_op(f.graph) for call in f.calls}
-        kept = {call for call in outlined.chosen if call.position not in single}
-        outlined = outline_calls(outlined.source, [lambda call: call.record in kept] if kept else [])
+    outlined = without_single_ops(outlined) if OUTERMOST in targets else outlined
     table_of, grad = outlined.boundary.state.table_of, program.tape.grad
     pieces = Pieces(outlined.graph_module, compiler, table_of, grad=grad)
     for i, piece in enumerate(pieces.distinct):

@@ -20,12 +20,11 @@ from scopetrace.errors import ArgumentError, ArgumentTypeError
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.lower.split import Partition, SplitProgram, split_backward
 from scopetrace.program.graph import node_value
-from scopetrace.program.traced import TracedProgram, functional_tape
-from scopetrace.torch_level import torch_level_tapes
+from scopetrace.program.traced import TracedProgram
+from scopetrace.torch_level import aten_tapes, torch_level_tapes
 from scopetrace.torch_level.names import name_torch_functions
 from scopetrace.torch_level.numbers import number_inputs, with_numbers
 from scopetrace.torch_level.purity import assert_pure as assert_pure
-from scopetrace.torch_level.stepping import record_steps
 
 Level = Literal["aten", "torch"]
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -84,11 +83,7 @@ def functionalize(
     if not isinstance(gm, torch.fx.GraphModule):
         raise ArgumentTypeError(f"gm must be a torch.fx.GraphModule, not {type(gm).__name__}; st.trace takes a model")
     args = tuple(example_inputs)
-    if level == "torch":
-        recorded, pure = torch_level_tapes(gm, args)
-    else:
-        recorded, _ = record_steps(gm, args, with_trials=False)
-        pure = functional_tape(recorded)
+    recorded, pure = (aten_tapes if level == "aten" else torch_level_tapes)(gm, args)
     program = TracedProgram(recorded, pure, gm)
     if decompositions is not None:
         program = program.decomposed(decompositions)

@@ -30,6 +30,7 @@ from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import CompileError
 from scopetrace.ops.history import KEEP_MORE
+from scopetrace.program.outlined import OutlinedTrace, outline_calls
 from scopetrace.record.dynamic_shapes import symbolic_strides
 
 _CALL = torch.ops.higher_order.invoke_subgraph
@@ -305,8 +306,14 @@ def _kind(example: Any) -> Any:
     return *shape, example.dtype, example.device
 
 
-def is_single_op(body: torch.fx.Graph) -> bool:
-    """Whether it has at most one op beside views, which a backend compiles better with what is around it."""
+def without_single_ops(outlined: OutlinedTrace) -> OutlinedTrace:
+    """The program with functions of at most one op, beside views, inline: they are compiled with what is around."""
+    single = {call.position for f in outlined.functions if _is_single_op(f.graph) for call in f.calls}
+    kept = {call for call in outlined.chosen if call.position not in single}
+    return outline_calls(outlined.source, [lambda call: call.record in kept] if kept else [])
+
+
+def _is_single_op(body: torch.fx.Graph) -> bool:
     inner = [node for node in body.nodes if node.op not in ("placeholder", "output")]
     ops = [node for node in inner if isinstance(node.target, OpOverload) and not node.target.is_view]
     drops_nothing = [node for node in ops if node.target is torch.ops.aten.dropout.default and not node.args[2]]

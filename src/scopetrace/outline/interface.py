@@ -96,17 +96,17 @@ class Interfaces:
             ops += [] if op.kind in ("placeholder", "get_attr") else [op]
             steps.append(len(ops))
         inner = {c: (steps[c.start - call.start], steps[c.stop - call.start]) for c in self._inside(call)}
-        made = dict.fromkeys(v for op in ops for v in op.values())
-        outputs = list(self._outputs(call, made))
+        produced = dict.fromkeys(v for op in ops for v in op.values())
+        outputs = list(self._outputs(call, produced))
         read = dict.fromkeys([*(v for op in ops for v in op.inputs()), *(v for _, v in outputs)])
-        used = made.keys() | read.keys()
+        used = produced.keys() | read.keys()
         for each in inner:  # their arguments and results, also those that no op reads
             templates = each.args, each.kwargs, each.outputs
             if not used.issuperset(leaves(templates, Value)):
                 templates = without_unused(templates, used)
             read |= dict.fromkeys(leaves((templates, each.mutated), Value))
         passed = self._in_order(call, argument_leaves(self._arguments(call), used))
-        inputs, operands = self._inputs(call, passed, [v for v in read if v not in made])
+        inputs, operands = self._inputs(call, passed, [v for v in read if v not in produced])
         if self._has_symbols:
             segment = TapeSegment("", call.scope, None, 0, ops, list(inner), [])
             known = {to_expr(x) for x in operands if isinstance(x, Symbolic)}
@@ -125,7 +125,7 @@ class Interfaces:
         number = self._numbers.setdefault(tuple(key.items), len(self.keys))
         if number == len(self.keys):
             self.keys.append(tuple(key.items))
-        captured, same = self._captured(call, made, {v for _, v in outputs})
+        captured, same = self._captured(call, produced, {v for _, v in outputs})
         return Interface(
             inputs,
             operands,
@@ -188,7 +188,7 @@ class Interfaces:
 
     # ---------------------------------------------------------------- what it gives
 
-    def _outputs(self, call: Call, made: Collection[Value]) -> Iterator[tuple[FunctionOutput, Value]]:
+    def _outputs(self, call: Call, produced: Collection[Value]) -> Iterator[tuple[FunctionOutput, Value]]:
         """What forward returns, and the new values of what it changes."""
         known = set()
         inside = {v for v in leaves(call.outputs, Value) if self.readers.makes(call, v)}
@@ -197,21 +197,21 @@ class Interfaces:
                 known.add(leaf.leaf)
                 yield FunctionOutput(leaf.name, "result"), leaf.leaf
         for name, v in new_values(call, forward_of(call, self._forward)):
-            if v in made and v not in known:
+            if v in produced and v not in known:
                 known.add(v)
                 yield FunctionOutput(name, "mutated"), v
 
     def _captured(
-        self, call: Call, made: Collection[Value], returned: set[Value]
+        self, call: Call, produced: Collection[Value], returned: set[Value]
     ) -> tuple[dict[Value, FunctionOutput | None], dict[Value, Value]]:
         captured: dict[Value, FunctionOutput | None] = {}
         same: dict[Value, Value] = {}
-        for v in made:
+        for v in produced:
             if v not in returned and self.readers.leaves(v, call):
                 first = self._same_tensor(v, call)
                 if first is not v:
                     same[v] = first
-                if first in made and first not in returned:
+                if first in produced and first not in returned:
                     captured[first] = self._attribute_of(call, first)
         return captured, same
 

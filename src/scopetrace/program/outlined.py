@@ -27,7 +27,6 @@ from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.tape import Call, FunctionalTape, Tape
 from scopetrace.outline.cut import Outlining
 from scopetrace.outline.interface import Interfaces
-from scopetrace.outline.readers import Readers
 from scopetrace.outline.signature import FunctionSignature, OutlinedBody
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
@@ -172,33 +171,30 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
     interfaces = Interfaces(tape, source.forward)
-    named, kept = _named(source, wanted, interfaces.readers)
+    named, kept = _named(source, wanted, interfaces)
     numbers = interfaces.numbered(kept)
-    while EVERY not in wanted:
-        count = Counter(numbers.values())
-        twice = {call.module_type for call, number in numbers.items() if count[number] > 1}
-        again = _equal(kept, named, twice, OUTERMOST in wanted)
-        if again == kept:
-            break
+    while EVERY not in wanted and kept != (again := _equal(kept, named, numbers, OUTERMOST in wanted)):
         kept, numbers = again, interfaces.numbered(again)
     outlining = Outlining(interfaces, numbers)
     return OutlinedTrace(source, outlining.program(), outlining.functions, kept)
 
 
-def _equal(kept: list[Call], named: set[Call], twice: set[type | None], outermost: bool) -> list[Call]:
-    """The calls that are named, or of a class in `twice` that several of them are of.
+def _equal(kept: list[Call], named: set[Call], numbers: dict[Call, int], outermost: bool) -> list[Call]:
+    """The calls that are named, or of a class of which two have one number, and several of these are left.
 
     With `outermost`, those inside others of them are left out, and those around one of their own class, as an
     `nn.Sequential` of layers that have such inside.
     """
+    count = Counter(numbers.values())
+    twice = {c.module_type for c in kept if count[numbers[c]] > 1}
     wanted = {c for c in kept if c.module_type in twice}
     if outermost:
         wanted -= {outer for c in wanted for outer in _around(c) if outer.module_type is c.module_type}
     again = [c for c in kept if c in named or c in wanted]
     if outermost:
         again = [c for c in again if c in named or wanted.isdisjoint(_around(c))]
-    count = Counter(c.module_type for c in again)
-    return [c for c in again if c in named or count[c.module_type] > 1]
+    times = Counter(c.module_type for c in again)
+    return [c for c in again if c in named or times[c.module_type] > 1]
 
 
 def _around(call: Call) -> Iterator[Call]:
@@ -208,7 +204,7 @@ def _around(call: Call) -> Iterator[Call]:
 _GENERAL = (REPEATED, OUTERMOST, EVERY)
 
 
-def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple[set[Call], list[Call]]:
+def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) -> tuple[set[Call], list[Call]]:
     """The calls that the targets name; these and, where a target names no class or module, all that could be functions.
 
     Raises OutlineError for a target that names no call, or one that cannot be a function.
@@ -231,27 +227,27 @@ def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple
     calls = [call for call in calls if not call.is_leaf and call.raised is None]
     named = [call.record for call in calls if call in matches]
     for record in named:
-        obstacle = _obstacle(record, readers)
+        obstacle = _obstacle(record, interfaces)
         if obstacle is not None:
             raise OutlineError(f"{record.scope}: {obstacle}")
-    by_rule = _possible(calls, readers, EVERY in targets) if any(t in _GENERAL for t in targets) else []
+    by_rule = _possible(calls, interfaces, EVERY in targets) if any(t in _GENERAL for t in targets) else []
     return set(named), list(dict.fromkeys([*named, *by_rule]))
 
 
-def _possible(calls: list[ModuleCall], readers: Readers, once: bool) -> Iterator[Call]:
+def _possible(calls: list[ModuleCall], interfaces: Interfaces, once: bool) -> Iterator[Call]:
     """The calls inside the model that can be functions; those of a class that is called `once`, or of others only."""
     times = Counter(call.module_type for call in calls)
     for call in calls:
         is_inner = call.parent is not None and call.module_type is not None
-        if is_inner and (once or times[call.module_type] > 1) and _obstacle(call.record, readers) is None:
+        if is_inner and (once or times[call.module_type] > 1) and _obstacle(call.record, interfaces) is None:
             yield call.record
 
 
-def _obstacle(call: Call, readers: Readers) -> str | None:
+def _obstacle(call: Call, interfaces: Interfaces) -> str | None:
     """Why a call cannot be a function, and what to do; None where it can."""
     if leaves((call.args, call.kwargs, call.outputs), Removed):
         return "an edit of the graph removed what this call took or gave; leave it out of the targets"
-    for number in readers.lost_numbers(call):
+    for number in interfaces.readers.lost_numbers(call):
         return (
             f"{number}, a number that is made in this call, is used outside, though no result has it as a size; "
             f"leave {call.scope.type_name} out of the targets"

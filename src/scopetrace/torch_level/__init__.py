@@ -1,4 +1,4 @@
-"""Functional tapes of GraphModules, in the functions and methods that the graph itself calls.
+"""Functional tapes of GraphModules, in ATen ops or in the functions and methods that the graph itself calls.
 
 Data flow:
     GraphModule -> RecordedTape of ATen ops, with the node behind each -> nodes as single ops again where that is right
@@ -17,9 +17,16 @@ from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap
 from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, checks_enabled
 from scopetrace.ir.verify import verify
+from scopetrace.program.traced import functional_tape
 from scopetrace.torch_level.lift import Lifter
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import record_steps
+
+
+def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:
+    """The recorded and the functional tape of `gm(*args)`, in ATen ops; raises as `torch_level_tapes`."""
+    tape, _ = record_steps(gm, args, with_trials=False)
+    return tape, functional_tape(tape)
 
 
 def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:
