@@ -10,6 +10,7 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,23 +46,32 @@ class AutogradRecorder:
         self._ops = ops
         self._reads = reads
         self._model = model
-        self._flags = FlagRecorder(builder, values, reads, model)
-        self.gradients = GradientRecorder(builder, values, reads, model, self._flags)
-        """Records derivatives, and the `grad` of tensors."""
         self._checkpointed: list[CheckpointedRegion] = []
         self._open_regions: list[CheckpointedRegion] = []
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""
-        self.gradients.finish()
-        self._flags.finish()
+        for part in self._used():
+            part.finish()
+
+    @functools.cached_property
+    def gradients(self) -> GradientRecorder:
+        """Records derivatives, and the `grad` of tensors."""
+        return GradientRecorder(self._builder, self._values, self._reads, self._model, self._flags)
+
+    @functools.cached_property
+    def _flags(self) -> FlagRecorder:
+        return FlagRecorder(self._builder, self._values, self._reads, self._model)
+
+    def _used(self) -> list[GradientRecorder | FlagRecorder]:
+        return [self.__dict__[name] for name in ("gradients", "_flags") if name in self.__dict__]
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
         for region in self._checkpointed:
             region.forget()
-        self._flags.close()
-        self.gradients.close()
+        for part in self._used():
+            part.close()
 
     @property
     def differentiates(self) -> bool:

@@ -26,8 +26,7 @@ from scopetrace._compat.ops import building, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import Removed, leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError
-from scopetrace.functionalization.emitter import Emitter
-from scopetrace.ir.rewriter import copied_calls, new_storages
+from scopetrace.functionalization.emitter import Emitter, copied_calls, new_storages
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, checks_enabled, values_in
 from scopetrace.ir.verify import verify
