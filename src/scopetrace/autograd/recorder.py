@@ -51,10 +51,8 @@ class AutogradRecorder:
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""
-        if "gradients" in self.__dict__:
-            self.gradients.finish()
-        if "_flags" in self.__dict__:
-            self._flags.finish()
+        for part in self._used():
+            part.finish()
 
     @functools.cached_property
     def gradients(self) -> GradientRecorder:
@@ -65,14 +63,15 @@ class AutogradRecorder:
     def _flags(self) -> FlagRecorder:
         return FlagRecorder(self._builder, self._values, self._reads)
 
+    def _used(self) -> list[GradientRecorder | FlagRecorder]:
+        return [self.__dict__[name] for name in ("gradients", "_flags") if name in self.__dict__]
+
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
         for region in self._checkpointed:
             region.forget()
-        if "_flags" in self.__dict__:
-            self._flags.close()
-        if "gradients" in self.__dict__:
-            self.gradients.close()
+        for part in self._used():
+            part.close()
 
     @property
     def differentiates(self) -> bool:

@@ -24,10 +24,9 @@ from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, last_of
 from scopetrace.functionalization.bodies import as_laid_out, in_order_of, lift_constants
-from scopetrace.functionalization.emitter import Emitter
+from scopetrace.functionalization.emitter import Emitter, TapeRewriter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import schedule
-from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import (
     BodyTape,

@@ -26,7 +26,6 @@ import torch
 
 from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.rewriter import boundaries
 from scopetrace.ir.tape import Call, Op, Value
 from scopetrace.ops import views
 
@@ -207,6 +206,19 @@ def _permute(base: Value, dims: Any) -> Simplified:
 
 
 # The finished tape ---------------------------------------------------------------------------------------------------
+
+
+def boundaries(calls: list[Call]) -> dict[int, list[tuple[Call, bool]]]:
+    """By position of an op, the calls that end or begin before it, in order; each with whether it begins."""
+    places = collections.defaultdict[int, list[tuple[Call, bool]]](list)
+    for call in reversed(calls):
+        if call.start < call.stop:
+            places[call.stop].append((call, False))
+    for call in calls:
+        places[call.start].append((call, True))
+        if call.start == call.stop:
+            places[call.stop].append((call, False))
+    return places
 
 
 Item = Op | tuple[Call, bool]

@@ -265,7 +265,8 @@ class Op(_OpFields):
         """A copy with other fields, as of `dataclasses.replace`. The values of this op stay its own."""
         fields = dict(zip(_OP_FIELDS, _fields_of(self), strict=True))
         fields.update(changed)
-        return Op(*fields.values())  # in order, which is faster than by name
+        # in order, which is faster than by name; by name where one is no field's, for the error
+        return Op(*fields.values()) if len(fields) == len(_OP_FIELDS) else Op(**fields)
 
     def copied(
         self,

@@ -23,9 +23,8 @@ from scopetrace._compat.ops import building, is_op, is_random, schema_of
 from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
-from scopetrace.functionalization.emitter import Emitter
+from scopetrace.functionalization.emitter import Emitter, TapeRewriter
 from scopetrace.functionalization.functionalizer import Functionalizer
-from scopetrace.ir.rewriter import TapeRewriter
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, checks_enabled, renamed, values_in
 from scopetrace.ir.verify import verify

@@ -27,8 +27,7 @@ from scopetrace._compat.tensors import buffers_of, parameters_of
 from scopetrace.containers.contents import Contents
 from scopetrace.containers.structure import Removed, leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError
-from scopetrace.functionalization.emitter import Emitter
-from scopetrace.ir.rewriter import copied_calls, new_storages
+from scopetrace.functionalization.emitter import Emitter, copied_calls, new_storages
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, checks_enabled, values_in
 from scopetrace.ir.verify import verify

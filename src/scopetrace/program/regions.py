@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scopetrace.ir.rewriter import TapeRewriter
+from scopetrace.functionalization.emitter import TapeRewriter
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Tape, Value, values_in
 
 REGIONS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.invoke_subgraph)
