@@ -172,11 +172,27 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         tape = FunctionalTape.of(tape)
     interfaces = Interfaces(tape, source.forward)
     named, kept = _named(source, wanted, interfaces)
+    if OUTERMOST in wanted:
+        kept = _without_inner(kept, named, interfaces)
     numbers = interfaces.numbered(kept)
     while EVERY not in wanted and kept != (again := _equal(kept, named, numbers, OUTERMOST in wanted)):
         kept, numbers = again, interfaces.numbered(again)
     outlining = Outlining(interfaces, numbers)
     return OutlinedTrace(source, outlining.program(), outlining.functions, kept)
+
+
+def _without_inner(kept: list[Call], named: set[Call], interfaces: Interfaces) -> list[Call]:
+    """Calls without those inside of equal ones, or around ones of their own class, which need not be described."""
+    by_class: dict[type | None, list[Call]] = {}
+    for call in sorted(kept, key=lambda c: c.start - c.stop):  # the longest first
+        by_class.setdefault(call.module_type, []).append(call)
+    left = set(kept)
+    for kind, calls in by_class.items():
+        outer = {c for call in calls for c in _around(call) if c.module_type is kind}
+        again = {c for c in calls if c in left and c not in outer}
+        if len(again) > 1 and len({interfaces.of(c).number for c in again}) < len(again):
+            left = {c for c in left if c in named or not (c in outer or again.intersection(_around(c)))}
+    return [c for c in kept if c in left]
 
 
 def _equal(kept: list[Call], named: set[Call], numbers: dict[Call, int], outermost: bool) -> list[Call]:
