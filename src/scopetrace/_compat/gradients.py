@@ -62,8 +62,8 @@ def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tenso
     none; or a tensor from `outside` of the forward was computed from it.
     """
     hooked = [t for t, hooks in zip(by, hooks_of(*by), strict=True) if hooks and not isinstance(t, torch.nn.Parameter)]
-    views = (t for t in by if t.is_leaf and t._base is not None and t._base.requires_grad)
-    if hooked or any(t.retains_grad for t in by) or any(views):
+    views = [t for t in by if t.is_leaf and t._base is not None and t._base.requires_grad]
+    if hooked or views or any(t.retains_grad for t in by):
         return True
     nodes = nodes_of(outside)
     edges = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in by if t.requires_grad} if nodes else set()

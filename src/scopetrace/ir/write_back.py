@@ -244,14 +244,22 @@ class WriteBack(Printed):
 
     def inputs_left_behind(self) -> set[int]:
         """The inputs that get new values or shapes of which autograd knows, but not that results come from these."""
-        left: set[int] = set()
-        if any(isinstance(base, FromGraph) for base in self._bases()):
-            for update in self.updates:
-                grad = update.grad if isinstance(update, CopyInto) else False
-                grad = update.step.grad if isinstance(update, ChangeShape) else grad
-                if isinstance(update.target, GraphInput) and grad is not False:
-                    left.add(update.target.index)
-        return left
+        return {target.index for target, _ in self.seen_updates()} if self.given_results() else set()
+
+    def seen_updates(self) -> list[tuple[GraphInput, FromGraph | None]]:
+        """The inputs that autograd sees change, and what is copied into them; None where only their shape changes."""
+        seen: list[tuple[GraphInput, FromGraph | None]] = []
+        for update in self.updates:
+            if isinstance(update.target, GraphInput):
+                if isinstance(update, CopyInto) and update.grad is not False:
+                    seen.append((update.target, update.value))
+                elif isinstance(update, ChangeShape) and update.step.grad is not False:
+                    seen.append((update.target, None))
+        return seen
+
+    def given_results(self) -> list[FromGraph]:
+        """What results and attributes are made of that the graph gives."""
+        return [s for s in self._bases() if isinstance(s, FromGraph)]
 
     def returned_inputs(self) -> set[int]:
         """The inputs that results and attributes are, or are views of."""

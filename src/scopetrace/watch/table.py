@@ -248,10 +248,13 @@ class StateReads:
             place = OfModules(modules, aspect, self.names, frozenset(name for _, name in changed))
             yield Read(f"{aspect} of the modules", snapshot(place.current(NO_CALL)), place, (), path)
         yield Read("hooks of all modules", ALL_MODULES.current(NO_CALL), ALL_MODULES, (), path)
-        tables = [(m, key) for m, key, _ in self._read.values() if key in MODULE_TABLES and key != ALL_SUBMODULES]
-        if tables:
-            keys = Asked(_keys_of, (tables, changed))
-            yield Read("the names of parameters and buffers", keys.current(NO_CALL), keys, (), path)
+        for key in MODULE_TABLES[:2]:
+            of = [
+                (s.fqn if s else "", m) for m, k, _ in self._read.values() if k == key for s in (self._model.saved(m),)
+            ]
+            keys = Asked(_keys_of, (of, key, changed))
+            if of:
+                yield Read(f"{key[1:]}()", keys.current(NO_CALL), keys, (), path)
 
     # ---------------------------------------------------------------- tensors
 
@@ -535,15 +538,14 @@ def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...
     return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
 
 
-def _keys_of(tables: Sequence[tuple[torch.nn.Module, str]], changed: Set[tuple[int, str]]) -> list[list[str]]:
-    """The names in tables of modules, beside those that the forward changes; tensors in several places count once."""
-    seen = set[int]()
-    names = []
-    for module, table in tables:
-        entries = [(key, x) for key, x in module.__dict__[table].items() if (id(module), key) not in changed]
-        names.append([key for key, x in entries if x is None or id(x) not in seen])
-        seen |= {id(x) for _, x in entries}
-    return names
+def _keys_of(modules: Sequence[tuple[str, torch.nn.Module]], table: str, changed: Set[tuple[int, str]]) -> list[str]:
+    """The names in a table of modules, beside those that the forward changes; a tensor in several places has one."""
+    names = dict[Any, str]()
+    for fqn, module in modules:
+        for key, x in module.__dict__[table].items():
+            if (id(module), key) not in changed:
+                names.setdefault(key if x is None else id(x), f"{fqn}.{key}".lstrip("."))
+    return [*names.values()]
 
 
 def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
