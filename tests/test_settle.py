@@ -289,3 +289,72 @@ def test_a_stored_tensor_that_is_changed_afterwards_is_seen(where, change, fille
             trace(X)
     else:
         assert torch.equal(trace(X), copy.deepcopy(model)(X))
+
+
+TABLE = {}
+
+
+def of_a_weight(m, x):
+    if m.cos is None:
+        m.cos = m.scale.clone()
+    return x[:2] * m.cos[:, None] + m.scale.sum()
+
+
+def in_a_global(m, x):
+    if len(x) not in TABLE:
+        TABLE[len(x)] = torch.arange(len(x), dtype=x.dtype).cos()
+    return x * TABLE[len(x)][:, None]
+
+
+def counts(m, x):
+    m.n += 1
+    return x * m.n
+
+
+def registers(m, x):
+    m.register_buffer("last", x * 2, persistent=False)
+    return x + m.last
+
+
+CHANGES = {
+    "a cache of a buffer, which is written afterwards": (of_a_weight, lambda m: m.scale.add_(1), "scale"),
+    "a cache in a global, which another one fills": (in_a_global, lambda m: TABLE.update({3: torch.ones(3)}), "TABLE"),
+    "a counter, before the first call": (counts, lambda m: m(X), "n, which"),
+    "a buffer that each run registers anew": (registers, lambda m: m(X), None),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_state_that_somebody_else_changes_between_calls(case):
+    forward, change, refused = CHANGES[case]
+    TABLE.clear()
+    model = Net(forward)
+    trace = st.trace(model, (X,))
+    if forward is of_a_weight:
+        trace(X)
+    change(model)
+    for n in range(3):
+        if refused is not None:
+            with pytest.raises(st.errors.StateMismatchError, match=refused):
+                trace(X + n)
+        else:
+            assert torch.equal(trace(X + n), copy.deepcopy(model)(X + n))
+
+
+@pytest.mark.parametrize("kind", ["a scripted module", "a graph"])
+def test_what_a_scripted_module_and_a_graph_are_is_compared(kind):
+    model = nn.Sequential(torch.jit.script(nn.Dropout(1.0)) if kind == "a scripted module" else nn.Dropout(0.0))
+    if kind == "a graph":
+        model = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
+    trace = st.trace(model, (X,))
+    assert torch.equal(trace(X), model(X))
+    if kind == "a graph":
+        model.recompile()
+        trace(X)  # equal code
+        (node,) = (n for n in model.graph.nodes if n.op == "call_module")
+        node.op, node.target = "call_function", torch.zeros_like
+        model.recompile()
+    else:
+        model.eval()
+    with pytest.raises(st.errors.StateMismatchError, match="scripted" if kind == "a scripted module" else "code"):
+        trace(X)

@@ -378,7 +378,7 @@ class TensorLike:
     def __init__(self, like: torch.Tensor, data: torch.Tensor | None) -> None:
         self._metadata, self._data = (like.dtype, like.device, like.dim()), data
         self._sizes = [(dim, n) for dim, n in enumerate(like.shape) if type(n) is int]
-        self._fitting: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._fitting: tuple[torch.Tensor, int] | None = None
 
     def fits(self, t: torch.Tensor) -> bool:
         """Whether `t` is one."""
@@ -388,13 +388,13 @@ class TensorLike:
         if self._data is None or isinstance(t, FakeTensor):
             return True
         version = -1 if is_inference_of(t) else version_of(t)
-        known = self._fitting is not None and self._fitting[0]() is t and self._fitting[1] == version >= 0
+        known = self._fitting is not None and self._fitting[0] is t and self._fitting[1] == version >= 0
         if not known:
             with torch.no_grad():
                 is_close = functools.partial(torch.allclose, equal_nan=True) if t.is_floating_point() else torch.equal
                 if not is_close(t, self._data):
                     return False
-            self._fitting = weakref.ref(t), version
+            self._fitting = t, version
         return True
 
 

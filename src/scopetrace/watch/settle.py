@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -304,14 +304,39 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
     for write in [write for write in tape.attribute_writes if write.is_cache and write.module is not None]:
         place = Asked(_attribute_of, (write.module, write.name), text=short, kind="tensor")
-        filled = TensorLike(write.value.fake, first.data_of(write.value))
-        tape.reads.append(Read(write.path, place.current(NO_CALL), place, (), tape.root.path, (filled,)))
+        like = TensorLike(write.value.fake, first.data_of(write.value))
+        tape.reads.append(Read(write.path, place.current(NO_CALL), place, (), tape.root.path, (like,)))
+    filled = [write.value for write in tape.attribute_writes if write.is_cache]
+    tape.reads += _of_sources(tape, dict.fromkeys([*values.values(), *filled]))
     tape.side_effects += _harmless(first, lines)
     return tape
 
 
 def _attribute_of(module: torch.nn.Module, name: str) -> Any:
     return getattr(module, name, None)
+
+
+def _as_written(module: torch.nn.Module, name: str) -> list[Any]:
+    """A tensor of a module, and how often it was written."""
+    t = getattr(module, name, None)
+    return [t, t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0]
+
+
+def _words_of_written(x: list[Any]) -> str:
+    return f"{short(x[0])}, written {x[1]} times"
+
+
+def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Read]:
+    """That the model's tensors from which a cache was computed are as they were: the program computes it each time."""
+    values, names = list(stored), dict[str, None]()
+    for value in values:  # which grows
+        if value.op.kind == "get_attr":
+            names[value.op.name] = None
+        values += [v for v in value.op.inputs() if v not in values]
+    caches = {write.path for write in tape.attribute_writes}
+    for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
+        place = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
+        yield Read(f"{name}, from which a cache was computed", place.current(NO_CALL), place, (), tape.root.path)
 
 
 def _without_tensors(x: Any, stored: Mapping[int, TensorLike]) -> Any:
@@ -359,7 +384,6 @@ def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> Recorded
     run.tape.side_effects += [
         _effect(change, run, lines, baked_in=not known or change.name in known) for change in kept
     ]
-    _leave_out(run.tape, kept)
     return run.tape
 
 

@@ -78,7 +78,7 @@ _BOOKKEEPERS = {
     vars(torch.nn.Module)[name].__code__
     for name in ("__setattr__", "__delattr__", "register_parameter", "register_buffer", "add_module", "__dir__")
 }
-"""What looks into the tables of a module for torch itself, whoever calls it."""
+"""What looks at the attributes of a module for torch itself, whoever calls it."""
 
 
 class StateReads:
@@ -122,12 +122,18 @@ class StateReads:
         while (code := asker.f_code) is GETATTR or code.co_filename == attributes.__file__:
             assert asker.f_back is not None
             asker = asker.f_back
-        if code.co_filename.startswith(_RECORDER) or (name in MODULE_TABLES and code in _BOOKKEEPERS):
+        if code.co_filename.startswith(_RECORDER) or code in _BOOKKEEPERS:
             return False
-        if key not in self._read and name not in _SKIPPED and name not in RECURRENT:
+        if key not in self._read and name not in _SKIPPED and name not in RECURRENT and not self._is_new(module, name):
             self._read[key] = module, name, noted_at(self._builder, asker)
             self._builder.ran.setdefault(id(code), (code, asker.f_globals))
         return True
+
+    def _is_new(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether the forward itself has put a parameter, buffer or submodule there."""
+        saved = self._model.saved(module)
+        tables = zip(saved.live[1:], saved.tables[1:], strict=True) if saved is not None else ()
+        return any(name in table and table[name] is not before.get(name) for table, before in tables)
 
     def was_read(self, change: Change) -> bool:
         """Whether the forward read what it changed before it wrote it, as far as that is known."""
@@ -139,7 +145,6 @@ class StateReads:
     def guards(self, fn: Any, changes: list[Change]) -> list[Read]:
         """The table; `changes` are what the forward changed. To be called when the model is as it was before."""
         changed = {(id(change.holder), change.attribute) for change in changes if change.attribute}
-        skip = {change.entry for change in changes if change.entry is not None}
         tape, held = self._builder.tape, list[_Held]()
         values = [module.__dict__.get(key) for module, key, _ in self._read.values()]
         hooks = [read for read in tape.reads if read.place.kind == "hooks"]
@@ -153,7 +158,7 @@ class StateReads:
         self._called = self._called_modules()
         self._used = self._called | self._taken_modules()
         attributes = list(self._attributes(held))
-        variables = list(ran.guards(skip, tape.root.path))
+        variables = list(ran.guards(tape.root.path))
         objects = [*self._objects]
         while isinstance(fn, functools.partial):
             attributes += [self._variable(name, fn.keywords, name) for name in fn.keywords]
@@ -248,6 +253,14 @@ class StateReads:
             place = OfModules(modules, aspect, self.names, frozenset(name for _, name in changed))
             yield Read(f"{aspect} of the modules", snapshot(place.current(NO_CALL)), place, (), path)
         yield Read("hooks of all modules", ALL_MODULES.current(NO_CALL), ALL_MODULES, (), path)
+        for name, module in named:
+            if isinstance(module, torch.fx.GraphModule):  # its class has another forward after each recompile()
+                code = Asked(operator.attrgetter("code"), (module,), kind="code")
+                yield Read(f"{name}.code".removeprefix("self."), module.code, code, (), path)
+        scripted = [m for m in self._used.values() if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            modes = Asked(_modes_of, (scripted,))
+            yield Read("training of scripted modules", modes.current(NO_CALL), modes, (), path)
         for key in MODULE_TABLES[:2]:
             of = [
                 (s.fqn if s else "", m) for m, k, _ in self._read.values() if k == key for s in (self._model.saved(m),)
@@ -392,8 +405,8 @@ class RanFunctions:
             known |= new
         return [*known.values()][len(self.functions) :]
 
-    def guards(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
-        """What the functions read of variables, beside entries in `skip`, which the forward changes."""
+    def guards(self, path: str) -> Iterator[Read]:
+        """What the functions read of variables."""
         functions = [*self.functions.values(), *self.inner]
         if functions:
             place = OfFunctions(tuple(functions))
@@ -402,25 +415,24 @@ class RanFunctions:
         for function in functions:
             frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
             for name, table, key in self._variables_of(function):
-                if (id(table), key) in known or (id(table), key) in skip:
+                if (id(table), key) in known:
                     continue
                 value = table[key]
                 if _is_state(value):
                     known.add((id(table), key))
-                    yield self._read(name, value, InTable(table, key), frames, path, skip)
+                    yield self._read(name, value, InTable(table, key), frames, path)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-                value, is_new = content_of(cell), (id(cell), "") not in known and (id(cell), None) not in skip
+                value, is_new = content_of(cell), (id(cell), "") not in known
                 if is_new and _is_state(value):
                     known.add((id(cell), ""))
-                    yield self._read(name, value, InClosure(cell), frames, path, skip)
-        yield from self._of_classes(skip, path)
+                    yield self._read(name, value, InClosure(cell), frames, path)
+        yield from self._of_classes(path)
         names = {name for code in self.codes for name in names_of(code).all}
         for name in [name for name in OTHER_SETTINGS if name.rpartition(".")[2] in names]:
             yield Read(name, flag(name, ()), Flag(name), (), path)
 
-    def _read(self, name: str, value: Any, place: Any, frames: Frames, path: str, skip: Set[tuple[int, Any]]) -> Read:
-        taken = snapshot(value, self.names, skip)
-        return Read(name, taken, place, frames, path, names=self.names, skip=frozenset(skip))
+    def _read(self, name: str, value: Any, place: Any, frames: Frames, path: str) -> Read:
+        return Read(name, snapshot(value, self.names), place, frames, path, names=self.names)
 
     @staticmethod
     def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -435,7 +447,7 @@ class RanFunctions:
             if attribute in vars(owner):
                 yield f"{name}.{attribute}", vars(owner), attribute
 
-    def _of_classes(self, skip: Set[tuple[int, Any]], path: str) -> Iterator[Read]:
+    def _of_classes(self, path: str) -> Iterator[Read]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
         names = {name for code in self.codes for name in (*names_of(code).all, code.co_name)}
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
@@ -449,9 +461,9 @@ class RanFunctions:
                 code = getattr(getattr(member, "__func__", member), "__code__", None)
                 is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
                 may_run = is_value or code in self.codes or (code is not None and kind in called)
-                if may_run and (id(base), name) not in skip and is_users_class(base):
+                if may_run and is_users_class(base):
                     place = OfClass(kind, name)
-                    yield self._read(f"{kind.__name__}.{name}", place.current(NO_CALL), place, (), path, skip)
+                    yield self._read(f"{kind.__name__}.{name}", place.current(NO_CALL), place, (), path)
 
 
 def _named(function: types.FunctionType) -> list[Any]:
@@ -536,6 +548,10 @@ def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...
         if table.get(key) is not None:
             names.setdefault(id(table[key]), []).append(name)
     return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
+
+
+def _modes_of(modules: Sequence[torch.nn.Module]) -> list[bool]:
+    return [m.training for module in modules for m in module.modules()]
 
 
 def _keys_of(modules: Sequence[tuple[str, torch.nn.Module]], table: str, changed: Set[tuple[int, str]]) -> list[str]:
