@@ -651,3 +651,15 @@ def test_the_arguments_of_the_root_call_of_a_transformed_graph():
     root = found.calls[0]
     assert root.arguments["input"].op == "placeholder" and found.calls[1].arguments["input"] is root.arguments["input"]
     torch.testing.assert_close(found(x), trace(x) * 2)
+
+
+def test_a_graph_without_output_and_a_tensor_in_a_node_are_refused():
+    trace = st.trace(nn.ReLU(), (torch.ones(2, 4),))
+    trace.graph_module.graph.erase_node(trace.graph_module.graph.output_node())
+    with pytest.raises(EditError, match="does not end with its output"):
+        trace.lint()
+    trace = st.trace(nn.ReLU(), (torch.ones(2, 4),))
+    (relu,) = nodes(trace.graph_module, aten.relu.default)
+    relu.target, relu.args = aten.mul.Tensor, (relu.args[0], torch.tensor(2.0))
+    with pytest.raises(EditError, match=r"a node takes a tensor.*\n.*graph\.get_attr"):
+        trace.lint()

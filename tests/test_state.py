@@ -653,3 +653,24 @@ def test_places_that_hold_one_tensor_and_get_others(statement, reads, hold):
             )
             assert net.state_dict() == twin.state_dict(), (shared, i)
         assert i >= 1, shared
+
+
+def test_a_module_that_the_forward_converts_is_refused():
+    """Eager keeps the parameters, whose `.data` it sets; on fake tensors torch would put others in their place."""
+
+    class Converts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.fc.double()
+            y = self.fc(x.double())
+            self.fc.float()
+            return y.float()
+
+    model = Converts()
+    before = dict(model.named_parameters())
+    with pytest.raises(st.errors.UnsupportedOpError, match=r"in the place of the parameter fc\.weight"):
+        st.trace(model, (torch.ones(2, 4),))
+    assert all(p is before[name] for name, p in model.named_parameters())

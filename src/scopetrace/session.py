@@ -17,7 +17,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -301,12 +301,21 @@ class Recording:
             if names and change.attribute and isinstance(change.new, torch.Tensor):
                 value = self.values.bound_value(change.new)
             if names and value is not None:
+                if isinstance(change.old, torch.nn.Parameter):
+                    self._refuse_other_parameter(f"{names[0]}.{change.attribute}".lstrip("."))
                 write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
                 self.tape.attribute_writes.append(write)
                 if _are_alike(change.old, value.fake):
                     continue
             left.append(change)
         return left
+
+    def _refuse_other_parameter(self, name: str) -> NoReturn:
+        raise UnsupportedOpError(
+            f"the forward puts another tensor in the place of the parameter {name}, as .double() and .float() do",
+            module=self.model.type_name,
+            hint="convert modules before the trace, or cast what the op takes; write it in place under torch.no_grad()",
+        )
 
     def _as_given(self, x: Any) -> Any:
         """`x`, with tensors of the model in the place of what stands for them in the trace."""

@@ -81,7 +81,11 @@ class Reading:
         self._grad = old.tape.outer_grad
         self._grads = _grads(old)
         self._facts = _facts(old.tape)
-        self._output = next(n for n in reversed(graph.nodes) if n.op == "output")
+        (*_, self._output) = graph.nodes or (None,)
+        if self._output is None or self._output.op != "output":
+            raise EditError(
+                "the edited graph does not end with its output", hint="keep the output node, as the last one"
+            )
         with building():
             self._read_graph()
         bodies: dict[str, FxLowering] = {name: inner.lowering for name, inner in self._inner.items()}
@@ -348,6 +352,9 @@ class Reading:
             return {key: self._value_of(item) for key, item in x.items()}
         if isinstance(x, slice):
             return slice(*map(self._value_of, (x.start, x.stop, x.step)))
+        if isinstance(x, torch.Tensor):
+            hint = "set it as a buffer of the GraphModule, and give the node graph.get_attr(name)"
+            raise EditError("a node takes a tensor, which no code of a graph can hold", hint=hint)
         return x
 
     def _fill(self, old: Call, new: Call) -> None:
