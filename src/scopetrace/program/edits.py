@@ -81,11 +81,10 @@ class Reading:
         self._grad = old.tape.outer_grad
         self._grads = _grads(old)
         self._facts = _facts(old.tape)
-        (*_, self._output) = graph.nodes or (None,)
-        if self._output is None or self._output.op != "output":
-            raise EditError(
-                "the edited graph does not end with its output", hint="keep the output node, as the last one"
-            )
+        outputs = graph.find_nodes(op="output")
+        if not outputs:
+            raise EditError("the edited graph has no output", hint="keep the output node, as the last one")
+        self._output = outputs[-1]
         with building():
             self._read_graph()
         bodies: dict[str, FxLowering] = {name: inner.lowering for name, inner in self._inner.items()}

@@ -25,7 +25,7 @@ import torch
 from scopetrace._compat.ops import eager, is_random
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import FakeTensor
+from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
     Attributes,
@@ -319,7 +319,7 @@ def _attribute_of(module: torch.nn.Module, name: str) -> Any:
 def _as_written(module: torch.nn.Module, name: str) -> list[Any]:
     """A tensor of a module, and how often it was written."""
     t = getattr(module, name, None)
-    return [t, t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0]
+    return [t, version_of(t) if isinstance(t, torch.Tensor) and not is_inference_of(t) else 0]
 
 
 def _words_of_written(x: list[Any]) -> str:
