@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.ir.reads import HOOKS, NO_CALL, Asked, OfTensor, Read
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
+from scopetrace.record.reads import computed_from
 from scopetrace.watch.lines import noting_lines
 from scopetrace.watch.programs import holds_when_filled, is_same_program
 
@@ -328,11 +330,8 @@ def _words_of_written(x: list[Any]) -> str:
 
 def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Read]:
     """That the model's tensors from which a cache was computed are as they were: the program computes it each time."""
-    values, names = list(stored), dict[str, None]()
-    for value in values:  # which grows
-        if value.op.kind == "get_attr":
-            names[value.op.name] = None
-        values += [v for v in value.op.inputs() if v not in values]
+    sources = itertools.chain.from_iterable(map(computed_from, stored))
+    names = dict.fromkeys(v.op.name for v in sources if v.op.kind == "get_attr")
     caches = {write.path for write in tape.attribute_writes}
     for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
         place = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
