@@ -410,10 +410,10 @@ def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -
             if any(last_write.get(v.storage, -1) > i for v in (operand, *op.values())):
                 reads.append((operand, op.frames))
     positions = {v: i for i, v in enumerate(tape.inputs)}
-    return {positions[v]: at for operand, at in reversed(reads) for v in computed_from(operand) if v in positions}
+    return {positions[v]: at for operand, at in reversed(reads) for v in _computed_from(operand) if v in positions}
 
 
-def computed_from(value: Value) -> Iterator[Value]:
+def _computed_from(value: Value) -> Iterator[Value]:
     """The values that `value` is computed from, itself included."""
     seen: set[Value] = set()
     values = [value]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -45,8 +44,7 @@ from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.reads import HOOKS, NO_CALL, Asked, OfTensor, Read
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import RecordedTape, Value
-from scopetrace.record.reads import computed_from
+from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
 from scopetrace.watch.programs import holds_when_filled, is_same_program
 
@@ -330,7 +328,12 @@ def _words_of_written(x: list[Any]) -> str:
 
 def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Read]:
     """That the model's tensors from which a cache was computed are as they were: the program computes it each time."""
-    sources = itertools.chain.from_iterable(map(computed_from, stored))
+    sources = dict.fromkeys(stored)
+    pending = [*sources]
+    for value in pending:  # which grows
+        new = [v for v in _operands(value.op) if v not in sources]
+        sources |= dict.fromkeys(new)
+        pending += new
     names = dict.fromkeys(v.op.name for v in sources if v.op.kind == "get_attr")
     caches = {write.path for write in tape.attribute_writes}
     for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
@@ -355,11 +358,15 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
     """Whether inputs, random numbers or state that the forward writes decide one of these values."""
     differs = {v.storage for v in tape.inputs} | tape.written_storages()
     for op in tape.ops:
-        like = _LIKE.get(op.target)
-        operands = op.inputs() if like is None else leaves([*op.args[:like], *op.args[like + 1 :], op.kwargs], Value)
-        if is_random(op.target) or any(v.storage in differs for v in operands):
+        if is_random(op.target) or any(v.storage in differs for v in _operands(op)):
             differs |= {v.storage for v in op.values()}
     return any(v.storage in differs for v in values)
+
+
+def _operands(op: Op) -> list[Value]:
+    """Those of which an op takes more than shape, dtype and device."""
+    like = _LIKE.get(op.target)
+    return op.inputs() if like is None else leaves([*op.args[:like], *op.args[like + 1 :], op.kwargs], Value)
 
 
 _aten = torch.ops.aten
