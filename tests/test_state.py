@@ -674,3 +674,45 @@ def test_a_module_that_the_forward_converts_is_refused():
     with pytest.raises(st.errors.UnsupportedOpError, match=r"in the place of the parameter fc\.weight"):
         st.trace(model, (torch.ones(2, 4),))
     assert all(p is before[name] for name, p in model.named_parameters())
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def another_class(fc):
+    fc.__class__ = Doubled
+
+
+def a_parametrization(fc):
+    nn.utils.parametrize.register_parametrization(fc, "weight", nn.Identity())
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("change", [another_class, a_parametrization], ids=lambda change: change.__name__)
+def test_a_class_that_the_forward_gives_a_module_is_put_back(change, raises):
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            change(self.fc)
+            if raises:
+                raise ValueError("no more")
+            return y
+
+    model, x = Changes(), torch.ones(2, 4)
+    eager = copy.deepcopy(model)
+    if raises:
+        with pytest.raises(ValueError, match="no more"):
+            st.trace(model, (x,))
+    else:
+        trace = st.trace(model, (x,))
+        assert torch.equal(trace(x), eager(x))
+        with pytest.raises(st.errors.SideEffectError):
+            trace(x)
+    assert type(model.fc) is nn.Linear
+    assert [*vars(model.fc)] == [*vars(nn.Linear(4, 4))]

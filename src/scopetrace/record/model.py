@@ -275,6 +275,12 @@ class SavedModule:
             if not same_entries(table, old):
                 changes += self._changes(table, old)
                 write_dict(table, old)
+        if type(self.module) is not self.kind:  # as of a module that gets a parametrization
+            put = functools.partial(setattr, self.module, "__class__")
+            changes.append(
+                Change(f"{self.name}.__class__", self.kind, type(self.module), self.module, "__class__", put)
+            )
+            put(self.kind)
         unsaved = self.live[0].get("_non_persistent_buffers_set")
         if unsaved is not None and unsaved != self.unsaved:
             unsaved.clear()
