@@ -19,7 +19,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -282,21 +282,24 @@ def _stays_off(hooks: Any) -> bool:
     return _is_users(hooks) or isinstance(hooks, torch.utils.checkpoint._checkpoint_hook)
 
 
-def _reported_region(listener: Any, run: Callable[..., Iterator[None]], args: Any, kwargs: Any) -> Iterator[None]:
+def _reported_region(listener: Any, run: Callable[..., Generator[None]], args: Any, kwargs: Any) -> Iterator[None]:
     """torch's generator `run` around a region."""
     checkpoint, bound = torch.utils.checkpoint, inspect.signature(run).bind(*args, **kwargs)
     bound.apply_defaults()
     options, grad = bound.arguments, torch.is_grad_enabled()
     context_fn = options["context_fn"] if grad else checkpoint.noop_context_fn
     early_stop = checkpoint._enable_checkpoint_early_stop
-    with listener.checkpointed(
-        options["args"],
-        None if context_fn is checkpoint.noop_context_fn else context_fn,
-        grad=grad,
-        early_stop=options["early_stop"] if early_stop is None else early_stop,
-        keeps_rng=options["preserve_rng_state"],
-    ):
-        yield from run(*args, **kwargs)
+    with contextlib.closing(run(*args, **kwargs)) as inside:
+        next(inside)  # what it saves of the arguments is outside of the region
+        with listener.checkpointed(
+            options["args"],
+            None if context_fn is checkpoint.noop_context_fn else context_fn,
+            grad=grad,
+            early_stop=options["early_stop"] if early_stop is None else early_stop,
+            keeps_rng=options["preserve_rng_state"],
+        ):
+            yield
+        next(inside, None)
 
 
 @contextlib.contextmanager
