@@ -303,17 +303,13 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
     for write in [write for write in tape.attribute_writes if write.is_cache and write.module is not None]:
-        place = Asked(_attribute_of, (write.module, write.name), text=short, kind="tensor")
+        place = Asked(getattr, (write.module, write.name, None), text=short, kind="tensor")
         like = TensorLike(write.value.fake, first.data_of(write.value))
         tape.reads.append(Read(write.path, place.current(NO_CALL), place, (), tape.root.path, (like,)))
     filled = [write.value for write in tape.attribute_writes if write.is_cache]
     tape.reads += _of_sources(tape, dict.fromkeys([*values.values(), *filled]))
     tape.side_effects += _harmless(first, lines)
     return tape
-
-
-def _attribute_of(module: torch.nn.Module, name: str) -> Any:
-    return getattr(module, name, None)
 
 
 def _as_written(module: torch.nn.Module, name: str) -> list[Any]:
