@@ -6,6 +6,7 @@ m.n += 1; return x * 2 if m.n < 3 else x    # asked, and never settled: right fo
 """
 
 import copy
+import functools
 import random
 
 import pytest
@@ -358,3 +359,50 @@ def test_what_a_scripted_module_and_a_graph_are_is_compared(kind):
         model.eval()
     with pytest.raises(st.errors.StateMismatchError, match="scripted" if kind == "a scripted module" else "code"):
         trace(X)
+
+
+class Kept:
+    """What keeps a value at its first use, in the ways in which Python's library does it."""
+
+    n = 3
+
+    @functools.cached_property
+    def number(self):
+        return self.n * 2
+
+    @functools.cached_property
+    def tensor(self):
+        return torch.arange(self.n * 1.0)
+
+    @functools.lru_cache  # noqa: B019
+    def table(self):
+        return torch.arange(self.n * 1.0)
+
+
+class KeptByModule(Kept, nn.Module):
+    pass
+
+
+@pytest.mark.parametrize("owner", [Kept, KeptByModule])
+@pytest.mark.parametrize("use", [lambda o: o.number, lambda o: o.tensor, lambda o: o.table()])
+def test_a_value_that_is_kept_at_its_first_use(owner, use):
+    """The trace leaves none in the model, and its calls serve before the model has one and after it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.owner = owner()
+
+        def forward(self, x):
+            return x * use(self.owner)
+
+    net, x = Net(), torch.tensor([1.0, 2.0, 3.0])
+    before = dict(vars(net.owner))
+    tr = st.trace(net, (x,))
+    assert vars(net.owner) == before
+    for run in (tr, tr, net, tr, net, tr):
+        assert torch.equal(run(x), x * use(owner()))
+    for name in vars(net.owner).keys() - before.keys():  # not what is in the table of `lru_cache`
+        vars(net.owner)[name] = use(owner()) + 1
+        with pytest.raises(st.errors.StateMismatchError, match=f"owner.{name}"):
+            tr(x)

@@ -591,20 +591,6 @@ def test_a_tensor_that_is_made_of_the_one_before_stops_the_second_call(name):
         tr(X)
 
 
-def test_a_cached_property_is_none():
-    class Lazy(nn.Module):
-        @functools.cached_property
-        def scale(self):
-            return 3.0
-
-        def forward(self, x):
-            return x * self.scale
-
-    net = Lazy()
-    tr = st.trace(net, (X,))
-    assert tr.side_effects == [] and "scale" not in vars(net)
-
-
 @pytest.mark.parametrize(
     ("make", "step"),
     [

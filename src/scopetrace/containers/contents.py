@@ -572,8 +572,7 @@ def _entries(saved: _Saved, after: Any) -> Iterator[Change]:
         yield Change(name, before, after, holder, "", put, entry, is_generator=form.is_generator, places=places)
         return
     if form.entries == ".":
-        changes = changed_attributes(name, owner, before, after, _put_attribute)
-        yield from (change for change in changes if not is_memo(owner, change.attribute, change.old))
+        yield from changed_attributes(name, owner, before, after, _put_attribute)
         return
     for key, old, new in changed_entries(before, after):
         put = functools.partial(put_entry, owner, key)
@@ -603,12 +602,6 @@ def put_entry(table: Any, key: Any, value: Any) -> None:
         base.__setitem__(table, key, value)
     else:
         base.pop(table, key, None)
-
-
-def is_memo(owner: Any, name: Any, old: Any) -> bool:
-    """Whether an attribute is one that `functools.cached_property` computes when it is first asked for."""
-    known = getattr(type(owner), name, None) if isinstance(name, str) and old is MISSING else None
-    return isinstance(known, functools.cached_property)
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:

@@ -121,6 +121,15 @@ class InTables(Place):
         return next((table[self.key] for table in self.tables if self.key in table), MISSING)
 
 
+def place_in(module: torch.nn.Module, key: str) -> InTable | InTables:
+    """Where a module has an attribute, without asking the module for it: its properties compute, and may keep it."""
+    tables = [module.__dict__, *[t for t in map(module.__dict__.get, _TABLES) if isinstance(t, dict)]]
+    return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
 @dataclasses.dataclass(frozen=True)
 class OfClass(Place):
     """What a class has under a name, itself or from those that it inherits from."""

@@ -30,7 +30,6 @@ from scopetrace.containers.contents import (
     attributes_and_slots,
     changed_entries,
     content_of,
-    is_memo,
     is_users_class,
     put_entry,
     same_entries,
@@ -303,11 +302,9 @@ class SavedModule:
         for name, before, after in changed_entries(old, table):
             if name in bookkeeping or (compiles and name[0] == "_"):
                 continue
-            if isinstance(after, torch.Tensor) or not is_memo(self.module, name, before):
-                put = functools.partial(put_entry, table, name)
-                buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
-                entry = (id(table), name)
-                yield Change(f"{self.name}.{name}", before, after, self.module, name, put, entry, buffer)
+            put = functools.partial(put_entry, table, name)
+            buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
+            yield Change(f"{self.name}.{name}", before, after, self.module, name, put, (id(table), name), buffer)
 
 
 def is_torchs(module: torch.nn.Module) -> bool:

@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.reads import HOOKS, NO_CALL, Asked, OfTensor, Read
+from scopetrace.ir.reads import HOOKS, NO_CALL, Asked, OfTensor, Read, place_in
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
@@ -264,7 +264,7 @@ def _stored(first: Run, lefts: list[list[_Left]], last: Run) -> dict[int, Value]
     stored = {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
     again = {write.path for write in last.tape.attribute_writes}
     writes = [write for write in first.tape.attribute_writes if write.path not in again]
-    there = [(getattr(write.module, write.name, None), write.value) for write in writes]
+    there = [(place_in(w.module, w.name).current(NO_CALL), w.value) for w in writes if w.module is not None]
     return stored | {id(t): value for t, value in there if isinstance(t, torch.Tensor)}
 
 
@@ -303,7 +303,7 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
     for write in [write for write in tape.attribute_writes if write.is_cache and write.module is not None]:
-        place = Asked(getattr, (write.module, write.name, None), text=short, kind="tensor")
+        place = Asked(_tensor_in, (write.module, write.name), text=short, kind="tensor")
         like = TensorLike(write.value.fake, first.data_of(write.value))
         tape.reads.append(Read(write.path, place.current(NO_CALL), place, (), tape.root.path, (like,)))
     filled = [write.value for write in tape.attribute_writes if write.is_cache]
@@ -312,9 +312,15 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
     return tape
 
 
+def _tensor_in(module: torch.nn.Module, name: str) -> Any:
+    """What a module has under a name; a forward takes None for nothing."""
+    x = place_in(module, name).current(NO_CALL)
+    return None if x is MISSING else x
+
+
 def _as_written(module: torch.nn.Module, name: str) -> list[Any]:
     """A tensor of a module, and how often it was written."""
-    t = getattr(module, name, None)
+    t = _tensor_in(module, name)
     return [t, version_of(t) if isinstance(t, torch.Tensor) and not is_inference_of(t) else 0]
 
 

@@ -61,6 +61,7 @@ from scopetrace.ir.reads import (
     WhichInputs,
     WhichOfModel,
     hooks_of_module,
+    place_in,
     tied_place,
 )
 from scopetrace.ir.scopes import Frames, Ran, source_of
@@ -202,7 +203,7 @@ class StateReads:
             if key in MODULE_TABLES:
                 self._members.update({id(t): t for t in module.__dict__[key].values() if t is not None})
                 continue
-            place = self._place(module, key)
+            place = place_in(module, key)
             value = place.current(NO_CALL)
             if isinstance(value, torch.Tensor):
                 self._members[id(value)] = value
@@ -234,12 +235,6 @@ class StateReads:
             modules = module.__dict__.get("_modules") or {}
             taken += modules.values() if key == ALL_SUBMODULES else [modules.get(key)]
         return {id(m): m for m in taken if m is not None}
-
-    @staticmethod
-    def _place(module: torch.nn.Module, key: str) -> InTable | InTables:
-        module_dict = module.__dict__
-        tables = [module_dict, *[t for t in map(module_dict.get, MODULE_TABLES) if isinstance(t, dict)]]
-        return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
 
     def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """Classes and methods of modules that were used, hooks of those that were called, and of all of the process."""
