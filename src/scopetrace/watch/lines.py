@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ class _Value:
     def has_changed(self) -> bool:
         """Whether it holds something else than when it was asked last."""
         value = self._get()
-        is_plain = type(value) is type(self._last) and type(value) in (int, _Ids)  # a stand-in would be asked
+        is_plain = type(value) is type(self._last) and type(value) in (int, bytes, _Ids)  # a stand-in would be asked
         is_other = value is not self._last and not (is_plain and value == self._last)
         self._last = value
         return is_other
@@ -81,7 +82,7 @@ def _getter(change: Change) -> Callable[[], Any]:
         return lambda: _of_module(change.holder, change.attribute)
     if change.is_generator:
         form = form_of(type(owner))
-        return lambda: hash(str(form.read(owner))) if form is not None else None
+        return lambda: pickle.dumps(form.read(owner)) if form is not None else None
     if change.places and type(owner) is list:  # which may have a stand-in there
         get = _in_place(*getattr(change.places[0], "args", ()))
         return lambda: _ids(get())
