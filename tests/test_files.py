@@ -456,16 +456,32 @@ def test_versions(tmp_path):
         program = old.read("scopetrace/program.json")
         header = json.loads(old.read("scopetrace/header.json"))
     assert header == {
-        **{"format": "scopetrace trace", "version": 2, "scopetrace": st.__version__},
+        **{"format": "scopetrace trace", "version": 3, "scopetrace": st.__version__},
         **{"torch": torch.__version__, "byteorder": sys.byteorder},
     }
     with zipfile.ZipFile(path, "w") as new:
-        new.writestr("scopetrace/header.json", json.dumps({**header, "version": 3, "scopetrace": "9.1"}))
+        new.writestr("scopetrace/header.json", json.dumps({**header, "version": 4, "scopetrace": "9.1"}))
         new.writestr("scopetrace/program.json", program)
     assert refusal(path) == (
-        "the trace was written by scopetrace 9.1 in version 3 of the format, and this one reads up to 2: "
+        "the trace was written by scopetrace 9.1 in version 4 of the format, and this one reads up to 3: "
         "install scopetrace 9.1 or newer"
     )
+
+
+def test_guards_by_the_names_of_version_2(tmp_path):
+    def change(program):
+        for _, tape in program["tables"]["tapes"]:
+            tape["reads"] = tape.pop("guards", [])
+            for record in tape["reads"]:
+                record["record"][0] = "Read"
+                record["record"][1]["place"] = record["record"][1].pop("source")
+
+    trace = st.trace(lambda x: x * 2 if x.is_contiguous() else x, (torch.ones(2, 3),))
+    trace.save(tmp_path / "trace")
+    loaded = st.load(rewritten(tmp_path / "trace", change))
+    assert torch.equal(loaded(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+    with pytest.raises(st.errors.InputMismatchError, match="is_contiguous"):
+        loaded(torch.ones(3, 2).t())
 
 
 def test_ops_that_this_torch_does_not_have(tmp_path):

@@ -270,7 +270,7 @@ def test_what_pytest_puts_into_an_assert_is_not_of_the_forward():
         assert x.shape == X.shape
         return x * 2
 
-    places = [read.place for read in st.trace(forward, (X,))._program.tape.reads]
+    places = [read.source for read in st.trace(forward, (X,))._program.tape.guards]
     functions = [f for place in places for f in getattr(place, "functions", ())]
     assert functions == [forward]
 

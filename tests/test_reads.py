@@ -747,5 +747,5 @@ def test_a_printed_table_names_all_that_a_call_is_checked_for():
     m = net(lambda m, x: m.fc(x) * m.k * SCALE if x.is_contiguous() else x)
     trace = st.trace(m, (X,))
     text = " ".join(str(trace.specializations).split())
-    names = [name for read in trace._program.tape.reads for name in read.place_names()]
+    names = [name for read in trace._program.tape.guards for name in read.labels()]
     assert len(names) > 10 and all(name in text for name in names)

@@ -65,8 +65,8 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.leaf_reads import note_leaf
-from scopetrace.ir.reads import numbers_read
+from scopetrace.ir.guards import numbers_read
+from scopetrace.ir.leaf_guards import note_leaf
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
@@ -270,7 +270,7 @@ class Recording:
             note_leaf(tape, value, op)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        tape.reads += guards
+        tape.guards += guards
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         positional = [name for name, _ in arguments[: len(args)]]
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
@@ -399,9 +399,9 @@ class Recording:
                 self._unseeded(),
                 self.builder.noting_errors(),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
-                observing(calls, autograd, [saved.module for saved in self.model.saved_modules]) as mine,
+                observing(calls, autograd, [saved.module for saved in self.model.saved_modules]) as is_observed,
                 self.reads.watching(effects.reach.names),
-                reads.watching(mine),
+                reads.watching(is_observed),
                 dispatching_to(self.ops.mode, self.factory.mode),
             ):
                 before = settings()

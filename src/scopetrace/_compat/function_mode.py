@@ -73,11 +73,11 @@ def _put_back(modes: list[Any]) -> None:
         _push(mode)
 
 
-def after(tell: Callable[..., Any], mine: Callable[[], bool]) -> Handler:
-    """Lets torch answer, after `tell` was called with the arguments where `mine()`."""
+def after(tell: Callable[..., Any], is_observed: Callable[[], bool]) -> Handler:
+    """Lets torch answer, after `tell` was called with the arguments where `is_observed()`."""
 
     def handler(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if mine():
+        if is_observed():
             tell(*args, **kwargs)
         return ask(*args, **kwargs)
 

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.function_mode import Handler, On, after
 from scopetrace._compat.ops import eager, is_recording
-from scopetrace._compat.questions import Mine, Replace
+from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT
@@ -147,26 +147,26 @@ def node_number(t: torch.Tensor) -> int:
     return -1 if t.grad_fn is None else sequence_number(t.grad_fn)
 
 
-def report_hooks(replace: Replace, on: On, listener: Any, mine: Mine) -> None:
+def report_hooks(replace: Replace, on: On, listener: Any, is_observed: Condition) -> None:
     """Tell `listener` of hooks, `requires_grad` and `grad`, first."""
     tensor: Any = torch.Tensor
 
     def recording() -> bool:
-        return is_recording() and mine()
+        return is_recording() and is_observed()
 
     for name in _METHODS:
-        on(getattr(tensor, name), after(lambda t, *_, method=name, **__: listener.on_hook(t, method), mine))
+        on(getattr(tensor, name), after(lambda t, *_, method=name, **__: listener.on_hook(t, method), is_observed))
     for name in ("grad_fn", "is_leaf"):
-        on(getattr(tensor, name).__get__, _history(name, listener, mine))
+        on(getattr(tensor, name).__get__, _history(name, listener, is_observed))
     _report_flags(on, listener, recording)
     _report_gradients(replace, on, listener, recording)
-    _report_saved_tensors_hooks(replace, listener, mine)
-    _report_regions(replace, listener, mine)
+    _report_saved_tensors_hooks(replace, listener, is_observed)
+    _report_regions(replace, listener, is_observed)
 
 
-def _history(name: str, listener: Any, mine: Mine) -> Handler:
+def _history(name: str, listener: Any, is_observed: Condition) -> Handler:
     def get(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
-        file = asker() if is_recording() and mine() else ""
+        file = asker() if is_recording() and is_observed() else ""
         asked = bool(file) and not file.startswith(SCOPETRACE)  # a trace inside this one
         if asked and t.requires_grad:
             listener.on_graph(t)
@@ -182,23 +182,23 @@ def _history(name: str, listener: Any, mine: Mine) -> Handler:
     return get
 
 
-def _report_flags(on: On, listener: Any, mine: Mine) -> None:
+def _report_flags(on: On, listener: Any, is_observed: Condition) -> None:
     """`requires_grad` of a tensor."""
 
     def require(t: torch.Tensor, requires_grad: bool = True) -> None:
         listener.on_requires_grad(t, requires_grad)
 
     def detach_(ask: Callable[..., Any], t: torch.Tensor) -> torch.Tensor:
-        return ask(t) if not mine() or listener.on_detach(t) else t
+        return ask(t) if not is_observed() or listener.on_detach(t) else t
 
     tensor: Any = torch.Tensor
     for func in (tensor.requires_grad_, tensor.requires_grad.__set__):
-        on(func, after(require, mine))
+        on(func, after(require, is_observed))
     for func in (tensor.detach_, torch.detach_):
         on(func, detach_)
 
 
-def _report_gradients(replace: Replace, on: On, listener: Any, mine: Mine) -> None:
+def _report_gradients(replace: Replace, on: On, listener: Any, is_observed: Condition) -> None:
     """The `grad` of tensors."""
     grad: Any = torch.Tensor.grad
     outer: Any = torch.optim.Optimizer.zero_grad
@@ -206,19 +206,19 @@ def _report_gradients(replace: Replace, on: On, listener: Any, mine: Mine) -> No
     def get_grad(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
         frame = asking_frame()
         code = frame and frame.f_code
-        if frame is not None and code is _ZERO_GRAD and frame.f_locals["set_to_none"] and mine():
+        if frame is not None and code is _ZERO_GRAD and frame.f_locals["set_to_none"] and is_observed():
             return t  # whatever it is: it is set to None next
         takes = code is not None and (code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS))
-        asked = mine() and (takes or not asker().startswith(NOT_THE_MODEL))
+        asked = is_observed() and (takes or not asker().startswith(NOT_THE_MODEL))
         recorded = listener.gradients.get(t) if asked else NotImplemented
         return ask(t, *args) if recorded is NotImplemented else recorded
 
     def set_grad(ask: Callable[..., Any], t: torch.Tensor, new: Any = None) -> None:
-        if not (mine() and listener.gradients.set(t, new)):
+        if not (is_observed() and listener.gradients.set(t, new)):
             grad.__set__(t, new)
 
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        if not (mine() and set_to_none):
+        if not (is_observed() and set_to_none):
             return outer(self, set_to_none)
         listener.gradients.on_zero_grad(self)
         for p in [p for group in self.param_groups for p in group["params"]]:
@@ -233,7 +233,7 @@ def _report_gradients(replace: Replace, on: On, listener: Any, mine: Mine) -> No
 _ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 
 
-def _report_saved_tensors_hooks(replace: Replace, listener: Any, mine: Mine) -> None:
+def _report_saved_tensors_hooks(replace: Replace, listener: Any, is_observed: Condition) -> None:
     """`with saved_tensors_hooks`: those of users and of regions under checkpointing stay off.
 
     Those of torch itself, such as `save_on_cpu`, leave values and gradients as they are.
@@ -242,9 +242,9 @@ def _report_saved_tensors_hooks(replace: Replace, listener: Any, mine: Mine) -> 
     marks: dict[int, Any] = {}
 
     def __enter__(self: Any) -> None:
-        if mine():
+        if is_observed():
             marks[id(self)] = listener.mark()
-        if not mine() or not _stays_off(self):
+        if not is_observed() or not _stays_off(self):
             enter(self)
 
     def __exit__(self: Any, *error: Any) -> None:
@@ -261,11 +261,11 @@ def _report_saved_tensors_hooks(replace: Replace, listener: Any, mine: Mine) -> 
     replace(_saved_tensors_hooks, "__exit__", __exit__)
 
 
-def _report_regions(replace: Replace, listener: Any, mine: Mine) -> None:
+def _report_regions(replace: Replace, listener: Any, is_observed: Condition) -> None:
     """Regions of `torch.utils.checkpoint(use_reentrant=False)`."""
 
     def region(*args: Any, **kwargs: Any) -> Iterator[None]:
-        return _reported_region(listener, run, args, kwargs) if mine() else run(*args, **kwargs)
+        return _reported_region(listener, run, args, kwargs) if is_observed() else run(*args, **kwargs)
 
     name = CURRENT.checkpoint_generator
     run = getattr(torch.utils.checkpoint, name)
@@ -387,25 +387,25 @@ def first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torc
 # Training steps ------------------------------------------------------------------------------------------------------
 
 
-def report_steps(stack: contextlib.ExitStack, replace: Replace, listener: Any, mine: Mine) -> None:
+def report_steps(stack: contextlib.ExitStack, replace: Replace, listener: Any, is_observed: Condition) -> None:
     """Tell of optimizers, scalers and schedulers until the stack ends."""
-    _report_optimizers(stack, replace, listener, mine)
-    _report_scalers(replace, listener, mine)
-    _report_schedulers(replace, listener, mine)
-    _put_scalers_back(stack, replace, listener, mine)
+    _report_optimizers(stack, replace, listener, is_observed)
+    _report_scalers(replace, listener, is_observed)
+    _report_schedulers(replace, listener, is_observed)
+    _put_scalers_back(stack, replace, listener, is_observed)
 
 
-def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: Any, mine: Mine) -> None:
+def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: Any, is_observed: Condition) -> None:
     """Optimizers that are made, and the steps of all."""
     make, hooks = torch.optim.Optimizer.__init__, hooks_of_all_optimizers()
 
     def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        if mine():
+        if is_observed():
             listener.gradients.on_optimizer(self)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not mine():
+        if not is_observed():
             return None
         is_named = len(args) < 2  # the optimizer is the first
         closure = kwargs.get("closure") if is_named else args[1]
@@ -415,7 +415,7 @@ def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: 
         return (args, {**kwargs, "closure": run}) if is_named else ((args[0], run, *args[2:]), kwargs)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if mine():
+        if is_observed():
             listener.gradients.after_step(optimizer)
 
     replace(torch.optim.Optimizer, "__init__", init)
@@ -423,27 +423,27 @@ def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: 
     stack.callback(register_optimizer_step_post_hook(after_step).remove)
 
 
-def _tell_before(replace: Replace, owner: Any, name: str, tell: Callable[..., None], mine: Mine) -> None:
+def _tell_before(replace: Replace, owner: Any, name: str, tell: Callable[..., None], is_observed: Condition) -> None:
     """Call `tell` with the arguments of a method before it runs."""
-    run, handler = getattr(owner, name), after(tell, mine)
+    run, handler = getattr(owner, name), after(tell, is_observed)
     replace(owner, name, lambda *args, **kwargs: handler(run, *args, **kwargs))
 
 
-def _report_scalers(replace: Replace, listener: Any, mine: Mine) -> None:
+def _report_scalers(replace: Replace, listener: Any, is_observed: Condition) -> None:
     """Scalers of gradients."""
     scaler = torch.amp.GradScaler
     begin, decide = scaler._lazy_init_scale_growth_tracker, scaler._maybe_opt_step
 
     def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
-        with eager() if mine() else contextlib.nullcontext():
+        with eager() if is_observed() else contextlib.nullcontext():
             begin(self, device)
-        if mine():
+        if is_observed():
             listener.gradients.on_scaler(self)
 
     def decides(
         self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if not mine():
+        if not is_observed():
             return decide(self, optimizer, state, *args, **kwargs)
         overflows = state["found_inf_per_device"].values()
         step = functools.partial(optimizer.step, *args, **kwargs)
@@ -451,20 +451,20 @@ def _report_scalers(replace: Replace, listener: Any, mine: Mine) -> None:
 
     replace(scaler, "_lazy_init_scale_growth_tracker", begins)
     replace(scaler, "_maybe_opt_step", decides)
-    _tell_before(replace, scaler, "scale", lambda self, *_, **__: listener.gradients.on_scaler(self), mine)
+    _tell_before(replace, scaler, "scale", lambda self, *_, **__: listener.gradients.on_scaler(self), is_observed)
 
 
-def _report_schedulers(replace: Replace, listener: Any, mine: Mine) -> None:
+def _report_schedulers(replace: Replace, listener: Any, is_observed: Condition) -> None:
     """Schedulers of learning rates, by what their `step` calls, since that may be bound before the trace."""
 
     def tell(scheduler: Any) -> None:
         listener.gradients.on_python_step(scheduler, scheduler.optimizer)
 
-    _tell_before(replace, ReduceLROnPlateau, "_is_better", lambda scheduler, *_, **__: tell(scheduler), mine)
-    _tell_before(replace, _enable_get_lr_call, "__init__", lambda _, scheduler: tell(scheduler), mine)
+    _tell_before(replace, ReduceLROnPlateau, "_is_better", lambda scheduler, *_, **__: tell(scheduler), is_observed)
+    _tell_before(replace, _enable_get_lr_call, "__init__", lambda _, scheduler: tell(scheduler), is_observed)
 
 
-def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, listener: Any, mine: Mine) -> None:
+def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, listener: Any, is_observed: Condition) -> None:
     """What a scaler has noted of optimizers since its last `update()` is put back when the stack ends."""
     used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
 
@@ -482,5 +482,5 @@ def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, listener: A
         if left and kind is None:
             listener.gradients.on_begun_scaler("GradScaler.update is not called after unscale_ or step")
 
-    _tell_before(replace, torch.amp.GradScaler, "_check_scale_growth_tracker", note, mine)
+    _tell_before(replace, torch.amp.GradScaler, "_check_scale_growth_tracker", note, is_observed)
     stack.push(put_back)

@@ -2,8 +2,8 @@
 
 A dispatch mode sees ops only. Module calls, `backward`, custom autograd functions, seeding, writes to `.data`, and the
 ways from a tensor to a Python value that run no op are seen by replacing the functions that do them. A replacement asks
-`mine()`, whether the calling thread is the one that traces and recording is not paused, and otherwise calls what it
-replaced.
+`is_observed()`, whether the calling thread is the one that traces and recording is not paused, and otherwise calls what
+it replaced.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from scopetrace._compat.ops import (
     short_way,
     without_transforms,
 )
-from scopetrace._compat.questions import Mine, Replace
+from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.replaced import replacing as replacing
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
@@ -60,8 +60,8 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 
 @contextlib.contextmanager
-def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
-    """Tell observers what this thread does inside, and tell models that they are being exported. Gives `mine`.
+def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) -> Iterator[Condition]:
+    """Tell observers what this thread does inside, and tell models that they are being exported. Gives `is_observed`.
 
     Args:
         observer: a `CallRecorder` of room `record`, which is told unless it is paused.
@@ -70,36 +70,36 @@ def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) 
     """
     thread = threading.get_ident()
 
-    def here() -> bool:
+    def in_tracing_thread() -> bool:
         return threading.get_ident() == thread
 
-    def mine() -> bool:
+    def is_observed() -> bool:
         return threading.get_ident() == thread and not observer.paused
 
     def recording() -> bool:
-        return is_recording() and mine()
+        return is_recording() and is_observed()
 
     with contextlib.ExitStack() as stack:
         _prepare(stack, modules)
         replace, mode = stack.enter_context(replacing()), FunctionMode()
-        _report_module_calls(stack, replace, observer, mine, modules)
-        _report_backward(replace, mode, autograd, mine)
-        _report_custom_functions(replace, autograd, mine)
-        _report_modes(replace, observer, mine)
-        report_hooks(replace, mode.on, autograd, mine)
+        _report_module_calls(stack, replace, observer, is_observed, modules)
+        _report_backward(replace, mode, autograd, is_observed)
+        _report_custom_functions(replace, autograd, is_observed)
+        _report_modes(replace, observer, is_observed)
+        report_hooks(replace, mode.on, autograd, is_observed)
         _report_seeding(replace, observer, recording)
-        _report_object_collectives(replace, observer, mine)
-        index_with_symbols(mode.on, mine)
-        behave_as_numbers(replace, mine)
-        _report_transforms(replace, autograd, mine)
+        _report_object_collectives(replace, observer, is_observed)
+        index_with_symbols(mode.on, is_observed)
+        behave_as_numbers(replace, is_observed)
+        _report_transforms(replace, autograd, is_observed)
         report_steps(stack, replace, autograd, recording)
-        observer.watch_questions(replace, mode.on, here, mine)
-        entry_points = _hop_entry_points(mine, observer.on_nested_region)
+        observer.watch_questions(replace, mode.on, in_tracing_thread, is_observed)
+        entry_points = _hop_entry_points(is_observed, observer.on_nested_region)
         for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
             replace(owner, name, value)
         _not_compiling(replace)
         stack.enter_context(mode.active())
-        yield mine
+        yield is_observed
 
 
 def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) -> None:
@@ -127,7 +127,11 @@ def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) ->
 
 
 def _report_module_calls(
-    stack: contextlib.ExitStack, replace: Replace, observer: Any, mine: Mine, modules: Iterable[torch.nn.Module]
+    stack: contextlib.ExitStack,
+    replace: Replace,
+    observer: Any,
+    is_observed: Condition,
+    modules: Iterable[torch.nn.Module],
 ) -> None:
     """Give modules a `_call_impl` and a `forward` of their own that report, until the stack ends.
 
@@ -135,7 +139,7 @@ def _report_module_calls(
     path of `nn.TransformerEncoderLayer`. Classes stay as they are. A module that the forward makes, or copies, is seen
     where it is called first: each call asks `torch._C._get_tracing_state` before it looks for `forward`.
     """
-    call_impl, ask, forwards = _call_impl(observer, mine), torch._C._get_tracing_state, dict[Any, Any]()
+    call_impl, ask, forwards = _call_impl(observer, is_observed), torch._C._get_tracing_state, dict[Any, Any]()
     entries = list[tuple[torch.nn.Module, str, Any, Any]]()
     stack.callback(_take_back, entries)
 
@@ -151,13 +155,13 @@ def _report_module_calls(
         key = type(module), method
         if key not in forwards:
             owner = _owner(type(module))
-            forwards[key] = owner and _forward(vars(owner)["forward"], observer, mine, method)
+            forwards[key] = owner and _forward(vars(owner)["forward"], observer, is_observed, method)
         if forwards[key]:
             give(module, "forward", forwards[key])
 
     def tracing_state() -> Any:
         call = sys._getframe(1)
-        if call.f_code is _CALL_IMPL and call.f_back and call.f_back.f_code is _WRAPPED_CALL_IMPL and mine():
+        if call.f_code is _CALL_IMPL and call.f_back and call.f_back.f_code is _WRAPPED_CALL_IMPL and is_observed():
             module = call.f_locals["self"]  # one with a `_call_impl` of its own has another way here
             if not dict.__contains__(vars(module), "forward"):
                 give_forward(module, "call")
@@ -183,11 +187,11 @@ def _take_back(entries: Iterable[tuple[torch.nn.Module, str, Any, Any]]) -> None
             attributes[name] = outer
 
 
-def _call_impl(observer: Any, mine: Mine) -> Callable[..., Any]:
+def _call_impl(observer: Any, is_observed: Condition) -> Callable[..., Any]:
     original = torch.nn.Module._call_impl
 
     def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not mine():
+        if not is_observed():
             return original(self, *args, **kwargs)
         run: Callable[..., Any] = original
         if _is_compiled(self):
@@ -200,13 +204,13 @@ def _call_impl(observer: Any, mine: Mine) -> Callable[..., Any]:
     return call_impl
 
 
-def _forward(outer: Callable[..., Any], observer: Any, mine: Mine, method: str) -> Callable[..., Any]:
+def _forward(outer: Callable[..., Any], observer: Any, is_observed: Condition, method: str) -> Callable[..., Any]:
     """The `forward` of a module, reported as a call of `method`: mostly when the module itself was not called."""
     run = _batch_norm if outer is _BatchNorm.forward else outer
 
     @functools.wraps(outer)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not mine():
+        if not is_observed():
             return outer(self, *args, **kwargs)
         return observer.on_call(self, method, run, args, kwargs)
 
@@ -258,14 +262,14 @@ def _forget_compiled(module: Any) -> None:
 # Autograd, seeds, storages -------------------------------------------------------------------------------------------
 
 
-def _report_backward(replace: Replace, mode: FunctionMode, observer: Any, mine: Mine) -> None:
+def _report_backward(replace: Replace, mode: FunctionMode, observer: Any, is_observed: Condition) -> None:
     """`mode` is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
 
     def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
         def run(
             outputs: Any, grads: Any, keep: bool, create_graph: bool, inputs: Any = (), *args: Any, **kw: Any
         ) -> Any:
-            if not mine():
+            if not is_observed():
                 return outer(outputs, grads, keep, create_graph, inputs, *args, **kw)
             accumulates = kw.pop("accumulate_grad", False)
 
@@ -286,15 +290,15 @@ def _report_backward(replace: Replace, mode: FunctionMode, observer: Any, mine: 
         if not in_transform():
             observer.on_forward_ad()
 
-    mode.on(torch._C._VariableFunctions._make_dual, after(make_dual, mine))
+    mode.on(torch._C._VariableFunctions._make_dual, after(make_dual, is_observed))
 
 
-def _report_transforms(replace: Replace, observer: Any, mine: Mine) -> None:
+def _report_transforms(replace: Replace, observer: Any, is_observed: Condition) -> None:
     """Transforms such as torch.vmap wrap what stands for a parameter in autograd's graph of the forward."""
 
     def reported(wrap: Callable[..., Any]) -> Callable[..., Any]:
         def run(t: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(t, torch.Tensor) and mine():
+            if isinstance(t, torch.Tensor) and is_observed():
                 with without_transforms():
                     t = observer.gradients.differentiated(t)
             return wrap(t, *args, **kwargs)
@@ -305,7 +309,7 @@ def _report_transforms(replace: Replace, observer: Any, mine: Mine) -> None:
     replace(eager_transforms, "_wrap_tensor_for_grad", reported(eager_transforms._wrap_tensor_for_grad))
 
 
-def _report_modes(replace: Replace, observer: Any, mine: Mine) -> None:
+def _report_modes(replace: Replace, observer: Any, is_observed: Condition) -> None:
     """Modes that see ops below autograd, where a trace has only their metadata.
 
     Those of selective checkpointing stay off: what they keep is asked of their policy where a region runs again.
@@ -315,10 +319,10 @@ def _report_modes(replace: Replace, observer: Any, mine: Mine) -> None:
 
     def __enter__(self: TorchDispatchMode) -> Any:
         kind = type(self)
-        if mine() and kind.__module__ == torch.utils.checkpoint.__name__:
+        if is_observed() and kind.__module__ == torch.utils.checkpoint.__name__:
             off.add(id(self))
             return self
-        if mine() and not kind.__module__.startswith(_QUIET_MODES):
+        if is_observed() and not kind.__module__.startswith(_QUIET_MODES):
             observer.on_dispatch_mode(kind.__name__)
         return enter(self)
 
@@ -335,7 +339,7 @@ _QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "sco
 """Modules whose modes change no results, and tell Python nothing as `FlopCounterMode` does."""
 
 
-def _report_custom_functions(replace: Replace, observer: Any, mine: Mine) -> None:
+def _report_custom_functions(replace: Replace, observer: Any, is_observed: Condition) -> None:
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
     Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.15
@@ -345,12 +349,12 @@ def _report_custom_functions(replace: Replace, observer: Any, mine: Mine) -> Non
     applying = 0
 
     def make_node(self: Any) -> None:
-        if mine() and not applying:
+        if is_observed() and not applying:
             observer.on_unseen_function()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal applying
-        if not mine():
+        if not is_observed():
             return outer.__get__(None, cls)(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
             return _reentrant(observer, *args)
@@ -391,7 +395,7 @@ def _reentrant(observer: Any, function: Callable[..., Any], keeps_rng: bool, *ar
         return function(*args)
 
 
-def _report_seeding(replace: Replace, observer: Any, mine: Mine) -> None:
+def _report_seeding(replace: Replace, observer: Any, is_observed: Condition) -> None:
     """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward sets it.
 
     `torch.manual_seed`, `torch.seed` and the functions of `torch.cuda` tell all GPUs, which `_lazy_call` does.
@@ -400,7 +404,7 @@ def _report_seeding(replace: Replace, observer: Any, mine: Mine) -> None:
     def reported(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if mine() and asked_by_model(_SEEDING):
+            if is_observed() and asked_by_model(_SEEDING):
                 observer.on_seed()
             return fn(*args, **kwargs)
 
@@ -413,7 +417,7 @@ def _report_seeding(replace: Replace, observer: Any, mine: Mine) -> None:
 _SEEDING = prefixes(TORCH_DIRECTORY, "random.py", "cuda/random.py", "_compile.py", "_dynamo/", "utils/_contextlib.py")
 
 
-def _report_object_collectives(replace: Replace, observer: Any, mine: Mine) -> None:
+def _report_object_collectives(replace: Replace, observer: Any, is_observed: Condition) -> None:
     """`dist.broadcast_object_list` and its kind send pickled objects as tensors. All ask for the device of these."""
     if not torch.distributed.is_available():
         return
@@ -422,7 +426,7 @@ def _report_object_collectives(replace: Replace, observer: Any, mine: Mine) -> N
 
     def device(group: Any = None) -> str:
         frame = asking_frame()
-        if mine() and frame is not None:
+        if is_observed() and frame is not None:
             observer.on_object_collective(f"torch.distributed.{frame.f_code.co_name}")
         return ask(group)
 
@@ -463,7 +467,7 @@ _subgraphs: Any = importlib.import_module("torch._higher_order_ops.invoke_subgra
 
 
 def _hop_entry_points(
-    mine: Callable[[], bool], on_nested_region: Callable[[Callable[[], Any]], Any]
+    is_observed: Callable[[], bool], on_nested_region: Callable[[Callable[[], Any]], Any]
 ) -> list[tuple[Any, str, Any]]:
     """Replacements for two functions of torch, as (module, name, function), by which higher-order ops are called.
 
@@ -473,7 +477,7 @@ def _hop_entry_points(
     compile_and_call, region = utils._hop_compile_and_call, _subgraphs.invoke_subgraph_placeholder
 
     def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        if not mine():
+        if not is_observed():
             return compile_and_call(fn, args, kwargs)
         if not callable(args[0]):  # the predicate of cond, the one op whose operands are still nested
             args = _flat_operands(*args)
@@ -481,7 +485,7 @@ def _hop_entry_points(
 
     def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(fn, *args, **kwargs)
-        return on_nested_region(run) if mine() else region(fn, *args, **kwargs)
+        return on_nested_region(run) if is_observed() else region(fn, *args, **kwargs)
 
     return [(utils, "_hop_compile_and_call", call), (_subgraphs, "invoke_subgraph_placeholder", call_region)]
 

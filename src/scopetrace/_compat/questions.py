@@ -27,7 +27,7 @@ class Missing:
 
 MISSING = Missing()
 
-Mine = Callable[[], bool]
+Condition = Callable[[], bool]
 """Whether what happens now is to be reported."""
 
 Replace = Callable[[Any, str, Any], None]

@@ -52,7 +52,7 @@ _MACHINERY = (
 _TORCH_INIT = prefixes(TORCH_DIRECTORY, "__init__.py")
 _TORCH_NN = prefixes(TORCH_DIRECTORY, "nn/")
 
-Place = dict[str, str | None]
+Origin = dict[str, str | None]
 
 
 _NOWHERE = SLoc("", "")
@@ -68,7 +68,7 @@ class Fixed:
 
     symbol: sympy.Symbol
     value: sympy.Expr
-    place: Place
+    place: Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Assumed:
 
     symbol: sympy.Symbol
     value: int
-    place: Place
+    place: Origin
 
 
 def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
@@ -127,7 +127,7 @@ class WatchedShapeEnv(ShapeEnv):
         self._recorder = weakref.ref(recorder)
         self._decider = _nobody if decider is None else weakref.ref(decider)
 
-    def place(self) -> Place:
+    def place(self) -> Origin:
         """The module and source line that are running; nothing after the recording."""
         recorder = self._recorder()
         return {} if recorder is None else recorder.where()
@@ -204,7 +204,7 @@ class WatchedShapeEnv(ShapeEnv):
                 self._assume_not(symbol, value)
         return answer
 
-    def _assume_not(self, symbol: sympy.Symbol, value: int, place: Place | None = None) -> None:
+    def _assume_not(self, symbol: sympy.Symbol, value: int, place: Origin | None = None) -> None:
         if (symbol, value) not in self.assumed:
             self.assumed[symbol, value] = Assumed(symbol, value, self.place() if place is None else place)
             self.add_guard(sympy.Ne(symbol, value, evaluate=False))
@@ -234,7 +234,7 @@ class WatchedShapeEnv(ShapeEnv):
         for condition in guards:
             self.add_guard(condition)
 
-    def take_for_more_than_one(self, size: Any, place: Place | None = None) -> None:
+    def take_for_more_than_one(self, size: Any, place: Origin | None = None) -> None:
         """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.
 
         Where it is 1 in the example, the program holds for that.

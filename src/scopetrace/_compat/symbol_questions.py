@@ -9,47 +9,47 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.function_mode import On
-from scopetrace._compat.questions import Mine, Replace
+from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbols import Symbolic
 
 _PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def behave_as_numbers(replace: Replace, mine: Mine) -> None:
+def behave_as_numbers(replace: Replace, is_observed: Condition) -> None:
     """`isinstance` and `__class__` say to the model's code what they say of Python's numbers."""
 
     def get(self: Any, name: str) -> Any:
-        if name == "__class__" and mine() and asked_by_model():
+        if name == "__class__" and is_observed() and asked_by_model():
             return _PYTHON_TYPES.get(type(self), type(self))
         return object.__getattribute__(self, name)
 
     for cls in _PYTHON_TYPES:
         replace(cls, "__getattribute__", get)
-    _behave_as_bool(replace, mine)
+    _behave_as_bool(replace, is_observed)
     round_: Any = torch.SymInt.__round__
 
     def rounded(self: torch.SymInt, ndigits: int | None = None) -> Any:
         """Torch's gives the number itself for negative `ndigits` too."""
-        is_same = not mine() or ndigits is None or ndigits >= 0
+        is_same = not is_observed() or ndigits is None or ndigits >= 0
         return round_(self, ndigits) if is_same else round(int(self), ndigits)
 
     replace(torch.SymInt, "__round__", rounded)
 
 
-def _behave_as_bool(replace: Replace, mine: Mine) -> None:
+def _behave_as_bool(replace: Replace, is_observed: Condition) -> None:
     """SymBool equals numbers as bool does, and is an index."""
     same, differs = torch.SymBool.__eq__, torch.SymBool.__ne__
 
     def equal(self: Any, other: Any) -> Any:
-        if not mine() or isinstance(other, torch.SymBool):
+        if not is_observed() or isinstance(other, torch.SymBool):
             return same(self, other)
         if isinstance(other, bool):
             return self if other else torch.sym_not(self)
         return self + 0 == other
 
     def unequal(self: Any, other: Any) -> Any:
-        return torch.sym_not(equal(self, other)) if mine() else differs(self, other)
+        return torch.sym_not(equal(self, other)) if is_observed() else differs(self, other)
 
     replace(torch.SymBool, "__eq__", equal)
     replace(torch.SymBool, "__ne__", unequal)
@@ -59,19 +59,19 @@ def _behave_as_bool(replace: Replace, mine: Mine) -> None:
 _SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
 
 
-def index_with_symbols(on: On, mine: Mine) -> None:
-    """Handle indexing, `torch.tensor` and `ctc_loss`, where `mine()`: C++ asks for the values of symbolic integers."""
+def index_with_symbols(on: On, is_observed: Condition) -> None:
+    """Handle indexing, `torch.tensor` and `ctc_loss`: C++ asks for the values of symbolic integers."""
 
     def getitem(ask: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
-        if not (mine() and any(isinstance(item, torch.SymInt) for item in items)):
+        if not (is_observed() and any(isinstance(item, torch.SymInt) for item in items)):
             return ask(t, index)
         selected, rest = _select_symbols(t, items)
         is_whole = all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in rest)
         return selected if is_whole else ask(selected, rest)
 
     def tensor(ask: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        symbolic = mine() and any(isinstance(a, Symbolic) for a in tree_leaves(data))
+        symbolic = is_observed() and any(isinstance(a, Symbolic) for a in tree_leaves(data))
         frame = asking_frame() if symbolic else None
         if frame is not None and frame.f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
             data, symbolic = 1, False  # only its dtype matters there: that of a whole number
@@ -81,7 +81,7 @@ def index_with_symbols(on: On, mine: Mine) -> None:
         def as_tensor(lengths: Any) -> Any:
             return torch._refs.tensor(lengths, device="cpu") if isinstance(lengths, (list, tuple)) else lengths
 
-        if mine() and any(isinstance(n, Symbolic) for n in tree_leaves((args, kwargs))):
+        if is_observed() and any(isinstance(n, Symbolic) for n in tree_leaves((args, kwargs))):
             args, kwargs = tuple(map(as_tensor, args)), {name: as_tensor(x) for name, x in kwargs.items()}
         return ask(*args, **kwargs)
 

@@ -33,7 +33,7 @@ from scopetrace.errors import (
     SideEffectWarning,
 )
 from scopetrace.ir.conditions import Specialization, Specializations
-from scopetrace.ir.reads import warn_of_numbers
+from scopetrace.ir.guards import warn_of_numbers
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.side_effects import SideEffect, refusal
 from scopetrace.lower.exported.constraints import explain
@@ -290,11 +290,11 @@ class Trace(Shown):
         root, fqns = tape.root.path, {call.scope.path: call.fqn for call in tape.calls}
         numbers = [Specialization(n.name, n.value, "argument", root, "", None) for n in tape.argument_numbers]
         reads = [
-            Specialization(r.name, r.value, r.place.kind, r.module, fqns.get(r.module), r.source)
-            for r in tape.reads
+            Specialization(r.name, r.value, r.source.kind, r.module, fqns.get(r.module), r.line)
+            for r in tape.guards
             if r.is_of_model
         ]
-        others = [(r.place.kind, name) for r in tape.reads if not r.is_of_model for name in r.place_names()]
+        others = [(r.source.kind, name) for r in tape.guards if not r.is_of_model for name in r.labels()]
         return Specializations([*tape.specializations, *numbers, *reads], others)
 
     @property

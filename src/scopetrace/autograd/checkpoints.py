@@ -33,7 +33,7 @@ RecordOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Records an op on fake tensors, and gives its results."""
 
 
-class _Saved(NamedTuple):
+class _SavedTensor(NamedTuple):
     """A tensor that autograd has saved in a region."""
 
     tensor: torch.Tensor
@@ -80,7 +80,7 @@ class CheckpointedRegion:
         self._context_fn = context_fn
         self._start = len(self._tape.ops)
         self._stop: int | None = None
-        self._saved: list[_Saved] = []
+        self._saved: list[_SavedTensor] = []
         self._held = [self]
         self._again: dict[Value, Value] = {}
         self._backward = 0
@@ -106,7 +106,7 @@ class CheckpointedRegion:
     def pack(self, t: torch.Tensor) -> int:
         """Autograd saves a tensor. The number stands for it."""
         self._builder.saving.add(next_sequence_number() - 1)
-        self._saved.append(_Saved(t, self._values.known(t), len(self._tape.ops), self._builder.running))
+        self._saved.append(_SavedTensor(t, self._values.known(t), len(self._tape.ops), self._builder.running))
         return len(self._saved) - 1
 
     def unpack(self, number: int) -> torch.Tensor:
@@ -117,14 +117,14 @@ class CheckpointedRegion:
         repeated = self.again().get(self._value(saved))
         return saved.tensor if repeated is None else repeated.fake
 
-    def _value(self, saved: _Saved) -> Value:
+    def _value(self, saved: _SavedTensor) -> Value:
         if saved.value is not None:
             return saved.value
         after = itertools.islice(self._tape.ops, saved.before, None)
         value = next((v for op in after for v in op.values() if v.fake is saved.tensor), None)
         return self._values.value_of(saved.tensor) if value is None else value
 
-    def _after(self, saved: _Saved) -> int:
+    def _after(self, saved: _SavedTensor) -> int:
         """The position after the op that ran when autograd saved a tensor."""
         ops = self._tape.ops
         makers = [self._value(saved).op] if saved.value is None else []

@@ -16,7 +16,7 @@ import torch
 from scopetrace._compat.gradients import hooks_of
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import requires_grad_of, set_requires_grad
-from scopetrace.ir.reads import Asked
+from scopetrace.ir.guards import Asked
 from scopetrace.ir.tape import Value
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.reads import ReadRecorder

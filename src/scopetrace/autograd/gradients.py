@@ -48,7 +48,7 @@ from scopetrace.autograd.optimizers import (
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.reads import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Place
+from scopetrace.ir.guards import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Source
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS
@@ -87,7 +87,7 @@ class _Gradient:
 
 
 @dataclasses.dataclass
-class _Step:
+class _OptimizerStep:
     """A step of an optimizer, while it runs."""
 
     optimizer: torch.optim.Optimizer
@@ -122,7 +122,7 @@ class GradientRecorder:
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
-        self._stepping: list[_Step] = []  # those that have begun, the innermost last
+        self._stepping: list[_OptimizerStep] = []  # those that have begun, the innermost last
         self._new_optimizers: list[torch.optim.Optimizer] = []  # in the forward
         self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
 
@@ -286,7 +286,7 @@ class GradientRecorder:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
         outside, owner = self._outside(entry.value.fake), self._model.owner(entry.tensor)
         before, name = outside.grad, self._model.variables.get(id(entry.tensor)) or entry.name
-        place: Place = HasGradient(entry.tensor) if owner is None else OfTensor(*owner[1:], "has_grad")
+        place: Source = HasGradient(entry.tensor) if owner is None else OfTensor(*owner[1:], "has_grad")
         if entry.index is not None:
             place = OfInput(entry.index, "has_grad")
         self._reads.note_once(f"{name}.grad is not None", before is not None, place)
@@ -353,7 +353,7 @@ class GradientRecorder:
         self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, (), kind="hooks"))
         inner = Asked(hooks_of_optimizer, (optimizer,), kind="hooks")
         self._reads.note_once(f"the hooks of {type(optimizer).__name__}", hooks_of_optimizer(optimizer), inner)
-        step = _Step(optimizer, optimizer in self._new_optimizers)
+        step = _OptimizerStep(optimizer, optimizer in self._new_optimizers)
         self._stepping.append(step)
         if not step.is_inside:
             self._note_settings(optimizer)
@@ -369,7 +369,7 @@ class GradientRecorder:
 
         return run
 
-    def _enter(self, step: _Step, *, has_gradients: bool) -> None:
+    def _enter(self, step: _OptimizerStep, *, has_gradients: bool) -> None:
         """`has_gradients`: whether those are known that the step takes."""
         if has_gradients and not step.is_inside:
             self._make_state(step.optimizer)

@@ -24,7 +24,7 @@ from scopetrace.api.functions import load
 from scopetrace.api.trace import Trace, trace
 from scopetrace.cli.group import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
-from scopetrace.cli.step import OPTIMIZERS, Step
+from scopetrace.cli.step import OPTIMIZERS, TrainingStep
 from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.cli.terminal import print_text
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
@@ -82,8 +82,8 @@ def model_command(command: Callable[..., str | tuple[str, int]]) -> click.Comman
     @functools.wraps(command)
     def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> int:
         meta, train, specialize, step = (options.pop(name) for name in ("meta", "train", "specialize", "step"))
-        after = Step(options.pop("loss"), options.pop("optimizer"))
-        if not step and after != Step():
+        after = TrainingStep(options.pop("loss"), options.pop("optimizer"))
+        if not step and after != TrainingStep():
             raise UsageError("--loss and --optimizer are for training steps: add --step")
         examples, dynamic_shapes = list(map(parse_input, inputs)), parse_dynamic(dynamic)
         with quiet(), _progress() as say, torch.no_grad():
@@ -147,7 +147,7 @@ class Asked:
     meta: bool
     train: bool
     specialize: bool
-    step: Step | None
+    step: TrainingStep | None
     say: Callable[[str], None]
 
     def trace(self, *, functional: bool = True) -> Trace:

@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """What a training step does after the forward."""
 
     loss: str | None = None

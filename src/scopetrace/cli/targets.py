@@ -149,9 +149,9 @@ def _from_module(target: str, module_name: str, name: str) -> torch.nn.Module:
 
 
 def _import(target: str, module_name: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    in_tracing_thread = str(Path.cwd())
+    if in_tracing_thread not in sys.path:
+        sys.path.insert(0, in_tracing_thread)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -443,7 +443,7 @@ class Change(NamedTuple):
     """Of the content of a list or set: each puts another object where it was found."""
 
 
-class _Saved(NamedTuple):
+class _ObjectSnapshot(NamedTuple):
     """One object with a copy of its content."""
 
     name: str
@@ -458,7 +458,7 @@ class Contents:
     """The contents of all objects that `add` was led to."""
 
     def __init__(self) -> None:
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, _ObjectSnapshot] = {}
         self._memos: list[tuple[Any, int]] = []
         self.functions: list[Any] = []
         """The functions on the way; they are not entered."""
@@ -483,7 +483,7 @@ class Contents:
             self._pass(name, x)
             return
         content = form.read(x)
-        self._saved[id(x)] = _Saved(name, holder, x, content, form, places)
+        self._saved[id(x)] = _ObjectSnapshot(name, holder, x, content, form, places)
         if form.entries == ".":
             self.classes[kind] = None
         for entry, item, part in _items(name, content, form):
@@ -492,7 +492,7 @@ class Contents:
                 self.add(part, item, x if form.entries == "." and entry else holder, put if form.entries else None)
         more = extra_attributes(x)
         if more:
-            self._saved[id(more)] = _Saved(name, holder, x, dict(more), _EXTRA, [])
+            self._saved[id(more)] = _ObjectSnapshot(name, holder, x, dict(more), _EXTRA, [])
             for key, item in more.items():
                 self.add(f"{name}.{key}", item, x)
 
@@ -563,7 +563,7 @@ def same_objects(before: Any, after: Any) -> bool:
     return same(snapshot(before), snapshot(after))
 
 
-def _entries(saved: _Saved, after: Any) -> Iterator[Change]:
+def _entries(saved: _ObjectSnapshot, after: Any) -> Iterator[Change]:
     """The entries of a content that are other objects, or the content as a whole."""
     name, holder, owner, before, form, places = saved
     if not form.entries:

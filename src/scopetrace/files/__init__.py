@@ -6,7 +6,7 @@ encoder   tapes -> tables of rows
 decoder   tables of rows -> tapes
 names     what of a tape would be code
 
-    scopetrace/header.json     {"format": "scopetrace trace", "version": 2, "scopetrace": "0.1.0", "torch": "2.13.0"}
+    scopetrace/header.json     {"format": "scopetrace trace", "version": 3, "scopetrace": "0.1.0", "torch": "2.13.0"}
     scopetrace/program.json    {"tables": {...}, "environment": ..., "recorded": row, "program": row}
     scopetrace/storages/0      raw bytes, in the byte order of the machine
     scopetrace/tensors/0.pt    torch.save of a tensor that is not strided
@@ -38,7 +38,7 @@ from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.verify import verify
 
 FORMAT = "scopetrace trace"
-VERSION = 2
+VERSION = 3
 """Goes up when a file can no longer be read by the version before."""
 
 

@@ -33,7 +33,7 @@ from scopetrace.errors import ScopetraceWarning
 from scopetrace.files.archive import PLAIN, ArchiveWriter
 from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
 from scopetrace.formatting import short_repr
-from scopetrace.ir.reads import in_a_file
+from scopetrace.ir.guards import in_a_file
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, is_plain, signature_of
 
@@ -118,8 +118,8 @@ class Encoder:
             self.row_of(call)
         changed: dict[str, Any] = {"owners": {name: (None, at) for name, (_, at) in tape.owners.items()}}
         if isinstance(tape, ProgramTape):
-            reads = (in_a_file(read, tape.attributes.values()) for read in tape.reads)
-            changed["reads"] = [read for read in reads if read is not None]
+            kept = (in_a_file(guard, tape.attributes.values()) for guard in tape.guards)
+            changed["guards"] = [guard for guard in kept if guard is not None]
         for name in ("uses_absolute_offset", "written"):
             if hasattr(tape, name):
                 changed[name] = sorted(map(self._storage, getattr(tape, name)))

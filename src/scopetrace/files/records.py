@@ -17,7 +17,7 @@ from scopetrace._compat.ops import OPS
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import BINDING_KEYS
 from scopetrace.containers.structure import Effect, Returned
-from scopetrace.ir import conditions, reads, registered, tape, write_back
+from scopetrace.ir import conditions, guards, registered, tape, write_back
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect
 
@@ -37,8 +37,8 @@ _INLINE: tuple[type, ...] = (
     *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),
     *(write_back.StridedStep, write_back.ViewOf, write_back.SameAs, write_back.CopyInto, write_back.ChangeShape),
     write_back.SetTo,
-    *(reads.Read, reads.Missing, reads.OfInput, reads.GradientOfInput, SideEffect),
-    *(reads.Flag, reads.WhichInputs, reads.HasGradient),
+    *(guards.Guard, guards.Missing, guards.OfInput, guards.GradientOfInput, SideEffect),
+    *(guards.Flag, guards.WhichInputs, guards.HasGradient),
     *BINDING_KEYS,
 )
 
@@ -47,6 +47,10 @@ RECORDS = {kind.__name__: kind for kind in (*_TAPES, *_INLINE)}
 
 NAMES = {kind: name for name, kind in RECORDS.items()}
 
+_FORMER_FIELDS = {"reads": "guards", "place": "source"}
+"""The names that version 2 of the format has for fields."""
+RECORDS["Read"] = guards.Guard  # in version 2
+
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
 LEFT_OUT: dict[type, tuple[str, ...]] = {
@@ -54,7 +58,7 @@ LEFT_OUT: dict[type, tuple[str, ...]] = {
     tape.AttributeWrite: ("module",),
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
-    reads.GradientOfInput: ("gradient",),
+    guards.GradientOfInput: ("gradient",),
     **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "example_inputs", "settled")),
     tape.BodyTape: _OF_A_TAPE,
 }
@@ -87,6 +91,7 @@ def checked_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     """
     hints, checked = _hints(kind), {}
     for name, value in values.items():
+        name = name if name in hints else _FORMER_FIELDS.get(name, name)
         hint = hints.get(name)
         if type(value) is list and (kind_of_set := typing.get_origin(hint)) in (set, frozenset):
             value = kind_of_set(value)
@@ -107,7 +112,7 @@ def _fits(x: Any, hint: Any) -> bool:
     if origin is None:
         if hint is Any or not isinstance(hint, type):  # a type variable
             return True
-        if hint is reads.Place:
+        if hint is guards.Source:
             return type(x).__name__ in RECORDS and all(hasattr(x, name) for name in vars(hint) if name[0] != "_")
         return isinstance(x, (int, float) if hint is float else hint)
     parts = typing.get_args(hint)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import is_random
-from scopetrace._compat.shape_env import Place
+from scopetrace._compat.shape_env import Origin
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, last_of
@@ -80,7 +80,7 @@ class TapeCopier(TapeRewriter, abc.ABC):
         self.differentiated = old.differentiated() if isinstance(old, RecordedTape) else set()
         self._find_roots()
 
-    def where(self) -> Place:
+    def where(self) -> Origin:
         """Of the op that is being copied, for errors: the module and source line."""
         op = self.op
         return {} if op is None else {"module": str(op.scope), "source": source_of(op.frames)}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import FunctionalTape, RecordedTape, Value
-from scopetrace.ir.write_back import CopyInto, FromGraph, SetTo, Source, ViewOf, WriteBack, base_of
+from scopetrace.ir.write_back import CopyInto, FromGraph, SetTo, ValueSource, ViewOf, WriteBack, base_of
 from scopetrace.ops.history import DETACHED, KEEP_MORE, History, can_require_grad
 
 
@@ -50,7 +50,7 @@ def leave_out_freed_history(old: RecordedTape, new: FunctionalTape) -> None:
 
 def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[CopyInto], bool]) -> Iterator[FromGraph]:
     """What the write-back takes from the graph, but for results that are freed."""
-    sources: list[Source | None] = [*write_back.bound]
+    sources: list[ValueSource | None] = [*write_back.bound]
     sources += [u.value for u in write_back.updates if isinstance(u, SetTo)]
     sources += [u.value for u in write_back.updates if isinstance(u, CopyInto) and gets_history(u)]
     results = zip(write_back.results, freed, strict=True)

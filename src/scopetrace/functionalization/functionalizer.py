@@ -25,7 +25,7 @@ from scopetrace.functionalization.bodies import as_laid_out
 from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.freed_history import leave_out_freed_history
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
-from scopetrace.ir.leaf_reads import note_leaf
+from scopetrace.ir.leaf_guards import note_leaf
 from scopetrace.ir.tape import (
     AttributeWrite,
     BodyTape,

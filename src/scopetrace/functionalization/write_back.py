@@ -21,11 +21,11 @@ from scopetrace.ir.write_back import (
     GraphInput,
     SameAs,
     SetTo,
-    Source,
     StateRef,
     StridedStep,
     Target,
     Update,
+    ValueSource,
     ViewOf,
     ViewStep,
     WriteBack,
@@ -139,11 +139,11 @@ class _Builder:
 
     # ---------------------------------------------------------------- results
 
-    def results(self) -> list[Source]:
+    def results(self) -> list[ValueSource]:
         """One source for each tensor and symbolic number of the model's result."""
         return [self._result(i, leaf) for i, leaf in enumerate(self._outputs)]
 
-    def bound(self) -> list[Source | None]:
+    def bound(self) -> list[ValueSource | None]:
         """What each attribute is bound to, where that shares memory, or has other strides than the graph's value."""
         values = enumerate((w.value for w in self.old.attribute_writes), len(self._outputs))
         sources = [
@@ -166,7 +166,7 @@ class _Builder:
                     seen.setdefault(op.tensor(1).storage, set()).add(id(op.tensor(1).fake))
         return {storage: len(objects) for storage, objects in seen.items()}
 
-    def _result(self, i: int, leaf: Any) -> Source:
+    def _result(self, i: int, leaf: Any) -> ValueSource:
         if not isinstance(leaf, Value):
             return self._give(leaf)
         if id(leaf.fake) in self._first:
@@ -175,7 +175,7 @@ class _Builder:
         target = self._objects.get(id(leaf.fake))
         return self._source(leaf) if target is None else target
 
-    def _source(self, leaf: Value) -> Source:
+    def _source(self, leaf: Value) -> ValueSource:
         aliases = self.sets.get(leaf.storage)
         if aliases is None:
             owner = self._moved_owner(leaf)
@@ -196,7 +196,7 @@ class _Builder:
             return _view_of(self.outside[root], steps)
         return ViewOf(self._plain(root, self.read(root)), steps)
 
-    def _alone_in_memory(self, leaf: Value) -> Source:
+    def _alone_in_memory(self, leaf: Value) -> ValueSource:
         source = self._plain(leaf, self.read(leaf))
         if is_cut(leaf) and (source.copy or source.stride):
             modes = (False, leaf.op.grad)  # made under no_grad, as in eager, it is a leaf

@@ -86,7 +86,7 @@ _LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METH
 _ATTRIBUTE_FLAG = 1 if sys.version_info >= (3, 12) else 0
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 Visit = Callable[..., None]
-Place = Callable[[Any], None]
+Put = Callable[[Any], None]
 """Puts another object where one was found."""
 
 
@@ -204,7 +204,7 @@ class Reach:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._look_at(f"a default argument of {function.__name__}", default, depth)
 
-    def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
+    def _look_at(self, name: str, value: Any, depth: int, place: Put | None = None) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
             self.add(value, depth)

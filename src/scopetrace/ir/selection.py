@@ -24,7 +24,7 @@ Selection = Target | Iterable[Target]
 """One target or several."""
 
 
-class Place(NamedTuple):
+class Candidate(NamedTuple):
     """A module that is about to be called. Targets are compared with one, or with a `program.traced.ModuleCall`."""
 
     module: torch.nn.Module | None

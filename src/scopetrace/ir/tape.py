@@ -29,7 +29,7 @@ from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_
 from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure
 from scopetrace.containers.weak_cache import weak_cache
 from scopetrace.ir.conditions import SizeRules, Specialization
-from scopetrace.ir.reads import ArgumentNumber, Read
+from scopetrace.ir.guards import ArgumentNumber, Guard
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
@@ -554,7 +554,7 @@ class ProgramTape(Tape):
     """The values that depend on data and are fixed, because Python looked at them."""
     grad: bool = True
     """Whether autograd was on when the forward began."""
-    reads: list[Read] = dataclasses.field(default_factory=list)
+    guards: list[Guard] = dataclasses.field(default_factory=list)
     """What the forward read from outside of the program, in order: another value at a call is another program."""
     argument_numbers: list[ArgumentNumber] = dataclasses.field(default_factory=list)
     """The numbers in objects among the arguments that the forward may have read, and that are fixed."""

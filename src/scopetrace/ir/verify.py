@@ -15,7 +15,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import InvalidTapeError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value
-from scopetrace.ir.write_back import ChangeShape, FromGraph, GraphInput, Source, StateRef, ViewOf
+from scopetrace.ir.write_back import ChangeShape, FromGraph, GraphInput, StateRef, ValueSource, ViewOf
 
 
 def verify(tape: Tape, stage: str) -> None:
@@ -168,7 +168,7 @@ def _write_back(tape: Tape) -> Iterator[str]:
         return
     inputs, values = len(tape.inputs), len(tape.graph_outputs())
 
-    def exists(source: Source, earlier: int) -> bool:
+    def exists(source: ValueSource, earlier: int) -> bool:
         if isinstance(source, ViewOf):
             return exists(source.base, earlier)
         if isinstance(source, StateRef):

@@ -143,7 +143,7 @@ class SameAs:
         return f"result[{self.index}]"
 
 
-Source = GraphInput | StateRef | FromGraph | ViewOf | SameAs
+ValueSource = GraphInput | StateRef | FromGraph | ViewOf | SameAs
 """Where a tensor comes from."""
 
 Target = GraphInput | StateRef | ViewOf
@@ -179,7 +179,7 @@ class SetTo:
     """`set_`: the target gets the storage of another tensor."""
 
     target: Target
-    value: Source
+    value: ValueSource
 
     def __str__(self) -> str:
         return f"{self.target}.set_({self.value})"
@@ -194,9 +194,9 @@ class WriteBack(Printed):
     """The whole write-back: first the updates, in order, then the results, then what attributes are bound to."""
 
     updates: list[Update]
-    results: list[Source]
+    results: list[ValueSource]
     """One for each tensor and symbolic number of the model's result, in order."""
-    bound: list[Source | None] = dataclasses.field(default_factory=list)
+    bound: list[ValueSource | None] = dataclasses.field(default_factory=list)
     """For each `AttributeWrite`, what the attribute is bound to; None where it shares no memory with other results, and
     is the write's value."""
 
@@ -265,7 +265,7 @@ class WriteBack(Printed):
         """The inputs that results and attributes are, or are views of."""
         return {s.index for s in self._bases() if isinstance(s, GraphInput)}
 
-    def _bases(self) -> list[Source | None]:
+    def _bases(self) -> list[ValueSource | None]:
         return [base_of(s) for s in (*self.results, *self.bound)]
 
     def _copies(self) -> list[FromGraph]:
@@ -298,7 +298,7 @@ class Resolver(Generic[T]):
         self.updated: dict[GraphInput | StateRef, T] = {}
         self.results: list[Any] = []
 
-    def get(self, source: Source) -> T:
+    def get(self, source: ValueSource) -> T:
         """What the source is at this point of the write-back."""
         if isinstance(source, FromGraph):
             return self.value(source)
@@ -387,7 +387,7 @@ def resolved(x: Any, number: Number) -> Any:
     return map_structure(number, x, (FromGraph, *Symbolic))
 
 
-def base_of(source: Source | None) -> Source | None:
+def base_of(source: ValueSource | None) -> ValueSource | None:
     """What a view is of; any other source itself."""
     return source.base if isinstance(source, ViewOf) else source
 

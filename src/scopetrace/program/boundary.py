@@ -38,7 +38,7 @@ from scopetrace.containers.structure import (
     with_given,
 )
 from scopetrace.errors import InputMismatchError, StateMismatchError
-from scopetrace.ir.reads import (
+from scopetrace.ir.guards import (
     MISSING,
     CallInputs,
     InTable,
@@ -517,44 +517,44 @@ class StateCheck:
 
     def __init__(self, tape: ProgramTape) -> None:
         self._tape = tape
-        self._reads = [read for read in tape.reads if read.place.kind != "input"]
-        self.facts = [read for read in tape.reads if read.place.kind == "input"]
+        self._guards = [guard for guard in tape.guards if guard.source.kind != "input"]
+        self.facts = [guard for guard in tape.guards if guard.source.kind == "input"]
         """What was read of inputs."""
         known = set[int]()
-        probes = [probe for read in self._reads for probe in unchanged(read, known)]
+        probes = [probe for guard in self._guards for probe in unchanged(guard, known)]
         self.run_state = check(probes, self._compare_all)
         """Raise StateMismatchError for what is not as it was, beside the inputs."""
 
     def run_facts(self, call: CallInputs, number: Number) -> None:
         """Raise InputMismatchError for a fact of an input that differs."""
-        for read in self.facts:
-            place = read.place
-            value, current = resolved(read.value, number), place.current(call)
-            if isinstance(place, OfInput) and place.fact == "layout":
-                value = layout_for(call.tensors[place.index], value, number)
+        for guard in self.facts:
+            source = guard.source
+            value, current = resolved(guard.value, number), source.current(call)
+            if isinstance(source, OfInput) and source.fact == "layout":
+                value = layout_for(call.tensors[source.index], value, number)
             if not same(value, current):
-                raise mismatch(read, value, current)
+                raise mismatch(guard, value, current)
 
     def run_numbers(self) -> None:
         """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
-        for read in self._reads:
-            place, value = read.place, read.value
-            if not isinstance(place, InTable) or type(value) not in _NUMBERS or read.others:
+        for guard in self._guards:
+            source, value = guard.source, guard.value
+            if not isinstance(source, InTable) or type(value) not in _NUMBERS or guard.others:
                 continue
-            current = place.table.get(place.key, MISSING)
+            current = source.table.get(source.key, MISSING)
             if current != value:
                 raise StateMismatchError(
-                    f"{read.name}: {value} when traced and {current} now; trace again, or put it back"
+                    f"{guard.name}: {value} when traced and {current} now; trace again, or put it back"
                 )
 
     def _compare_all(self) -> None:
         """Compare each thing by itself, where the quick check fails: an equal one may be there."""
-        for read in self._reads:
-            if not is_same(read):
-                current = read.current()
-                if isinstance(read.place, OfTensor) and read.place.fact == "metadata":
-                    raise not_as_traced(self._tape, read.name, read.value, None if current is MISSING else current)
-                raise mismatch(read, read.value, current)
+        for guard in self._guards:
+            if not is_same(guard):
+                current = guard.current()
+                if isinstance(guard.source, OfTensor) and guard.source.fact == "metadata":
+                    raise not_as_traced(self._tape, guard.name, guard.value, None if current is MISSING else current)
+                raise mismatch(guard, guard.value, current)
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any, Any]:

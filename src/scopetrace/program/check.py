@@ -26,7 +26,7 @@ from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.comparison import Outcome, compared, differences, memory_of, tensors_of
 from scopetrace.program.traced import TracedProgram
-from scopetrace.record.model import SavedModule
+from scopetrace.record.model import ModuleSnapshot
 
 
 def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -93,7 +93,7 @@ class _State:
     def __init__(self, tape: ProgramTape, model: Callable[..., Any]) -> None:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
         self._objects = Contents()
-        self._modules = [SavedModule("", module, self._objects) for module in modules]
+        self._modules = [ModuleSnapshot("", module, self._objects) for module in modules]
         written = tape.written_storages()
         read = [name for name, value in tape.attribute_reads() if value.storage in written]
         tensors = self._buffers() | {f"attribute {name}": tape.attributes[name] for name in read}

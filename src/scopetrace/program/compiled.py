@@ -25,8 +25,8 @@ from scopetrace.ir.write_back import (
     GraphInput,
     Number,
     SameAs,
-    Source,
     StateRef,
+    ValueSource,
     ViewOf,
     ViewStep,
     WriteBack,
@@ -45,7 +45,7 @@ class GraphValues:
         promised: list[Any] = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
         first: dict[Any, int] = {}
         self._layouts = [_Layout.of(promise) for promise in promised]
-        self._sources: list[Source] = []
+        self._sources: list[ValueSource] = []
         """What each value is, once those in memory of their own are restored."""
         self._own: dict[int, list[int]] = {}
         """The places of the distinct values in memory of their own, by storage."""
@@ -116,11 +116,11 @@ class _Outside:
 
     def __init__(self, tape: ProgramTape) -> None:
         self._grad = tape.grad
-        self._known: dict[Value, Source | None] = {v: GraphInput(i, v.op.name) for i, v in enumerate(tape.inputs)}
+        self._known: dict[Value, ValueSource | None] = {v: GraphInput(i, v.op.name) for i, v in enumerate(tape.inputs)}
         self._known |= {v: StateRef(name) for name, v in tape.attribute_reads()}
         self.storages = {v.storage for v in self._known}
 
-    def source(self, value: Value) -> Source | None:
+    def source(self, value: Value) -> ValueSource | None:
         """What gives a value in a call: the tensor that has its memory, and views of it.
 
         None for one in other memory, and for one that is not made by views of one tensor.
@@ -129,7 +129,7 @@ class _Outside:
             self._known[value] = self._view(value) if value.storage in self.storages else None
         return self._known[value]
 
-    def _view(self, value: Value) -> Source | None:
+    def _view(self, value: Value) -> ValueSource | None:
         op = value.op
         base = op.args[0] if op.args else None
         if isinstance(op.target, str) or not isinstance(base, Value) or base.storage != value.storage:

@@ -21,7 +21,7 @@ from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import Returned, map_structure
 from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
-from scopetrace.ir.reads import OfInput
+from scopetrace.ir.guards import OfInput
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.program.boundary import CallBoundary, Entered, without_autocast
 
@@ -46,9 +46,9 @@ class PlainCall:
         written = tape.written_storages()
         self.written = [(i, value.requires_grad) for i, value in enumerate(tape.inputs) if value.storage in written]
         self.facts = [
-            (read.name, read.place.index, read.place.fact, read.place.args, read.value)
-            for read in boundary.check.facts
-            if isinstance(read.place, OfInput)
+            (guard.name, guard.source.index, guard.source.fact, guard.source.args, guard.value)
+            for guard in boundary.check.facts
+            if isinstance(guard.source, OfInput)
         ]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ class PlainCall:
 
 def _refuse(tape: ProgramTape) -> None:
     """Raise ExportError for a program of which a call has no form that Dynamo can trace."""
-    facts = {read.place.fact for read in tape.reads if isinstance(read.place, OfInput)}
+    facts = {guard.source.fact for guard in tape.guards if isinstance(guard.source, OfInput)}
     symbolic: list[Any] = []
     map_structure(symbolic.append, tape.write_back, Symbolic)
     storages = [storage for storage, _ in {(value.storage, id(value.fake)) for value in tape.inputs}]

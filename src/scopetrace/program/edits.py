@@ -34,11 +34,11 @@ from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.fake_run import FakeRun, append_op, are_alike, makes_numbers, written_by
 from scopetrace.program.graph import FxLowering, fakes_of, scope_path, set_place
-from scopetrace.program.matching import Matching, Place
+from scopetrace.program.matching import Matching, Position
 from scopetrace.program.outputs import outputs_of_edit
 from scopetrace.program.ranges import CallRanges
 from scopetrace.program.state import HeldTensors, is_copy, metadata_of
-from scopetrace.record.model import SavedModule
+from scopetrace.record.model import ModuleSnapshot
 
 Node = torch.fx.Node
 _aten = torch.ops.aten
@@ -98,7 +98,7 @@ class Reading:
         placeholders, old = self._placeholders(), self.old.tape
         by_position = {call.position: copy for call, copy in self.calls.items()}
         outer = old.ops[0].call if isinstance(old, BodyTape) and old.ops else None  # of what is in no call of the graph
-        root = Place(by_position[min(by_position)] if outer is None else self.calls[outer], old.root)
+        root = Position(by_position[min(by_position)] if outer is None else self.calls[outer], old.root)
         scopes = {scope.path: scope for scope in self.program.scopes()}
         self._matching = Matching(self.old.states, self.graph, by_position, scopes, root)
         for node in self.graph.nodes:
@@ -272,7 +272,7 @@ class Reading:
         if node.op == "call_module":
             fn = self.root.get_submodule(str(node.target))
         contents = Contents()
-        saved = [SavedModule("", m, contents) for m in fn.modules()] if isinstance(fn, torch.nn.Module) else []
+        saved = [ModuleSnapshot("", m, contents) for m in fn.modules()] if isinstance(fn, torch.nn.Module) else []
         try:
             return self._fakes.run(fn, args, kwargs, origin.grad, append, refuse)
         finally:

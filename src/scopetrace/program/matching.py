@@ -24,7 +24,7 @@ Node = torch.fx.Node
 _OUTSIDE = ("placeholder", "get_attr")
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where an op belongs."""
 
     call: Call
@@ -50,7 +50,7 @@ class Matching:
         graph: torch.fx.Graph,
         calls: dict[int, Call],
         scopes: dict[str, Scope],
-        root: Place,
+        root: Position,
     ) -> None:
         self._states, self._graph, self._calls, self._scopes, self._root = states, graph, calls, scopes, root
         self.traced = self._pairs()
@@ -112,26 +112,26 @@ class Matching:
 
     # ---------------------------------------------------------------- places
 
-    def place(self, node: Node) -> Place:
+    def place(self, node: Node) -> Position:
         """The call and scope of a node of the edited graph."""
         return self._fresh.get(node) or self._of_meta(node) or self._root
 
-    def _of_meta(self, node: Node) -> Place | None:
+    def _of_meta(self, node: Node) -> Position | None:
         if node.op == "output":
             return self._root
         position, scope = call_position(node), self._scopes.get(scope_path(node) or "")
         if position not in self._calls:
             return None
         call = self._calls[position]
-        return Place(call, scope if scope is not None and call.scope in scope.ancestors() else call.scope)
+        return Position(call, scope if scope is not None and call.scope in scope.ancestors() else call.scope)
 
-    def _places_of_new_nodes(self) -> dict[Node, Place]:
+    def _places_of_new_nodes(self) -> dict[Node, Position]:
         new = {n for n in self._graph.nodes if n.op not in _OUTSIDE and n not in self.traced and not self._of_meta(n)}
         replaced = collections.defaultdict[Node | None, list[Node]](list)
         for old in self._gone if new else ():
             if old.op not in _OUTSIDE:
                 replaced[self.stand_in(old)].append(old)
-        places: dict[Node, Place] = {}
+        places: dict[Node, Position] = {}
         for node in self._graph.nodes:
             if node in new and node not in places:
                 group = _reached([node], lambda n: [m for m in (*n.all_input_nodes, *n.users) if m in new])
@@ -145,13 +145,13 @@ class Matching:
         """The gone nodes that a gone one read, but for what comes from outside."""
         return [n for n in _arguments(self._gone[node]) if n in self._gone and n.op not in _OUTSIDE]
 
-    def _common(self, places: list[Place]) -> Place:
+    def _common(self, places: list[Position]) -> Position:
         """The innermost call around all of `places` (at least one), and the scope in it."""
         calls = dict.fromkeys(place.call for place in places)
         if len(calls) == 1:
-            return Place(places[0].call, common_scope([place.scope for place in places]))
+            return Position(places[0].call, common_scope([place.scope for place in places]))
         shared = functools.reduce(_common_call, calls)
-        return self._root if shared is self._root.call else Place(shared, shared.scope)
+        return self._root if shared is self._root.call else Position(shared, shared.scope)
 
 
 def _common_call(a: Call, b: Call) -> Call:

@@ -11,7 +11,7 @@ import torch
 from scopetrace._compat.questions import fact_of
 from scopetrace.containers.contents import difference, same, short
 from scopetrace.errors import DataDependentError, InputMismatchError, ScopetraceError, StateMismatchError
-from scopetrace.ir.reads import Asked, Flag, OfFunctions, Read
+from scopetrace.ir.guards import Asked, Flag, Guard, OfFunctions
 from scopetrace.ir.scopes import source_of, walk_frames
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.write_back import Number, resolved
@@ -35,27 +35,27 @@ def layout_for(tensor: torch.Tensor, layout: Sequence[Any], number: Number) -> t
     return tuple([0 if n == 1 else stride for n, stride in sizes])
 
 
-def mismatch(read: Read, value: Any, current: Any) -> InputMismatchError:
+def mismatch(guard: Guard, value: Any, current: Any) -> InputMismatchError:
     """The error for a read that gave `value` in the trace."""
-    place, name = read.place, read.name
-    words = getattr(place, "words", None)
-    asked = place if isinstance(place, Asked) else None
+    source, name = guard.source, guard.name
+    words = getattr(source, "words", None)
+    asked = source if isinstance(source, Asked) else None
     text = str if words is not None else (asked and asked.text) or _text
     if words is not None:
         name, value, current = words(value, current)
-    elif place.kind != "input" and not (asked and asked.text):
+    elif source.kind != "input" and not (asked and asked.text):
         name, value, current = difference(value, current, name)
-    at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
+    at = f", which the model reads at {guard.line.removesuffix(':')}" if guard.line else ""
     traced, present = text(value), text(current)
     problem = f"{name}{at}: {traced} when traced and {'another one' if traced == present else present} now"
-    if place.kind == "input":
+    if source.kind == "input":
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
-    if isinstance(place, OfFunctions):
-        functions = zip(place.functions, read.value, read.current(), strict=True)
+    if isinstance(source, OfFunctions):
+        functions = zip(source.functions, guard.value, guard.current(), strict=True)
         changed = [function.__qualname__ for function, old, new in functions if not same(old, new)]
         which = changed[-1] if changed else "a function"
         problem = f"the code or the default arguments of {which} are not those of the trace"
-    if isinstance(place, Flag):
+    if isinstance(source, Flag):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
     hint = (asked and asked.hint) or "or pass it as an argument, if calls differ in it"
     return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")

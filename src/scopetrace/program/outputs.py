@@ -22,8 +22,8 @@ from scopetrace.ir.write_back import (
     FromGraph,
     GraphInput,
     SameAs,
-    Source,
     StateRef,
+    ValueSource,
     ViewOf,
     WriteBack,
     base_of,
@@ -53,7 +53,7 @@ def outputs_of_edit(old: ProgramTape, new: ProgramTape, values: list[Any], attri
         new.returned = None if old.returned is None else results
     if old.write_back is not None:
 
-        def outside(source: Source) -> Value:
+        def outside(source: ValueSource) -> Value:
             if isinstance(source, StateRef):
                 return attribute(source.name)
             assert isinstance(source, GraphInput)
@@ -79,7 +79,7 @@ def _refusal(problem: str, old: ProgramTape) -> EditError:
 
 def _check(write_back: WriteBack, promised: list[Any], values: list[Any], old: ProgramTape) -> None:
     """Refuse values of another shape or dtype where they are copied into inputs or state, or are viewed again."""
-    used: list[tuple[Source, str]] = [(u.value, str(u)) for u in write_back.updates if isinstance(u, CopyInto)]
+    used: list[tuple[ValueSource, str]] = [(u.value, str(u)) for u in write_back.updates if isinstance(u, CopyInto)]
     used += [(s, f"result {i} is {s}") for i, s in enumerate(write_back.results) if _needs_layout(s)]
     used += [(s, f"attribute {i} is {s}") for i, s in enumerate(write_back.bound) if s is not None and _needs_layout(s)]
     for source, why in used:
@@ -91,7 +91,7 @@ def _check(write_back: WriteBack, promised: list[Any], values: list[Any], old: P
                 raise _refusal(problem, old)
 
 
-def _needs_layout(source: Source) -> bool:
+def _needs_layout(source: ValueSource) -> bool:
     return isinstance(source, ViewOf) or (isinstance(source, FromGraph) and source.stride is not None)
 
 
@@ -117,7 +117,7 @@ def _with_copies(write_back: WriteBack, values: list[Any], changed: set[int]) ->
     return WriteBack(updates, *([copied(source) for source in s] for s in (write_back.results, write_back.bound)))
 
 
-def _results(write_back: WriteBack, values: list[Any], outside: Callable[[Source], Value]) -> list[Any]:
+def _results(write_back: WriteBack, values: list[Any], outside: Callable[[ValueSource], Value]) -> list[Any]:
     """A value of the tape for each result: that which it is, or is a view of."""
     results: list[Any] = []
     for source in write_back.results:

@@ -24,7 +24,7 @@ _MOST_STEPS = 10_000
 """After so many tries two tensors of unusual strides count as sharing elements."""
 
 
-class Place(NamedTuple):
+class MemoryRange(NamedTuple):
     """Where a tensor lies: in bytes, counted from the start of its storage."""
 
     start: int
@@ -35,21 +35,21 @@ class Place(NamedTuple):
     """The bytes of an element."""
 
     @classmethod
-    def of(cls, geometry: Geometry, item: int) -> Place:
+    def of(cls, geometry: Geometry, item: int) -> MemoryRange:
         """That of a strided tensor of these positions and size of elements."""
         start, dims = geometry.offset * item, tuple([(n, s * item) for n, s in geometry.dims])
         last = sum((n - 1) * s for n, s in dims) + item
         return cls(start, start + (last if geometry.numel else 0), dims, item)
 
 
-WHOLE = Place(0, 1, (), 1)
+WHOLE = MemoryRange(0, 1, (), 1)
 """Of what counts as sharing memory with all in its storage."""
 
 Lies = tuple[Any, ...]
 """How two tensors lie that share memory: equal where it is the same for a program that writes to them."""
 
 
-def _in_one_memory(a: Place, b: Place) -> Lies | None:
+def _in_one_memory(a: MemoryRange, b: MemoryRange) -> Lies | None:
     """How `b` lies beside `a`, which is in the same storage; None where no element is in both."""
     if a == b:
         return ("at one place",)
@@ -58,7 +58,7 @@ def _in_one_memory(a: Place, b: Place) -> Lies | None:
     return b.start - a.start, a.dims, a.item, b.dims, b.item
 
 
-def _meet(a: Place, b: Place) -> bool:
+def _meet(a: MemoryRange, b: MemoryRange) -> bool:
     """Whether a byte is in both: whether numbers within the sizes lead over the strides from one to the other."""
     reaches: dict[int, tuple[int, int]] = {1: (1 - b.item, a.item - 1)}
     for dims, sign in ((a.dims, 1), (b.dims, -1)):
@@ -109,7 +109,7 @@ class Sharing:
             pair = {self._names[i], self._names[j]}
             return pair.isdisjoint(replaced) and not pair.isdisjoint(changed)
 
-        def place(i: int) -> Place:
+        def place(i: int) -> MemoryRange:
             if i in self._whole:
                 return WHOLE
             return place_of(values[i].fake, values[i].offset) if i < count else place_of(tensors[i - count])
@@ -151,7 +151,7 @@ class Sharing:
             "inputs like these" + or_else
         )
 
-    def _pairs(self, storages: Sequence[Any], place: Callable[[int], Place]) -> dict[tuple[int, int], Lies]:
+    def _pairs(self, storages: Sequence[Any], place: Callable[[int], MemoryRange]) -> dict[tuple[int, int], Lies]:
         members = collections.defaultdict[Any, list[int]](list)
         for i, storage in enumerate(storages):
             members[storage].append(i)
@@ -165,7 +165,7 @@ class Sharing:
         return pairs
 
 
-def _neighbours(group: list[int], place: Callable[[int], Place]) -> Iterator[tuple[int, int]]:
+def _neighbours(group: list[int], place: Callable[[int], MemoryRange]) -> Iterator[tuple[int, int]]:
     """The pairs whose memory overlaps between the first and last element of each."""
     places = {i: place(i) for i in group}
     before: list[int] = []
@@ -175,11 +175,11 @@ def _neighbours(group: list[int], place: Callable[[int], Place]) -> Iterator[tup
         before.append(i)
 
 
-def place_of(t: torch.Tensor, offset: int | torch.SymInt | None = None) -> Place:
+def place_of(t: torch.Tensor, offset: int | torch.SymInt | None = None) -> MemoryRange:
     """Where a tensor lies in its storage; `offset` elements after its start, where that is not the tensor's own."""
     if t.layout is not torch.strided:
         return WHOLE
-    return Place.of(Geometry.of(t, t.storage_offset() if offset is None else offset), t.dtype.itemsize)
+    return MemoryRange.of(Geometry.of(t, t.storage_offset() if offset is None else offset), t.dtype.itemsize)
 
 
 def _replaced(tape: ProgramTape) -> set[str]:

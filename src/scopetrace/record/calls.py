@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from scopetrace._compat.export import is_guard
 from scopetrace._compat.function_mode import On
 from scopetrace._compat.ops import eager, paused
-from scopetrace._compat.questions import Mine, Replace
+from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.tensors import storage_id, version_of
 from scopetrace.containers.structure import (
     OpaqueContainer,
@@ -40,7 +40,7 @@ from scopetrace.containers.structure import (
 from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.selection import Place, Target, is_named, several
+from scopetrace.ir.selection import Candidate, Target, is_named, several
 from scopetrace.ir.tape import GIVEN_META, Call
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
@@ -121,7 +121,7 @@ class CallRecorder:
 
     def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusal = other_path(module, args, kwargs, self._reads)
-        if refusal is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
+        if refusal is not None and not is_named(Candidate(module, type(module), *self._place(module)), self._leaves):
             problem, hint = refusal
             raise self._builder.refusal(problem, op=type(module).__qualname__, hint=hint)
 
@@ -258,10 +258,10 @@ class CallRecorder:
             hint="exchange them outside of the forward, and give it what it needs as an argument",
         )
 
-    def watch_questions(self, replace: Replace, on: On, here: Mine, mine: Mine) -> None:
+    def watch_questions(self, replace: Replace, on: On, in_tracing_thread: Condition, is_observed: Condition) -> None:
         """Hear what Python asks of tensors and of torch; `here()` says whether this thread traces, paused or not."""
-        PythonValues(self._builder, self._ops, here, mine).watch(replace, on)
-        report_questions(replace, on, self._reads, mine)
+        PythonValues(self._builder, self._ops, in_tracing_thread, is_observed).watch(replace, on)
+        report_questions(replace, on, self._reads, is_observed)
 
 
 @contextlib.contextmanager
@@ -322,7 +322,7 @@ def _no_leaf(pattern: str, names: list[str]) -> LeafPatternError:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Noted:
+class _Undecided:
     """Stands in a template for an object of which only the end of the forward says whether its class is opened."""
 
     original: Any
@@ -333,10 +333,10 @@ class _Noted:
 def _opened(template: Any, kinds: Collection[type]) -> Any:
     """A template with the contents of its objects of `kinds`; the others are leaves."""
 
-    def settled(noted: _Noted) -> Any:
+    def settled(noted: _Undecided) -> Any:
         return _opened(noted.contents, kinds) if type(noted.original) in kinds else noted.original
 
-    return map_structure(settled, template, _Noted)
+    return map_structure(settled, template, _Undecided)
 
 
 class Templates:
@@ -384,7 +384,7 @@ class Templates:
             self._noted[id(x)] = x  # for those inside of it that lead back to it
             keys, values = [f".{name}" for name in vars(x)], [*vars(x).values()]
             items = map_structure(self._known, values, torch.Tensor, self._object_types, self._note)
-            self._noted[id(x)] = _Noted(x, OpaqueContainer(kind, None, keys, items))
+            self._noted[id(x)] = _Undecided(x, OpaqueContainer(kind, None, keys, items))
         return self._noted[id(x)]
 
     def _known(self, t: torch.Tensor) -> Any:

@@ -29,7 +29,7 @@ from scopetrace._compat.tensors import FakeFactory, FakeTensor, known_data, stor
 from scopetrace.errors import DataDependentError
 from scopetrace.guards.reach import names_of
 from scopetrace.ir.conditions import Specialization
-from scopetrace.ir.reads import Asked
+from scopetrace.ir.guards import Asked
 from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat, map_argument
 from scopetrace.record.builder import TapeBuilder

@@ -15,7 +15,7 @@ import torch
 
 from scopetrace._compat.tensors import without_dispatch
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import NO_CALL
+from scopetrace.ir.guards import NO_CALL
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, RecordedTape
 
@@ -74,8 +74,8 @@ def _bytes_of(t: torch.Tensor) -> tuple[int, int]:
 
 def _arrays_read(tape: RecordedTape) -> Iterator[tuple[int, int]]:
     """The addresses of the arrays that the forward read."""
-    for read in tape.reads:
-        array: Any = None if read.place.kind == "input" else read.place.current(NO_CALL)
+    for guard in tape.guards:
+        array: Any = None if guard.source.kind == "input" else guard.source.current(NO_CALL)
         if hasattr(array, "__array_interface__"):
             start = array.__array_interface__["data"][0]
             yield start, start + array.nbytes

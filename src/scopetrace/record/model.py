@@ -36,7 +36,7 @@ from scopetrace.containers.contents import (
     write_dict,
 )
 from scopetrace.guards.attributes import BOOKKEEPING, MODULE_TABLES, current_attributes, is_watchable
-from scopetrace.ir.reads import HOOKS
+from scopetrace.ir.guards import HOOKS
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 
@@ -90,7 +90,7 @@ class Model:
         self._places: dict[int, tuple[torch.nn.Module, str]] = {}
         self.has_shared_tensors = False
         """Whether a tensor is in several places of the model."""
-        self._saved: dict[int, SavedModule] = {}
+        self._saved: dict[int, ModuleSnapshot] = {}
         self.state_names: dict[int, str] = {}
         """By id, names for tensors of optimizers."""
         self.contents = Contents()
@@ -110,7 +110,7 @@ class Model:
             self._first_names[id(module)] = fqn
             self.modules.append(module)
             in_source = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
-            saved = self._saved[id(module)] = SavedModule(fqn, module, self.contents, in_source)
+            saved = self._saved[id(module)] = ModuleSnapshot(fqn, module, self.contents, in_source)
             for table in saved.tensor_tables():
                 for name, t in table.items():
                     if issubclass(type(t), torch.Tensor):
@@ -132,7 +132,7 @@ class Model:
             return []
         unsaved = [(inner, m) for inner, m in module.named_modules() if id(m) not in self._saved]
         for inner, m in unsaved:
-            self._saved[id(m)] = SavedModule("", m, self.contents, f"{name}.{inner}" if inner else name)
+            self._saved[id(m)] = ModuleSnapshot("", m, self.contents, f"{name}.{inner}" if inner else name)
         return [m for _, m in unsaved]
 
     def name_state(self, t: torch.Tensor, of: torch.Tensor, key: str) -> None:
@@ -199,11 +199,11 @@ class Model:
         return Registered(modules, {param.names[0]: param for param in params})
 
     @property
-    def saved_modules(self) -> Collection[SavedModule]:
+    def saved_modules(self) -> Collection[ModuleSnapshot]:
         """The model's modules, and those that only its objects, globals and closures hold."""
         return self._saved.values()
 
-    def saved(self, module: Any) -> SavedModule | None:
+    def saved(self, module: Any) -> ModuleSnapshot | None:
         """What a module was before the forward; None for one that was not there."""
         return self._saved.get(id(module))
 
@@ -237,7 +237,7 @@ _EMPTY: dict[str, Any] = {}  # in the place of the many copies of empty tables
 _NOTHING: frozenset[str] = frozenset()
 
 
-class SavedModule:
+class ModuleSnapshot:
     """A copy of the attributes of a module, `fqn` in the model and `name` in source; Contents has what they hold."""
 
     def __init__(self, fqn: str, module: torch.nn.Module, contents: Contents, name: str = "self") -> None:

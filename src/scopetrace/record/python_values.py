@@ -22,7 +22,7 @@ import torch
 from scopetrace._compat import questions
 from scopetrace._compat.function_mode import Handler, On, after
 from scopetrace._compat.ops import eager, is_recording
-from scopetrace._compat.questions import VIEW_QUESTIONS, Mine, NoData, Replace
+from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData, Replace
 from scopetrace._compat.sources import (
     NOT_THE_MODEL,
     SCOPETRACE,
@@ -54,11 +54,11 @@ _FAKE_TENSORS = prefixes(TORCH_DIRECTORY, "_subclasses/")
 _TORCH = prefixes(TORCH_DIRECTORY)
 
 
-def report_questions(replace: Replace, on: On, reads: ReadRecorder, mine: Mine) -> None:
+def report_questions(replace: Replace, on: On, reads: ReadRecorder, is_observed: Condition) -> None:
     """Let what answers questions tell `reads`, too."""
 
     def asked() -> bool:
-        if not (is_recording() and mine()):
+        if not (is_recording() and is_observed()):
             return False
         frame = asking_frame()
         if frame is not None and frame.f_code.co_filename.startswith(_KEEPING_STATE):
@@ -75,12 +75,12 @@ def report_questions(replace: Replace, on: On, reads: ReadRecorder, mine: Mine) 
         replace(torch.distributed, path.rpartition(".")[2], _flag(path, ask, reads, asked))
     for name, get in (*questions.methods.items(), *questions.properties.items()):
         on(get, _fact(name, reads, asked))
-    _report_parameters(replace, reads, mine)
-    _report_backends(replace, reads, mine)
-    _report_switches(replace, on, reads, mine)
+    _report_parameters(replace, reads, is_observed)
+    _report_backends(replace, reads, is_observed)
+    _report_switches(replace, on, reads, is_observed)
 
 
-def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Mine) -> Callable[..., Any]:
+def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Condition) -> Callable[..., Any]:
     @functools.wraps(ask)
     def answered(*args: Any, **kwargs: Any) -> Any:
         answer = ask(*args, **kwargs)
@@ -92,7 +92,7 @@ def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Mine) 
     return answered
 
 
-def _fact(name: str, reads: ReadRecorder, asked: Mine) -> Handler:
+def _fact(name: str, reads: ReadRecorder, asked: Condition) -> Handler:
     def answered(ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         try:
             answer = ask(t, *args, **kwargs)
@@ -117,24 +117,24 @@ def _answer(replace: Replace, cls: type, name: str, answer: Handler) -> None:
     replace(cls, name, answered)
 
 
-def _report_parameters(replace: Replace, reads: ReadRecorder, mine: Mine) -> None:
+def _report_parameters(replace: Replace, reads: ReadRecorder, is_observed: Condition) -> None:
     """`isinstance(x, nn.Parameter)`."""
 
     def checked(ask: Callable[..., bool], cls: Any, x: Any) -> bool:
         is_parameter = ask(cls, x)
-        if isinstance(x, torch.Tensor) and mine() and asked_by_model(()):
+        if isinstance(x, torch.Tensor) and is_observed() and asked_by_model(()):
             reads.on_fact(x, "is_parameter", (), is_parameter)
         return is_parameter
 
     _answer(replace, type(torch.nn.Parameter), "__instancecheck__", checked)
 
 
-def _report_backends(replace: Replace, reads: ReadRecorder, mine: Mine) -> None:
+def _report_backends(replace: Replace, reads: ReadRecorder, is_observed: Condition) -> None:
     """`torch.backends.cudnn.enabled` and its kind, where code outside of torch asks."""
 
     def got(ask: Callable[..., Any], prop: Any, module: Any, cls: type) -> Any:
         answer = ask(prop, module, cls)
-        if mine() and asked_by_model(()):
+        if is_observed() and asked_by_model(()):
             name = next((key for key, x in vars(type(module)).items() if x is prop), "")
             reads.on_flag(f"{module.__name__}.{name}", None, answer)
         return answer
@@ -142,12 +142,12 @@ def _report_backends(replace: Replace, reads: ReadRecorder, mine: Mine) -> None:
     _answer(replace, torch.backends.ContextProp, "__get__", got)
 
 
-def _report_switches(replace: Replace, on: On, reads: ReadRecorder, mine: Mine) -> None:
+def _report_switches(replace: Replace, on: On, reads: ReadRecorder, is_observed: Condition) -> None:
     """What switches autograd or autocast on or off."""
 
     def set_grad_enabled(switch: Callable[..., None], enabled: bool) -> None:
         frame = asking_frame()
-        if is_recording() and frame is not None and mine():
+        if is_recording() and frame is not None and is_observed():
             _tell_grad_mode(reads, enabled, frame)
         switch(enabled)
 
@@ -155,9 +155,9 @@ def _report_switches(replace: Replace, on: On, reads: ReadRecorder, mine: Mine) 
         reads.on_grad_mode(not mode.mode)  # `inference_mode(False)` switches autograd on
 
     on(questions.switch_grad, set_grad_enabled)
-    _report_block(replace, torch.inference_mode, on_inference, reads.on_grad_block_end, mine)
+    _report_block(replace, torch.inference_mode, on_inference, reads.on_grad_block_end, is_observed)
     autocast = torch.amp.autocast_mode.autocast
-    _report_block(replace, autocast, lambda _: reads.on_autocast(True), lambda: reads.on_autocast(False), mine)
+    _report_block(replace, autocast, lambda _: reads.on_autocast(True), lambda: reads.on_autocast(False), is_observed)
 
 
 def _tell_grad_mode(reads: ReadRecorder, enabled: bool, frame: FrameType) -> None:
@@ -171,17 +171,17 @@ def _tell_grad_mode(reads: ReadRecorder, enabled: bool, frame: FrameType) -> Non
 
 
 def _report_block(
-    replace: Replace, cls: Any, entered: Callable[[Any], None], left: Callable[[], None], mine: Mine
+    replace: Replace, cls: Any, entered: Callable[[Any], None], left: Callable[[], None], is_observed: Condition
 ) -> None:
     """Tell before a block of a context manager begins and ends."""
 
     def enter(ask: Callable[..., Any], block: Any) -> Any:
-        if mine():
+        if is_observed():
             entered(block)
         return ask(block)
 
     def leave(ask: Callable[..., Any], *args: Any) -> Any:
-        if mine():
+        if is_observed():
             left()
         return ask(*args)
 
@@ -206,11 +206,13 @@ def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
 
 
 class PythonValues:
-    """Answers in the place of torch where `mine()`. That is as `here()`, but in leaf modules, which run unseen."""
+    """Answers in the place of torch where `is_observed()`; in leaf modules, which run unseen, too."""
 
-    def __init__(self, builder: TapeBuilder, ops: OpRecorder, here: Mine, mine: Mine) -> None:
+    def __init__(
+        self, builder: TapeBuilder, ops: OpRecorder, in_tracing_thread: Condition, is_observed: Condition
+    ) -> None:
         self._builder, self._ops, self._values = builder, ops, ops.values
-        self._here, self._mine = here, mine
+        self._in_tracing_thread, self._is_observed = in_tracing_thread, is_observed
 
     def watch(self, replace: Replace, on: On) -> None:
         """Enter the handlers, and replace what no mode sees."""
@@ -228,7 +230,7 @@ class PythonValues:
         for run in (tensor.apply_, tensor.map_, tensor.map2_):  # which call a function of Python for each element
             on(run, self._first(self._refuse_elements))
         for name, func in VIEW_QUESTIONS.items():
-            on(func, after(functools.partial(self._refuse_base, name), self._mine))
+            on(func, after(functools.partial(self._refuse_base, name), self._is_observed))
         on(tensor.__deepcopy__, self._deepcopy)
         texts = [(cls, name) for cls in (torch.SymInt, torch.SymFloat) for name in ("__repr__", "__format__")]
         for cls, name in ((torch.SymInt, "__hash__"), (torch.SymBool, "__repr__"), *texts):
@@ -247,7 +249,7 @@ class PythonValues:
 
     def _first(self, tell: Callable[[], None]) -> Handler:
         """What torch answers after `tell`, which may refuse, where it is a fake tensor."""
-        return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None, self._mine)
+        return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None, self._is_observed)
 
     def _refuse_copy(self) -> NoReturn:
         raise self._builder.refusal(
@@ -274,7 +276,7 @@ class PythonValues:
     # ---------------------------------------------------------------- data
 
     def _get_data(self, ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
-        if not self._mine():
+        if not self._is_observed():
             return ask(t, *args)
         source = self._values.data_source(t)
         return self._values.add_data_alias(source, ask(source, *args))
@@ -284,7 +286,7 @@ class PythonValues:
 
         Tensors made in the trace need no op: their storage changes, which `ValueTable.value_of` sees.
         """
-        if not self._here() or self._builder.running is not None or not isinstance(new, torch.Tensor):
+        if not self._in_tracing_thread() or self._builder.running is not None or not isinstance(new, torch.Tensor):
             return ask(t, new)
         builder, values = self._builder, self._values
         if is_inference_of(values.value_of(t).fake) != is_inference_of(new):
@@ -294,10 +296,10 @@ class PythonValues:
         if not values.is_outside(t):
             self._leave_data(t, new)
             return ask(t, new)
-        if not self._mine() or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
+        if not self._is_observed() or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
             raise builder.refusal(
                 "`.data = ...` of a tensor of the model, or an input, "
-                + ("in a leaf module" if not self._mine() else f"that gives it {new.dtype} on {new.device}"),
+                + ("in a leaf module" if not self._is_observed() else f"that gives it {new.dtype} on {new.device}"),
                 op="Tensor.data",
                 hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
             )
@@ -317,7 +319,7 @@ class PythonValues:
     def _resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
         """A storage gets another size, in bytes: recorded as the op that Dynamo writes for it."""
         known = []
-        if self._mine() and self._builder.running is None:
+        if self._is_observed() and self._builder.running is None:
             known = self._values.in_storage(id_of_storage(storage))
         if not known:
             return resize(storage, size)
@@ -325,7 +327,7 @@ class PythonValues:
         return storage
 
     def _nbytes(self, ask: Callable[[Any], int], storage: torch.UntypedStorage) -> int:
-        if self._mine() and asked_by_model(_STORAGES):
+        if self._is_observed() and asked_by_model(_STORAGES):
             values = self._values.in_storage(id_of_storage(storage))
             inputs = [v.fake for v in values if v in self._builder.tape.inputs]
             for t in inputs[:1]:
@@ -333,7 +335,7 @@ class PythonValues:
         return ask(storage)
 
     def _array(self, ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        known = self._ops.data.data_of(t) if self._mine() else NotImplemented
+        known = self._ops.data.data_of(t) if self._is_observed() else NotImplemented
         if known is NotImplemented:
             return ask(t, *args, **kwargs)
         with eager():
@@ -343,14 +345,14 @@ class PythonValues:
 
     def _list(self, ask: Callable[..., Any], t: torch.Tensor) -> Any:
         """Of a tensor of the model, whose data C code would take without any op: the numbers of its elements."""
-        if isinstance(t, FakeTensor) or not (self._mine() and asked_by_model()):
+        if isinstance(t, FakeTensor) or not (self._is_observed() and asked_by_model()):
             return ask(t)
         return [row.tolist() for row in t] if t.dim() > 0 else t.item()
 
     def _deepcopy(self, ask: Callable[..., Any], t: torch.Tensor, memo: dict[Any, Any]) -> Any:
         """Of a tensor of the model that autograd does not know the copy is an op, but where several share memory."""
         is_plain = type(t) is torch.Tensor and t.layout == torch.strided and not t.requires_grad
-        if not (is_plain and self._mine()) or id(t) in memo:
+        if not (is_plain and self._is_observed()) or id(t) in memo:
             return ask(t, memo)
         copies = memo.setdefault("scopetrace", set())
         storage = t.untyped_storage()
@@ -364,7 +366,7 @@ class PythonValues:
 
     def _format(self, ask: Callable[..., str], t: torch.Tensor, spec: str) -> str:
         """`f"{tensor:.3f}"`; without a number there is no text of that form, and it is that of `repr`."""
-        if not self._mine():
+        if not self._is_observed():
             return ask(t, spec)
         number = NotImplemented if t.dim() > 0 else self._ops.data.number_of(t)
         if number is not NotImplemented:
@@ -375,7 +377,7 @@ class PythonValues:
 
     def _of_number(self, ask: Callable[..., Any], number: Any, *spec: str) -> Any:
         """`hash`, `repr` or `format` of a symbolic number: of the number itself where the model's own code asks."""
-        if not (self._mine() and asked_by_model()):
+        if not (self._is_observed() and asked_by_model()):
             return ask(number, *spec)
         known = self._ops.data.number_of(number)
         if known is not NotImplemented:

@@ -2,7 +2,7 @@
 
 Data flow:
     facts of tensors, flags of torch, environment variables -> `record.python_values` -> Read, once for each
-    ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Read of that state
+    ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Guard of that state
     ops that gave a view and give a copy otherwise, such as `reshape` -> the strides of the inputs, where that matters
     an attribute of a class -> Watched, in its place meanwhile -> by owner, where it was first read or written
     errors of scopetrace, of torch for want of data, and of ops -> those that the forward caught, by their tracebacks
@@ -26,14 +26,14 @@ from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.reads import (
+from scopetrace.ir.guards import (
     NO_CALL,
     Asked,
     Flag,
+    Guard,
     OfInput,
     OfTensor,
-    Place,
-    Read,
+    Source,
 )
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
@@ -53,7 +53,7 @@ class ReadRecorder:
         self._builder = builder
         self._values = values
         self._model = model
-        self._reads = builder.tape.reads
+        self._guards = builder.tape.guards
         self._known: set[Any] = set()
         """The places of reads, and of flags with the answers."""
         self._grad = questions.grad_enabled()
@@ -91,17 +91,19 @@ class ReadRecorder:
             self._layout(i, frames)
 
     def note_once(
-        self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None
+        self, name: str, value: Any, source: Source, frames: Frames | None = None, path: str | None = None
     ) -> None:
         """Note what the forward read, once for each place; frames and scope default to the current ones."""
-        if place not in self._known:
-            self._known.add(place)
-            self._note(name, value, place, frames, path)
+        if source not in self._known:
+            self._known.add(source)
+            self._note(name, value, source, frames, path)
 
-    def _note(self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None) -> None:
+    def _note(
+        self, name: str, value: Any, source: Source, frames: Frames | None = None, path: str | None = None
+    ) -> None:
         frames = self._builder.frames() if frames is None else frames
         path = self._builder.state.current_scope.path if path is None else path
-        self._reads.append(Read(name, value, place, frames, path))
+        self._guards.append(Guard(name, value, source, frames, path))
 
     # ---------------------------------------------------------------- questions to torch
 
@@ -143,7 +145,9 @@ class ReadRecorder:
 
     def drop_inner_flags(self) -> None:
         """After the forward: a flag that was another one then had been set by the forward itself."""
-        self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.current(NO_CALL) == r.value]
+        self._guards[:] = [
+            r for r in self._guards if type(r.source) is not Flag or r.source.current(NO_CALL) == r.value
+        ]
 
     def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
         """A question to an object of Python, which `ask(*args)` asks again."""

@@ -19,7 +19,7 @@ from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.program.traced import functional_tape
 from scopetrace.torch_level.lift import Lifter
-from scopetrace.torch_level.step import Renew, Step
+from scopetrace.torch_level.step import OpTemplate, Renew
 from scopetrace.torch_level.stepping import record_steps
 
 
@@ -72,6 +72,6 @@ class _TorchLevel(Functionalizer):
         self._rename(target, op.outputs)
 
     def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(func, Step) and func.kind == "call_method" and func.target == "view":
+        if isinstance(func, OpTemplate) and func.kind == "call_method" and func.target == "view":
             func = dataclasses.replace(func, target="reshape")  # the present strides may be others
         return super()._run(op, func, args, kwargs)

@@ -15,7 +15,7 @@ from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import run_fake
 from scopetrace.ir.tape import Tape
 from scopetrace.ops.views import TO_THE_END
-from scopetrace.torch_level.step import Step
+from scopetrace.torch_level.step import OpTemplate
 
 _aten = torch.ops.aten
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
@@ -43,7 +43,7 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
 
 def _call_for(node: torch.fx.Node, fake_mode: Any) -> Call:
     """What a node does, as a call of a function or method of torch where there is one."""
-    if isinstance(node.target, Step):
+    if isinstance(node.target, OpTemplate):
         return node.target.kind, node.target.target, node.args, node.kwargs
     is_aten = node.op == "call_function" and getattr(node.target, "namespace", None) == "aten"
     calls = (call for call in _candidates(node) if _gives_the_same(node, call, fake_mode)) if is_aten else iter(())
@@ -66,7 +66,7 @@ def _candidates(node: torch.fx.Node) -> Iterator[Call]:
 def _gives_the_same(node: torch.fx.Node, call: Call, fake_mode: Any) -> bool:
     kind, target, args, kwargs = call
     try:
-        out = run_fake(fake_mode, functools.partial(Step(kind, target), *_fakes(args), **_fakes(kwargs)), (), {})
+        out = run_fake(fake_mode, functools.partial(OpTemplate(kind, target), *_fakes(args), **_fakes(kwargs)), (), {})
     except Exception:  # not callable like this
         return False
     return _metadata(out) == _metadata(node.meta["val"])

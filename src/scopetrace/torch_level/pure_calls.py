@@ -16,10 +16,10 @@ import torch.fx
 import torch.nn.functional as F
 
 from scopetrace.torch_level.purity import bound_arguments, is_in_place_operator, mutates_by_name
-from scopetrace.torch_level.step import Step, Trial
+from scopetrace.torch_level.step import OpTemplate, Trial
 
 
-def pure_call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
+def pure_call(step: OpTemplate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
     """The pure form of a call with tensors; None if it does not mutate by its name, or has no such form."""
     if step.kind == "call_module":
         return _without_inplace_module(step.target, args, kwargs)
@@ -37,7 +37,7 @@ def pure_call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tria
         return _without_inplace(step, args, kwargs)
     else:
         target = next(_functions_named(step.target), None)
-    return target and Trial(Step(step.kind, target), args, kwargs, written=args[:1])
+    return target and Trial(OpTemplate(step.kind, target), args, kwargs, written=args[:1])
 
 
 def _plain_name(name: str) -> str | None:
@@ -47,7 +47,7 @@ def _plain_name(name: str) -> str | None:
     return f"__{name[3:]}" if name.startswith("__") else name[:-1]
 
 
-def _without_inplace(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
+def _without_inplace(step: OpTemplate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
     if "inplace" not in kwargs:
         position = list(bound_arguments(step.target, args, kwargs)).index("inplace")
         args = (*args[:position], False, *args[position + 1 :])
@@ -65,7 +65,7 @@ def _without_inplace_module(module: torch.nn.Module, args: tuple[Any, ...], kwar
     pure.inplace = False
     if getattr(pure.forward, "__self__", None) is module:  # one that the module itself has, as in a trace
         pure.forward = types.MethodType(pure.forward.__func__, pure)
-    return Trial(Step("call_module", pure), args, kwargs, written=args[:1])
+    return Trial(OpTemplate("call_module", pure), args, kwargs, written=args[:1])
 
 
 def _functions_named(fn: Any) -> Iterator[Any]:

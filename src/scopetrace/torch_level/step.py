@@ -11,7 +11,7 @@ from scopetrace.ir.tape import Op, Value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
+class OpTemplate:
     """A function or method of a torch-level graph as the target of an op."""
 
     kind: str
@@ -51,7 +51,7 @@ class Renew:
 class NodeCall:
     """What a node calls: values of the tape in place of tensors."""
 
-    step: Step
+    step: OpTemplate
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any = None

@@ -23,7 +23,7 @@ from scopetrace.record.calls import root_scope, scope_of_node
 from scopetrace.record.model import Model
 from scopetrace.session import Recording, retraced
 from scopetrace.torch_level.pure_calls import pure_call
-from scopetrace.torch_level.step import NodeCall, Step, Trial
+from scopetrace.torch_level.step import NodeCall, OpTemplate, Trial
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ class _Stepper(torch.fx.Interpreter):
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
         operands = [_plain(x) for x in self.fetch_args_kwargs_from_env(n)]
-        step = Step(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
+        step = OpTemplate(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
         tape, grad = self.builder.tape, torch.is_grad_enabled()
         known = not in_transform() and not autocast_enabled()
         record = NodeRecord(step, (), {}, node=n, scope=scope_of_node(n, tape.root), grad=grad, known=known)
@@ -99,7 +99,7 @@ class _Stepper(torch.fx.Interpreter):
     def _values(self, x: Any) -> Any:
         return map_structure(self.values.value_of, x, torch.Tensor)
 
-    def _try(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
+    def _try(self, step: OpTemplate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
         """Run the pure form, as far as there is one, and take what it did off the tape."""
         trial = pure_call(step, args, kwargs)
         if trial is None:

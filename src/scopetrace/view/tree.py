@@ -167,7 +167,7 @@ class Run:
         return any(isinstance(origin, tuple) for origin in self.relation or ())
 
 
-class _Place(NamedTuple):
+class _NodePlace(NamedTuple):
     """Where a node of a graph belongs."""
 
     node: torch.fx.Node
@@ -213,7 +213,7 @@ class Tree:
         if not isinstance(lowering.tape, BodyTape):
             sections[calls.pop(0).position] = top
         places = _places(lowering.graph)
-        in_order: list[tuple[int, ModuleCall | _Place]] = [*_begins(calls, places, lowering), *enumerate(places)]
+        in_order: list[tuple[int, ModuleCall | _NodePlace]] = [*_begins(calls, places, lowering), *enumerate(places)]
         for _, item in sorted(in_order, key=operator.itemgetter(0)):
             if isinstance(item, ModuleCall):
                 parent, scope = item.parent, item.scope.parent
@@ -226,7 +226,7 @@ class Tree:
                 self._add_op(item, self._backward(section, item) if is_backward else _in_scope(section, item.path))
                 self._add_bodies(item.node, lowering)
 
-    def _add_op(self, place: _Place, section: Section) -> None:
+    def _add_op(self, place: _NodePlace, section: Section) -> None:
         """Add a node as an op, or as a result of an op before it."""
         source, slot = _part_of(place.node)
         if source in self.ops:
@@ -252,7 +252,7 @@ class Tree:
                 op.bodies.append(section)
                 self._fill(body, section)
 
-    def _backward(self, section: Section, place: _Place) -> Section:
+    def _backward(self, section: Section, place: _NodePlace) -> Section:
         """The section for the backward of ops of the forward in a call and scope, in the section where it runs."""
         assert place.forward is not None
         outer, path, call = section.path, place.forward[0], self._forward_call(*place.forward)
@@ -360,19 +360,21 @@ def _number(section: Section, count: int) -> int:
     return count
 
 
-def _places(graph: torch.fx.Graph) -> list[_Place]:
+def _places(graph: torch.fx.Graph) -> list[_NodePlace]:
     """The place of each node of an op; that of the next one for `sym_size` and for nodes of users' passes."""
-    places: list[_Place] = []
+    places: list[_NodePlace] = []
     near: tuple[int, str, tuple[str, int] | None] = (0, "", None)
     for node in reversed([n for n in graph.nodes if n.op in ("call_function", "call_module", "call_method")]):
         position = call_position(node)
         if position is not None and node.target is not set_grad_enabled:
             near = (position, scope_path(node) or "", forward_place(node))
-        places.append(_Place(node, *near))
+        places.append(_NodePlace(node, *near))
     return places[::-1]
 
 
-def _begins(calls: list[ModuleCall], places: list[_Place], lowering: FxLowering) -> Iterator[tuple[int, ModuleCall]]:
+def _begins(
+    calls: list[ModuleCall], places: list[_NodePlace], lowering: FxLowering
+) -> Iterator[tuple[int, ModuleCall]]:
     """The calls in order, each with the number of the op before which it begins: the first that ran after its start."""
     positions = {op: i for i, op in enumerate(lowering.tape.ops)}
     last, starts = 0, []

@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.reads import HOOKS, NO_CALL, Asked, OfTensor, Read, place_in
+from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, Guard, OfTensor, source_in
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
@@ -264,7 +264,7 @@ def _stored(first: Run, lefts: list[list[_Left]], last: Run) -> dict[int, Value]
     stored = {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
     again = {write.path for write in last.tape.attribute_writes}
     writes = [write for write in first.tape.attribute_writes if write.path not in again]
-    there = [(place_in(w.module, w.name).current(NO_CALL), w.value) for w in writes if w.module is not None]
+    there = [(source_in(w.module, w.name).current(NO_CALL), w.value) for w in writes if w.module is not None]
     return stored | {id(t): value for t, value in there if isinstance(t, torch.Tensor)}
 
 
@@ -294,27 +294,29 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
         if count < len(lefts) and not is_same_program(tape, runs[count].tape):
             continue
         with _plain_state(lefts[:count]):
-            for i, read in enumerate(tape.reads):
-                if read.place.kind in ("attribute", "global", "closure", "tensor") and not same(
-                    read.value, current := read.current()
+            for i, guard in enumerate(tape.guards):
+                if guard.source.kind in ("attribute", "global", "closure", "tensor") and not same(
+                    guard.value, current := guard.current()
                 ):
-                    tape.reads[i] = dataclasses.replace(read, others=(*read.others, _without_tensors(current, stored)))
+                    tape.guards[i] = dataclasses.replace(
+                        guard, others=(*guard.others, _without_tensors(current, stored))
+                    )
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
     for write in [write for write in tape.attribute_writes if write.is_cache and write.module is not None]:
-        place = Asked(_tensor_in, (write.module, write.name), text=short, kind="tensor")
+        source = Asked(_tensor_in, (write.module, write.name), text=short, kind="tensor")
         like = TensorLike(write.value.fake, first.data_of(write.value))
-        tape.reads.append(Read(write.path, place.current(NO_CALL), place, (), tape.root.path, (like,)))
+        tape.guards.append(Guard(write.path, source.current(NO_CALL), source, (), tape.root.path, (like,)))
     filled = [write.value for write in tape.attribute_writes if write.is_cache]
-    tape.reads += _of_sources(tape, dict.fromkeys([*values.values(), *filled]))
+    tape.guards += _of_sources(tape, dict.fromkeys([*values.values(), *filled]))
     tape.side_effects += _harmless(first, lines)
     return tape
 
 
 def _tensor_in(module: torch.nn.Module, name: str) -> Any:
     """What a module has under a name; a forward takes None for nothing."""
-    x = place_in(module, name).current(NO_CALL)
+    x = source_in(module, name).current(NO_CALL)
     return None if x is MISSING else x
 
 
@@ -328,7 +330,7 @@ def _words_of_written(x: list[Any]) -> str:
     return f"{short(x[0])}, written {x[1]} times"
 
 
-def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Read]:
+def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     """That the model's tensors from which a cache was computed are as they were: the program computes it each time."""
     sources = dict.fromkeys(stored)
     pending = [*sources]
@@ -339,8 +341,8 @@ def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Read]:
     names = dict.fromkeys(v.op.name for v in sources if v.op.kind == "get_attr")
     caches = {write.path for write in tape.attribute_writes}
     for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
-        place = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
-        yield Read(f"{name}, from which a cache was computed", place.current(NO_CALL), place, (), tape.root.path)
+        source = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
+        yield Guard(f"{name}, from which a cache was computed", source.current(NO_CALL), source, (), tape.root.path)
 
 
 def _without_tensors(x: Any, stored: Mapping[int, TensorLike]) -> Any:
@@ -399,28 +401,28 @@ def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
     """Take what was changed out of the table of what a call is checked for."""
     entries = frozenset(change.entry for change in changes if change.entry is not None)
     names = {(id(change.holder), change.attribute) for change in changes if change.attribute}
-    kept: list[Read] = []
-    for read in tape.reads:
-        table = getattr(read.place, "table", None)
-        cell = getattr(read.place, "cell", None)
-        key = getattr(read.place, "key", None)
-        of_tensor = isinstance(read.place, OfTensor) and (id(read.place.module), read.place.name) in names
-        if (id(table), key) in entries or (id(cell), None) in entries or of_tensor or _is_absent_one_of(read, names):
+    kept: list[Guard] = []
+    for guard in tape.guards:
+        table = getattr(guard.source, "table", None)
+        cell = getattr(guard.source, "cell", None)
+        key = getattr(guard.source, "key", None)
+        of_tensor = isinstance(guard.source, OfTensor) and (id(guard.source.module), guard.source.name) in names
+        if (id(table), key) in entries or (id(cell), None) in entries or of_tensor or _is_absent_one_of(guard, names):
             continue
-        if read.place.kind in ("attribute", "global", "closure") and not isinstance(read.value, torch.Tensor):
-            skip = read.skip | entries
-            raw = read.place.current(NO_CALL)
+        if guard.source.kind in ("attribute", "global", "closure") and not isinstance(guard.value, torch.Tensor):
+            skip = guard.skip | entries
+            raw = guard.source.current(NO_CALL)
             if skip and form_of(type(raw)) is not None:
                 if id(raw) in {number for number, key in entries if key is None}:
                     continue
-                read = dataclasses.replace(read, skip=skip, value=snapshot(raw, read.names, skip))
-        kept.append(read)
-    tape.reads[:] = kept
+                guard = dataclasses.replace(guard, skip=skip, value=snapshot(raw, guard.names, skip))
+        kept.append(guard)
+    tape.guards[:] = kept
 
 
-def _is_absent_one_of(read: Read, names: set[tuple[int, str]]) -> bool:
-    tables, key = getattr(read.place, "tables", None), getattr(read.place, "key", None)
-    return tables is not None and any(key == name for _, name in names) and read.value is MISSING
+def _is_absent_one_of(guard: Guard, names: set[tuple[int, str]]) -> bool:
+    tables, key = getattr(guard.source, "tables", None), getattr(guard.source, "key", None)
+    return tables is not None and any(key == name for _, name in names) and guard.value is MISSING
 
 
 def _effect(change: Change, run: Run, lines: dict[str, str], *, baked_in: bool) -> SideEffect:

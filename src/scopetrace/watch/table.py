@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Mine, flag
+from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Condition, flag
 from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace.containers.contents import (
     ATTRIBUTES,
@@ -43,12 +43,13 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR, MODULE_TABLES, AttributeWatch
 from scopetrace.guards.reach import Reach, functions_of, home_of, names_by, names_of, unwrapped
-from scopetrace.ir.reads import (
+from scopetrace.ir.guards import (
     ALL_MODULES,
     NO_CALL,
     Asked,
     CallInputs,
     Flag,
+    Guard,
     InClosure,
     InTable,
     InTables,
@@ -56,20 +57,19 @@ from scopetrace.ir.reads import (
     OfFunctions,
     OfModules,
     OfTensor,
-    Read,
     Submodules,
     WhichInputs,
     WhichOfModel,
     hooks_of_module,
-    place_in,
-    tied_place,
+    source_in,
+    tied_source,
 )
 from scopetrace.ir.scopes import Frames, Ran, source_of
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import RECURRENT, Model, is_torchs
 
-Noted = tuple[Frames, str]
+Location = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
 _Held = tuple[int, str, dict[str, Any], str]
 """A place of a tensor in a module: the id of the tensor, the name of the place, a table and a key in it."""
@@ -101,7 +101,7 @@ class StateReads:
         """`objects` are those with attributes among the arguments, with their names."""
         self._builder, self._model, self._reach, self._objects = builder, model, reach, objects
         self._members, self._examples = members, examples
-        self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Noted]] = {}
+        self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Location]] = {}
         """By id of a module and name, the attributes that were asked for, in order."""
         self._called: dict[int, torch.nn.Module] = {}
         """By id, the modules that were called."""
@@ -109,11 +109,11 @@ class StateReads:
         """These, and those that were taken from attributes of others."""
 
     @contextlib.contextmanager
-    def watching(self, mine: Mine) -> Iterator[None]:
-        """Inside, reads of attributes are seen; `mine` says whether the forward runs, rather than the recorder."""
+    def watching(self, is_observed: Condition) -> Iterator[None]:
+        """Inside, reads of attributes are seen; `is_observed` says whether the forward runs, not the recorder."""
 
         def note(module: torch.nn.Module, name: str) -> bool:
-            return mine() and self._note(module, name)
+            return is_observed() and self._note(module, name)
 
         with AttributeWatch([saved.module for saved in self._model.saved_modules], note).watching():
             yield
@@ -126,7 +126,7 @@ class StateReads:
         if code.co_filename.startswith(_RECORDER) or code in _BOOKKEEPERS:
             return False
         if key not in self._read and name not in _SKIPPED and name not in RECURRENT and not self._is_new(module, name):
-            self._read[key] = module, name, noted_at(self._builder, asker)
+            self._read[key] = module, name, location_of(self._builder, asker)
             self._builder.ran.setdefault(id(code), (code, asker.f_globals))
         return True
 
@@ -143,19 +143,19 @@ class StateReads:
 
     # ---------------------------------------------------------------- after the forward
 
-    def guards(self, fn: Any, changes: list[Change]) -> list[Read]:
+    def guards(self, fn: Any, changes: list[Change]) -> list[Guard]:
         """The table; `changes` are what the forward changed. To be called when the model is as it was before."""
         changed = {(id(change.holder), change.attribute) for change in changes if change.attribute}
         tape, held = self._builder.tape, list[_Held]()
         values = [module.__dict__.get(key) for module, key, _ in self._read.values()]
-        hooks = [read for read in tape.reads if read.place.kind == "hooks"]
+        hooks = [guard for guard in tape.guards if guard.source.kind == "hooks"]
         values += [x for _, x in self._objects] + [getattr(fn, "__self__", fn)]
-        run = [x for read in hooks for part in read.value for x in (part if type(part) is list else [part])]
+        run = [x for guard in hooks for part in guard.value for x in (part if type(part) is list else [part])]
         for module in {id(call.module): call.module for call in tape.calls if call.module is not None}.values():
             run += itertools.chain.from_iterable(hooks_of_module(module).values())
         ran = self._ran = RanFunctions(fn, tape, self._builder.ran, self._reach, values, run)
-        for read in hooks:
-            read.value, read.names = snapshot(read.value, self.names), self.names
+        for guard in hooks:
+            guard.value, guard.names = snapshot(guard.value, self.names), self.names
         self._called = self._called_modules()
         self._used = self._called | self._taken_modules()
         attributes = list(self._attributes(held))
@@ -167,28 +167,28 @@ class StateReads:
             fn = fn.func
         owner = getattr(fn, "__self__", fn)
         objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
-        of_objects = [Read(n, snapshot(x, self.names), InTable({n: x}, n), names=self.names) for n, x in objects]
+        of_objects = [Guard(n, snapshot(x, self.names), InTable({n: x}, n), names=self.names) for n, x in objects]
         others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
         return [*variables, *attributes, *others, *self._of_members(held)]
 
-    def _of_ties(self, ran: RanFunctions) -> Iterator[Read]:
+    def _of_ties(self, ran: RanFunctions) -> Iterator[Guard]:
         """Which parameters and buffers are one tensor, where code asks for identity."""
         if any(names_of(code).compares_objects for code in ran.codes):
             tables = [(s.fqn, t) for s in self._model.saved_modules for t in s.live[1:3]]
             places = [(f"{fqn}.{key}".lstrip("."), table, key) for fqn, table in tables for key in table]
             name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
-            yield Read(name, _shared(places), Asked(_shared, (places,)), (), path)
+            yield Guard(name, _shared(places), Asked(_shared, (places,)), (), path)
 
-    def _variable(self, name: str, table: dict[str, Any], key: str) -> Read:
+    def _variable(self, name: str, table: dict[str, Any], key: str) -> Guard:
         value = snapshot(table[key], self.names)
-        return Read(name, value, InTable(table, key), (), self._builder.tape.root.path, names=self.names)
+        return Guard(name, value, InTable(table, key), (), self._builder.tape.root.path, names=self.names)
 
     @property
     def names(self) -> frozenset[str] | None:
         """Of objects with attributes, those that code which ran names; None for all. Known after `guards`."""
         return self._ran.names
 
-    def _attributes(self, held: list[_Held]) -> Iterator[Read]:
+    def _attributes(self, held: list[_Held]) -> Iterator[Guard]:
         """A Guard for each attribute that was asked for; `held` gets the plain ones that are tensors."""
         self._read_what_is_not_hidden()
         for module, key, (frames, path) in self._read.values():
@@ -197,20 +197,20 @@ class StateReads:
             name = f"{outer}.{key}".removeprefix("self.").lstrip(".")
             if key == ALL_SUBMODULES:
                 outer = name.rpartition(".")[0]
-                place: Any = Submodules(module, outer)
-                yield Read(f"the submodules of {outer or 'the model'}", place.current(NO_CALL), place, frames, path)
+                source: Any = Submodules(module, outer)
+                yield Guard(f"the submodules of {outer or 'the model'}", source.current(NO_CALL), source, frames, path)
                 continue
             if key in MODULE_TABLES:
                 self._members.update({id(t): t for t in module.__dict__[key].values() if t is not None})
                 continue
-            place = place_in(module, key)
-            value = place.current(NO_CALL)
+            source = source_in(module, key)
+            value = source.current(NO_CALL)
             if isinstance(value, torch.Tensor):
                 self._members[id(value)] = value
-                if isinstance(place, InTable) and place.table is module.__dict__:
-                    held.append((id(value), name, place.table, key))
+                if isinstance(source, InTable) and source.table is module.__dict__:
+                    held.append((id(value), name, source.table, key))
                 continue
-            yield Read(name, snapshot(value, self.names), place, frames, path, names=self.names)
+            yield Guard(name, snapshot(value, self.names), source, frames, path, names=self.names)
 
     def _read_what_is_not_hidden(self) -> None:
         """Attributes that modules have beside their class, or beside a `__getattr__` of it: those that code names."""
@@ -236,7 +236,7 @@ class StateReads:
             taken += modules.values() if key == ALL_SUBMODULES else [modules.get(key)]
         return {id(m): m for m in taken if m is not None}
 
-    def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
+    def _of_called(self, changed: Set[tuple[int, str]]) -> Iterator[Guard]:
         """Classes and methods of modules that were used, hooks of those that were called, and of all of the process."""
         path = self._builder.tape.root.path
         plain = [m for m in self._used.values() if not isinstance(m, torch.jit.ScriptModule)]
@@ -245,28 +245,28 @@ class StateReads:
         called = tuple([(name, m) for name, m in named if id(m) in self._called])
         for aspect in OfModules.ASPECTS:
             modules = called if aspect == "hooks" else named
-            place = OfModules(modules, aspect, self.names, frozenset(name for _, name in changed))
-            yield Read(f"{aspect} of the modules", snapshot(place.current(NO_CALL)), place, (), path)
-        yield Read("hooks of all modules", ALL_MODULES.current(NO_CALL), ALL_MODULES, (), path)
+            source = OfModules(modules, aspect, self.names, frozenset(name for _, name in changed))
+            yield Guard(f"{aspect} of the modules", snapshot(source.current(NO_CALL)), source, (), path)
+        yield Guard("hooks of all modules", ALL_MODULES.current(NO_CALL), ALL_MODULES, (), path)
         for name, module in named:
             if isinstance(module, torch.fx.GraphModule):  # its class has another forward after each recompile()
                 code = Asked(operator.attrgetter("code"), (module,), kind="code")
-                yield Read(f"{name}.code".removeprefix("self."), module.code, code, (), path)
+                yield Guard(f"{name}.code".removeprefix("self."), module.code, code, (), path)
         scripted = [m for m in self._used.values() if isinstance(m, torch.jit.ScriptModule)]
         if scripted:
             modes = Asked(_modes_of, (scripted,))
-            yield Read("training of scripted modules", modes.current(NO_CALL), modes, (), path)
+            yield Guard("training of scripted modules", modes.current(NO_CALL), modes, (), path)
         for key in MODULE_TABLES[:2]:
             of = [
                 (s.fqn if s else "", m) for m, k, _ in self._read.values() if k == key for s in (self._model.saved(m),)
             ]
             keys = Asked(_keys_of, (of, key, changed))
             if of:
-                yield Read(f"{key[1:]}()", keys.current(NO_CALL), keys, (), path)
+                yield Guard(f"{key[1:]}()", keys.current(NO_CALL), keys, (), path)
 
     # ---------------------------------------------------------------- tensors
 
-    def _identities(self, ran: RanFunctions) -> Iterator[Read]:
+    def _identities(self, ran: RanFunctions) -> Iterator[Guard]:
         """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.
 
         An input that is a tensor of the model, which the forward takes from there too, is one value with it.
@@ -291,10 +291,10 @@ class StateReads:
                 hint="give x.clone() to the trace",
             )
         if code is not None:
-            yield Read("which arguments are one tensor", places[0].current(call), places[0], frames, path)
-        yield Read("which arguments are tensors of the model", which, places[1], frames, path)
+            yield Guard("which arguments are one tensor", places[0].current(call), places[0], frames, path)
+        yield Guard("which arguments are tensors of the model", which, places[1], frames, path)
 
-    def _of_members(self, held: Sequence[_Held]) -> Iterator[Read]:
+    def _of_members(self, held: Sequence[_Held]) -> Iterator[Guard]:
         """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
 
         `held` are the plain attributes that were read.
@@ -304,17 +304,17 @@ class StateReads:
         for saved in model.saved_modules if len(model.saved_modules) > len(model.modules) else ():
             tables = saved.tables[1:3] if model.is_outside(saved.module) else []
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
-                yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
+                yield Guard(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used | self._members.keys(), held):
             names = " and ".join([name for _, name, _, _ in tied])
-            yield Read(f"{names} as one tensor", True, tied_place([(t, key) for _, _, t, key in tied]), (), root)
+            yield Guard(f"{names} as one tensor", True, tied_source([(t, key) for _, _, t, key in tied]), (), root)
         for key, t in self._members.items():
             owner = model.owner(t)
             if key in used or owner is None:
                 continue
             fqn, holder, attribute = owner
-            place = OfTensor(holder, attribute, "metadata")
-            yield Read(fqn, place.current(NO_CALL), place, (), root)
+            source = OfTensor(holder, attribute, "metadata")
+            yield Guard(fqn, source.current(NO_CALL), source, (), root)
 
     def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
         """Where each tensor of the model is that several places hold, if its id is in `used`."""
@@ -326,8 +326,8 @@ class StateReads:
             for table, live in zip(saved.tables[1:3], saved.live[1:3], strict=True):
                 for key, t in table.items():
                     holders[id(t)].append((id(t), f"{saved.fqn}.{key}".lstrip("."), live, key))
-        for place in self._with_others(held):
-            holders[place[0]].append(place)
+        for source in self._with_others(held):
+            holders[source[0]].append(source)
         yield from [places for key, places in holders.items() if len(places) > 1 and key in used]
 
     def _with_others(self, held: Sequence[_Held]) -> list[_Held]:
@@ -400,12 +400,12 @@ class RanFunctions:
             known |= new
         return [*known.values()][len(self.functions) :]
 
-    def guards(self, path: str) -> Iterator[Read]:
+    def guards(self, path: str) -> Iterator[Guard]:
         """What the functions read of variables."""
         functions = [*self.functions.values(), *self.inner]
         if functions:
-            place = OfFunctions(tuple(functions))
-            yield Read("functions", snapshot(place.current(NO_CALL)), place, (), path)
+            source = OfFunctions(tuple(functions))
+            yield Guard("functions", snapshot(source.current(NO_CALL)), source, (), path)
         known = set[tuple[int, str]]()
         for function in functions:
             frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
@@ -424,10 +424,10 @@ class RanFunctions:
         yield from self._of_classes(path)
         names = {name for code in self.codes for name in names_of(code).all}
         for name in [name for name in OTHER_SETTINGS if name.rpartition(".")[2] in names]:
-            yield Read(name, flag(name, ()), Flag(name), (), path)
+            yield Guard(name, flag(name, ()), Flag(name), (), path)
 
-    def _read(self, name: str, value: Any, place: Any, frames: Frames, path: str) -> Read:
-        return Read(name, snapshot(value, self.names), place, frames, path, names=self.names)
+    def _read(self, name: str, value: Any, source: Any, frames: Frames, path: str) -> Guard:
+        return Guard(name, snapshot(value, self.names), source, frames, path, names=self.names)
 
     @staticmethod
     def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -442,14 +442,14 @@ class RanFunctions:
             if attribute in vars(owner):
                 yield f"{name}.{attribute}", vars(owner), attribute
 
-    def _of_classes(self, path: str) -> Iterator[Read]:
+    def _of_classes(self, path: str) -> Iterator[Guard]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
         names = {name for code in self.codes for name in (*names_of(code).all, code.co_name)}
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
         called = {kind: None for kind in called if not issubclass(kind, torch.fx.GraphModule)}  # made at its first call
         for kind, name in itertools.product(called, ("forward", "__call__")):
-            place = OfClass(kind, name)
-            yield Read(f"{kind.__name__}.{name}", snapshot(place.current(NO_CALL)), place, (), path)
+            source = OfClass(kind, name)
+            yield Guard(f"{kind.__name__}.{name}", snapshot(source.current(NO_CALL)), source, (), path)
         for kind in filter(is_users_class, self._kinds):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
@@ -457,8 +457,8 @@ class RanFunctions:
                 is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
                 may_run = is_value or code in self.codes or (code is not None and kind in called)
                 if may_run and is_users_class(base):
-                    place = OfClass(kind, name)
-                    yield self._read(f"{kind.__name__}.{name}", place.current(NO_CALL), place, (), path)
+                    source = OfClass(kind, name)
+                    yield self._read(f"{kind.__name__}.{name}", source.current(NO_CALL), source, (), path)
 
 
 def _named(function: types.FunctionType) -> list[Any]:
@@ -559,7 +559,7 @@ def _keys_of(modules: Sequence[tuple[str, torch.nn.Module]], table: str, changed
     return [*names.values()]
 
 
-def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
+def location_of(builder: TapeBuilder, frame: types.FrameType) -> Location:
     """Where the forward is: in `frame`, or where users' code in the same call has led there."""
     while frame.f_code.co_filename.startswith(SCOPETRACE) and frame.f_back is not None:
         frame = frame.f_back

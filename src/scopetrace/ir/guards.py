@@ -1,17 +1,17 @@
 """What a program depends on beside the tensors that it is given.
 
 Data flow:
-    Python asks for a fact of an input, an attribute, a global or a flag -> a Read on the tape: name, value, place
-    a call -> each place is asked again -> another answer is an error, since the program holds for the first one
-    each Read -> Probes: functions that give the same objects while these are where they were
-    Probes of all reads -> one loop in C, which says quickly that nothing has changed
+    Python asks for a fact of an input, an attribute, a global or a flag -> a Guard on the tape: name, value, source
+    a call -> each source is asked again -> another answer is an error, since the program holds for the first one
+    each Guard -> Probes: functions that give the same objects while these are where they were
+    Probes of all guards -> one loop in C, which says quickly that nothing has changed
     modules of the model, before the forward -> their submodules and hooks as they are, and a copy of each
     a call -> all these tables are compared with the copies at once -> a TableChange for each that differs
     arguments of the trace + the names in the forward's code -> an ArgumentNumber for each number that it may read
-    a call -> the same places in its arguments -> InputMismatchError where a number differs
+    a call -> the same numbers in its arguments -> InputMismatchError where a number differs
     a file made from the trace, which cannot check -> FixedValueWarning
 
-Tensors and arguments are no reads: they are the inputs of the program. Nor are values that the forward wrote itself.
+Tensors and arguments have no guards: they are the inputs of the program. Nor are values that the forward wrote itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 
 @dataclasses.dataclass(frozen=True)
 class CallInputs:
-    """What a call is given, for places that are in its arguments."""
+    """What a call is given, for sources that are in its arguments."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -63,11 +63,11 @@ class CallInputs:
 
 
 NO_CALL = CallInputs((), {}, ())
-"""For places that are not in arguments."""
+"""For sources that are not in arguments."""
 
 
-class Place:
-    """Where a read can be asked again. Equal for two reads of one thing."""
+class Source:
+    """Where something was read and can be asked for again. Equal for two reads of one thing."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ class Place:
 
 
 @dataclasses.dataclass(slots=True)
-class InTable(Place):
+class InTable(Source):
     """An entry of the `__dict__` of a module, an object, a class or a Python file."""
 
     table: Any
@@ -100,7 +100,7 @@ class InTable(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class InClosure(Place):
+class InClosure(Source):
     """A variable of a function around the one that read it."""
 
     cell: types.CellType
@@ -111,7 +111,7 @@ class InClosure(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class InTables(Place):
+class InTables(Source):
     """An attribute that a module does not have: no plain one, and no parameter, buffer or submodule."""
 
     tables: tuple[dict[str, Any], ...]
@@ -121,7 +121,7 @@ class InTables(Place):
         return next((table[self.key] for table in self.tables if self.key in table), MISSING)
 
 
-def place_in(module: torch.nn.Module, key: str) -> InTable | InTables:
+def source_in(module: torch.nn.Module, key: str) -> InTable | InTables:
     """Where a module has an attribute, without asking the module for it: its properties compute, and may keep it."""
     tables = [module.__dict__, *[t for t in map(module.__dict__.get, _TABLES) if isinstance(t, dict)]]
     return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
@@ -131,7 +131,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclasses.dataclass(frozen=True)
-class OfClass(Place):
+class OfClass(Source):
     """What a class has under a name, itself or from those that it inherits from."""
 
     owner: type
@@ -144,7 +144,7 @@ class OfClass(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class Submodules(Place):
+class Submodules(Source):
     """The submodules of a module, in order, where the forward went through them."""
 
     module: torch.nn.Module
@@ -165,7 +165,7 @@ class Submodules(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class OfModules(Place):
+class OfModules(Source):
     """What the modules are that were called: their classes, their hooks, and methods that they have themselves."""
 
     modules: tuple[tuple[str, torch.nn.Module | None], ...]
@@ -246,7 +246,7 @@ def _names_of_class(kind: type) -> tuple[frozenset[str], frozenset[str]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfFunctions(Place):
+class OfFunctions(Source):
     """What makes functions: of each its code, the number of default arguments, these, and those of keywords."""
 
     functions: tuple[types.FunctionType, ...]
@@ -261,7 +261,7 @@ class OfFunctions(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked(Place):
+class Asked(Source):
     """What a function tells of an object that the model knows, such as the level of a logger."""
 
     ask: Callable[..., Any]
@@ -276,7 +276,7 @@ class Asked(Place):
         return self.ask(*self.args)
 
 
-def tied_place(places: Sequence[tuple[dict[str, Any], str]]) -> Asked:
+def tied_source(places: Sequence[tuple[dict[str, Any], str]]) -> Asked:
     """Whether entries of tables of modules are one and the same tensor."""
     hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
     return Asked(_hold_one, (places,), hint=hint, kind="tensor")
@@ -287,7 +287,7 @@ def _hold_one(places: Sequence[tuple[dict[str, Any], str]]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfInput(Place):
+class OfInput(Source):
     """What an input tensor answers to a question: `x.stride(0)`."""
 
     index: int
@@ -301,7 +301,7 @@ class OfInput(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientOfInput(Place):
+class GradientOfInput(Source):
     """Whether the `grad` of an input is the tensor that it was. Never so in a loaded trace, which has a copy of it."""
 
     index: int
@@ -314,7 +314,7 @@ class GradientOfInput(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class WhichInputs(Place):
+class WhichInputs(Source):
     """Which inputs are one Python object: the position of each among them, or of the first that it is."""
 
     kind, stays = "input", True
@@ -325,7 +325,7 @@ class WhichInputs(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class WhichOfModel(Place):
+class WhichOfModel(Source):
     """Which inputs are which tensors of the model."""
 
     owners: Iterable[tuple[str, torch.nn.Module, str]]
@@ -344,7 +344,7 @@ def _held(module: torch.nn.Module, name: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfTensor(Place):
+class OfTensor(Source):
     """What a parameter, buffer or other tensor of the model answers to a question without arguments."""
 
     module: torch.nn.Module
@@ -362,7 +362,7 @@ class OfTensor(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class HasGradient(Place):
+class HasGradient(Source):
     """Whether a tensor that the program holds has a `grad`. A loaded trace has no model that it could ask."""
 
     tensor: torch.Tensor
@@ -372,20 +372,20 @@ class HasGradient(Place):
         return self.tensor.grad is not None
 
 
-def in_a_file(read: Read, held: Collection[torch.Tensor]) -> Read | None:
-    """A read as a file has it, of a program that holds these tensors; None for one of which a file knows nothing."""
-    place = read.place
-    if isinstance(place, OfTensor) and place.fact == "has_grad":
-        tensor = _held(place.module, place.name)
+def in_a_file(guard: Guard, held: Collection[torch.Tensor]) -> Guard | None:
+    """A guard as a file has it, of a program that holds these tensors; None for one of which a file knows nothing."""
+    source = guard.source
+    if isinstance(source, OfTensor) and source.fact == "has_grad":
+        tensor = _held(source.module, source.name)
         is_held = any(t is tensor for t in held)
-        return dataclasses.replace(read, place=HasGradient(tensor)) if is_held and not read.value else None
-    if isinstance(place, HasGradient) and read.value:
+        return dataclasses.replace(guard, source=HasGradient(tensor)) if is_held and not guard.value else None
+    if isinstance(source, HasGradient) and guard.value:
         return None  # a file has those that the program reads, which are compared as all that it holds
-    return read if place.stays else None
+    return guard if source.stays else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Flag(Place):
+class Flag(Source):
     """The state of the process, as a function of torch tells it; `torch.autocast` stands for `autocast_state()`."""
 
     function: str
@@ -397,14 +397,14 @@ class Flag(Place):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Read:
+class Guard:
     """One thing that the forward read, and on which the program depends."""
 
     name: str
     """As in source: `x.stride(0)`, `layers.0.training`, `SCALE`, `os.environ['SCALE']`, `torch.is_grad_enabled()`."""
     value: Any
     """What was there: a copy, of a list, dict or set."""
-    place: Place
+    source: Source
     frames: Frames = ()
     """The Python frames of the first read."""
     module: str = ""
@@ -418,34 +418,34 @@ class Read:
 
     def current(self, call: CallInputs = NO_CALL) -> Any:
         """What is there now, as a snapshot."""
-        return snapshot(self.place.current(call), self.names, self.skip)
+        return snapshot(self.source.current(call), self.names, self.skip)
 
-    def place_names(self) -> list[str]:
+    def labels(self) -> list[str]:
         """What it is called; of functions, the name of each."""
-        functions = self.place.functions if isinstance(self.place, OfFunctions) else ()
+        functions = self.source.functions if isinstance(self.source, OfFunctions) else ()
         return [function.__qualname__ for function in functions] or [self.name]
 
     @property
     def is_of_model(self) -> bool:
         """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
-        if not isinstance(self.value, _DATA) or self.place.kind in ("code", "hooks"):
+        if not isinstance(self.value, _DATA) or self.source.kind in ("code", "hooks"):
             return False
-        if self.place.kind in ("global", "closure"):
+        if self.source.kind in ("global", "closure"):
             return True  # only those in the model's code are looked for
         frames = walk_frames(self.frames)
         return self.name not in _READ_BY_OPS and not (frames and frames[-1][0].co_filename.startswith(NOT_THE_MODEL))
 
     @property
-    def source(self) -> str | None:
+    def line(self) -> str | None:
         """The user's line that read it first: `model.py:12, in forward: if x.is_contiguous():`."""
         frames = walk_frames(self.frames)
-        if self.place.kind in ("global", "closure") and frames:
+        if self.source.kind in ("global", "closure") and frames:
             (code, _), name = frames[-1], self.name.rpartition(".")[2]
             return user_line([(code, _line_of(code, name))])
         return source_of(self.frames)
 
     def __str__(self) -> str:
-        at = f", at {self.source}" if self.source else ""
+        at = f", at {self.line}" if self.line else ""
         return f"{self.name} was {self.value!r}{at}"
 
 
@@ -482,52 +482,52 @@ def _line_of(code: types.CodeType, name: str) -> int:
     return next(filter(None, lines), code.co_firstlineno)
 
 
-def is_same(read: Read) -> bool:
-    """Whether the answer to a read is that of the trace."""
-    current = read.current()
-    return same(read.value, current) or any(same(other, current) for other in read.others)
+def is_same(guard: Guard) -> bool:
+    """Whether what a guard compares is as in the trace."""
+    current = guard.current()
+    return same(guard.value, current) or any(same(other, current) for other in guard.others)
 
 
-def unchanged(read: Read, known: set[int]) -> list[Probe]:
-    """What gives these objects only while the answer to a read is that of the trace.
+def unchanged(guard: Guard, known: set[int]) -> list[Probe]:
+    """What gives these objects only while what a guard compares is as in the trace.
 
     `known` has the ids of the containers about which there are probes already.
     """
-    place, traced = read.place, read.value
-    whole: list[Probe] = [((is_same, read), True)]
-    if isinstance(place, Flag) and (quick := quick_flag(place.function, place.args, traced)) is not None:
+    source, traced = guard.source, guard.value
+    whole: list[Probe] = [((is_same, guard), True)]
+    if isinstance(source, Flag) and (quick := quick_flag(source.function, source.args, traced)) is not None:
         ask, args, answer = quick
         return [((ask, *args), answer)] if isinstance(answer, (int, torch.dtype)) else whole  # text is new each time
-    if read.others or not is_same(read):
+    if guard.others or not is_same(guard):
         return whole
-    if isinstance(place, InTable | InClosure | OfClass):
-        current = place.current(NO_CALL)
-        inside = list(_content(read, current, known))
+    if isinstance(source, InTable | InClosure | OfClass):
+        current = source.current(NO_CALL)
+        inside = list(_content(guard, current, known))
         certain = [probe for probe in inside if probe is not None]
-        return [_is_there(place, current), *certain] if len(certain) == len(inside) else whole
-    return list(_of_place(place, traced)) or whole
+        return [_is_there(source, current), *certain] if len(certain) == len(inside) else whole
+    return list(_of_source(source, traced)) or whole
 
 
-def _is_there(place: InTable | InClosure | OfClass, current: Any) -> Probe:
-    """That a place goes on to have the same object."""
-    if isinstance(place, InTable):
-        return (place.table.get, place.key, MISSING), current
-    if isinstance(place, InClosure):
-        return (content_of, place.cell), current
-    return (getattr, place.owner, place.key, MISSING), getattr(place.owner, place.key, MISSING)
+def _is_there(source: InTable | InClosure | OfClass, current: Any) -> Probe:
+    """That a source goes on to have the same object."""
+    if isinstance(source, InTable):
+        return (source.table.get, source.key, MISSING), current
+    if isinstance(source, InClosure):
+        return (content_of, source.cell), current
+    return (getattr, source.owner, source.key, MISSING), getattr(source.owner, source.key, MISSING)
 
 
-def _of_place(place: Any, traced: Any) -> Iterator[Probe]:
+def _of_source(source: Any, traced: Any) -> Iterator[Probe]:
     """Probes of other places; nothing where there are none."""
-    if isinstance(place, InTables) and traced is MISSING:
-        yield from [((operator.contains, table, place.key), False) for table in place.tables]
-    elif isinstance(place, OfModules):
-        yield from _of_modules(place, traced)
-    elif isinstance(place, OfFunctions) and not any(map(_has_defaults_with_content, place.functions)):
-        parts = itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__"))
+    if isinstance(source, InTables) and traced is MISSING:
+        yield from [((operator.contains, table, source.key), False) for table in source.tables]
+    elif isinstance(source, OfModules):
+        yield from _of_modules(source, traced)
+    elif isinstance(source, OfFunctions) and not any(map(_has_defaults_with_content, source.functions)):
+        parts = itertools.product(source.functions, ("__code__", "__defaults__", "__kwdefaults__"))
         yield from [((getattr, f, part), getattr(f, part)) for f, part in parts]
-    elif isinstance(place, Submodules):
-        table = place.module.__dict__["_modules"]
+    elif isinstance(source, Submodules):
+        table = source.module.__dict__["_modules"]
         yield (same_entries, dict(table), table), True
 
 
@@ -536,40 +536,40 @@ def _has_defaults_with_content(function: types.FunctionType) -> bool:
     return bool(function.__kwdefaults__) or any(form_of(type(x)) is not None for x in defaults)
 
 
-def _of_modules(place: OfModules, traced: dict[str, Any]) -> Iterator[Probe]:
-    if place.aspect == "classes":
-        yield from [((type, module), type(module)) for _, module in place.modules]
-    elif place.aspect == "methods":
-        for name, module in place.modules:
+def _of_modules(source: OfModules, traced: dict[str, Any]) -> Iterator[Probe]:
+    if source.aspect == "classes":
+        yield from [((type, module), type(module)) for _, module in source.modules]
+    elif source.aspect == "methods":
+        for name, module in source.modules:
             table, of_module = module.__dict__, traced.get(name, ())
             if "forward" in of_module:
                 yield (table.get, "forward"), table["forward"]
-            yield (place.names_in(type(module)).difference(of_module).isdisjoint, table), True
+            yield (source.names_in(type(module)).difference(of_module).isdisjoint, table), True
     else:
-        tables = [table for _, module in place.modules for table in hook_tables(module).values()]
+        tables = [table for _, module in source.modules for table in hook_tables(module).values()]
         yield (any, [table for table in tables if not table]), False
         filled = [table for table in tables if table]
         yield (operator.eq, filled, [table.copy() for table in filled]), True
 
 
-def _content(read: Read, x: Any, known: set[int]) -> Iterator[Probe | None]:
+def _content(guard: Guard, x: Any, known: set[int]) -> Iterator[Probe | None]:
     """That an object has in it what it has now; None where that is no question of identity alone."""
     form = form_of(type(x))
     if form is None or id(x) in known:
         return
     table: Any = own_dict(x) if form is ATTRIBUTES and type(x).__dictoffset__ and not slots_of(type(x)) else x
-    if read.skip or extra_attributes(x) or type(table) not in (dict, list, tuple):
+    if guard.skip or extra_attributes(x) or type(table) not in (dict, list, tuple):
         yield None
         return
     known.add(id(x))
     items = table
     if table is not x:
-        items = {key: item for key, item in table.items() if read.names is None or key in read.names}
+        items = {key: item for key, item in table.items() if guard.names is None or key in guard.names}
         yield (_has_entries, table, items, len(table)), True
     elif type(x) is not tuple:
         yield (same_objects, x.copy(), x), True
     for item in items.values() if type(items) is dict else items:
-        yield from _content(read, item, known)
+        yield from _content(guard, item, known)
 
 
 def _has_entries(table: dict[str, Any], entries: dict[str, Any], count: int) -> bool:

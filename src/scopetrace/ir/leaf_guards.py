@@ -1,13 +1,13 @@
-"""Reads of whether a leaf requires grad, and of the grad mode: where another answer would make another program.
+"""Guards of whether a leaf requires grad, and of the grad mode: where another answer would make another program.
 
 Data flow:
-    an op beside which autograd would do another thing if a leaf required grad -> a Read of `leaf.requires_grad`
-    in a trace without autograd -> a Read of `torch.is_grad_enabled()` too
+    an op beside which autograd would do another thing if a leaf required grad -> a Guard of `leaf.requires_grad`
+    in a trace without autograd -> a Guard of `torch.is_grad_enabled()` too
 """
 
 from __future__ import annotations
 
-from scopetrace.ir.reads import Flag, OfInput, OfTensor, Place, Read
+from scopetrace.ir.guards import Flag, Guard, OfInput, OfTensor, Source
 from scopetrace.ir.tape import Op, RecordedTape, Value
 
 
@@ -32,6 +32,6 @@ def note_leaf(tape: RecordedTape, leaf: Value, op: Op) -> None:
             _note(tape, f"{leaf.op.name}.requires_grad", OfTensor(module, attribute, "requires_grad"), op)
 
 
-def _note(tape: RecordedTape, name: str, place: Place, op: Op) -> None:
-    if not any(type(read.place) is type(place) and read.place == place for read in tape.reads):
-        tape.reads.append(Read(name, False, place, op.frames, op.scope.path))
+def _note(tape: RecordedTape, name: str, source: Source, op: Op) -> None:
+    if not any(type(guard.source) is type(source) and guard.source == source for guard in tape.guards):
+        tape.guards.append(Guard(name, False, source, op.frames, op.scope.path))
