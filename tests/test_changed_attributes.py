@@ -151,7 +151,7 @@ CHANGES = {
 }
 """What is done to the model `m`, by name; `G_` are the globals of its file."""
 
-EVERY = 5
+EVERY = [pytest.param(10, id="some"), pytest.param(5, id="more", marks=pytest.mark.slow)]
 """Each question is asked with one in so many of the changes, which are others for the next question."""
 
 
@@ -180,11 +180,12 @@ def outcome(run, *args):
 ASKED = [q for line in QUESTIONS.splitlines() for q in line.split("  ") if q]
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize(("number", "question"), [*enumerate(ASKED)], ids=ASKED)
 @pytest.mark.filterwarnings("ignore")
-def test_after_a_change_a_call_is_right_or_refused(number, question, monkeypatch):
+def test_after_a_change_a_call_is_right_or_refused(number, question, every, monkeypatch):
     monkeypatch.setitem(sys.modules, "changed_model", types.ModuleType("changed_model"))  # for dataclasses
-    for name, change in [*CHANGES.items()][number % EVERY :: EVERY]:
+    for name, change in [*CHANGES.items()][number % every :: every]:
         ours, eager = made(question), made(question)
         trace = outcome(st.trace, ours["m"], (torch.ones(2, 3),))
         if trace is None:

@@ -22,20 +22,24 @@ def test_layers_that_differ_in_what_python_holds(programs):
         assert not set(found) - {"late call"}, (seed, found)
 
 
-def faults_of_late_changes(holder, value):
-    """Of a layer that holds a value so, and is changed after the trace: the first one, or the last."""
+def faults_of_late_changes(holder, value, late):
+    """Of layers that hold a value so, of which one is changed after the trace."""
     in_place = [False, True] if state_programs.VALUES[value] else [False]
     for way in in_place:
-        for late in (0, 2):
-            program = Program((State(holder, value, True, ""),), 3, 1, late, way, "layers", False, "")
-            yield from state_programs.faults(program)
+        program = Program((State(holder, value, True, ""),), 3, 1, late, way, "layers", False, "")
+        yield from state_programs.faults(program)
 
 
+WHICH = [pytest.param(0, id="first", marks=pytest.mark.slow), pytest.param(2, id="last")]
+
+
+@pytest.mark.parametrize("late", WHICH)
 @pytest.mark.parametrize("value", VALUES)
-def test_a_value_that_changes_after_the_trace_is_seen(value):
-    assert not list(faults_of_late_changes("InAttribute", value))
+def test_a_value_that_changes_after_the_trace_is_seen(value, late):
+    assert not list(faults_of_late_changes("InAttribute", value, late))
 
 
+@pytest.mark.parametrize("late", WHICH)
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_place_that_holds_something_else_after_the_trace_is_seen(holder):
-    assert not list(faults_of_late_changes(holder, "number"))
+def test_a_place_that_holds_something_else_after_the_trace_is_seen(holder, late):
+    assert not list(faults_of_late_changes(holder, "number", late))

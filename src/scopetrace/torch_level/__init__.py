@@ -30,7 +30,7 @@ def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Recorde
 
 
 def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:
-    """The recorded tape of `gm(*args)` in ATen ops, and the functional one in `Step`s and ATen ops.
+    """The recorded tape of `gm(*args)` in ATen ops, and the functional one in `OpTemplate`s and ATen ops.
 
     Raises FunctionalizationError for a mutation without a functional form.
     """
