@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import run_fake
 from scopetrace.ir.tape import Tape
 from scopetrace.ops.views import TO_THE_END
-from scopetrace.torch_level.step import OpTemplate
+from scopetrace.torch_level.purity import bound_arguments
+from scopetrace.torch_level.target import ORIGIN, TorchTarget
 
 _aten = torch.ops.aten
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
@@ -33,7 +35,7 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
         kind, target, args, kwargs = _call_for(node, tape.fake_mode)
         args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: copies[n])
         copies[node] = graph.create_node(kind, target, args, kwargs, node.name, node.type)
-        copies[node].meta = dict(node.meta)
+        copies[node].meta = {key: x for key, x in node.meta.items() if key != ORIGIN}
     graph.lint()
     gm.graph = graph
     for inner in gm.children():  # the bodies of higher-order ops
@@ -43,7 +45,7 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
 
 def _call_for(node: torch.fx.Node, fake_mode: Any) -> Call:
     """What a node does, as a call of a function or method of torch where there is one."""
-    if isinstance(node.target, OpTemplate):
+    if isinstance(node.target, TorchTarget):
         return node.target.kind, node.target.target, node.args, node.kwargs
     is_aten = node.op == "call_function" and getattr(node.target, "namespace", None) == "aten"
     calls = (call for call in _candidates(node) if _gives_the_same(node, call, fake_mode)) if is_aten else iter(())
@@ -57,16 +59,32 @@ def _candidates(node: torch.fx.Node) -> Iterator[Call]:
     if node.target in _RENAMED:
         yield "call_function", _RENAMED[node.target], node.args, {}
     name = schema_of(node.target).op_name
+    yield from _calls_as(node.meta.get(ORIGIN, {}).get("node"), name, node)
     if isinstance(function := getattr(torch, name, None), types.BuiltinFunctionType):
         yield "call_function", function, node.args, node.kwargs  # made from the schema, so it takes them in this order
     if isinstance(getattr(torch.Tensor, name, None), types.MethodDescriptorType):
         yield "call_method", name, node.args, node.kwargs
 
 
+def _calls_as(origin: torch.fx.Node | None, name: str, node: torch.fx.Node) -> Iterator[Call]:
+    """The op as what the graph called for it, without `_`, `out=` or `inplace=True`."""
+    if origin is None:
+        return
+    if origin.target == f"{name}_":
+        yield "call_method", name, node.args, node.kwargs
+    elif getattr(origin.target, "__module__", None) == "_operator" and hasattr(operator, name):
+        yield "call_function", getattr(operator, name), node.args, node.kwargs
+    elif origin.target is not getattr(torch, f"{name}_", None) and hasattr(F, name):
+        function = getattr(F, name)
+        has_inplace = "inplace" in getattr(function, "__annotations__", ())
+        if has_inplace and "inplace" not in bound_arguments(function, node.args, node.kwargs):
+            yield "call_function", function, node.args, node.kwargs
+
+
 def _gives_the_same(node: torch.fx.Node, call: Call, fake_mode: Any) -> bool:
     kind, target, args, kwargs = call
     try:
-        out = run_fake(fake_mode, functools.partial(OpTemplate(kind, target), *_fakes(args), **_fakes(kwargs)), (), {})
+        out = run_fake(fake_mode, functools.partial(TorchTarget(kind, target), *_fakes(args), **_fakes(kwargs)), (), {})
     except Exception:  # not callable like this
         return False
     return _metadata(out) == _metadata(node.meta["val"])
