@@ -702,3 +702,32 @@ def test_an_expanded_input_that_is_written_gets_the_random_numbers_of_eager(dims
     wanted = run(torch.ones(dims).expand(4, 6))
     torch.manual_seed(0)
     assert torch.equal(trace(torch.ones(dims).expand(4, 6)), wanted)
+
+
+def multiplied_in_place(a, b):
+    a @= b  # tensors have no `__imatmul__`: a new one
+    return a + 0
+
+
+WRITES_AS_PEOPLE_WRITE_THEM = {
+    "@=": multiplied_in_place,
+    "relu": lambda a, b: F.relu(a, inplace=True) + b,
+    "hardswish": lambda a, b: F.hardswish(a, inplace=True),
+    "dropout": lambda a, b: F.dropout(a, 0.5, False, inplace=True) * b,
+    "a part": lambda a, b: (a[1:].add_(b[1:]), a)[1],
+    "an entry": lambda a, b: (a.__setitem__((slice(None), 0), 5.0), a * b)[1],
+    "out=": lambda a, b: torch.add(a, b, out=torch.empty(3, 3)),
+    "+=": lambda a, b: a.__iadd__(b.sum()),
+    "several": lambda a, b: (F.leaky_relu_(a, 0.2).clamp_(0), b[0].zero_(), a + b)[2],
+    "index_add_": lambda a, b: a.index_add_(0, torch.tensor([0, 1]), b[:2]),
+    "t_": lambda a, b: a.t_() * b,
+}
+
+
+@pytest.mark.parametrize("name", WRITES_AS_PEOPLE_WRITE_THEM)
+def test_torch_level_computes_and_writes_what_eager_does(name):
+    forward = WRITES_AS_PEOPLE_WRITE_THEM[name]
+    ours, eager = ([torch.linspace(-1, 1, 9).reshape(3, 3), torch.linspace(2, 3, 9).reshape(3, 3)] for _ in range(2))
+    compiled = torch.compile(forward, backend=st.functional_backend(lambda gm, inputs: gm, level="torch"))
+    torch.testing.assert_close(compiled(*ours), forward(*eager))
+    torch.testing.assert_close(ours, eager)

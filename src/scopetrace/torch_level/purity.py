@@ -56,9 +56,10 @@ def mutates_by_name(name: str) -> bool:
 
 
 def is_in_place_operator(name: str) -> bool:
-    """Whether it is an in-place function of the operator module, such as `iadd`."""
+    """Whether it is an in-place function of the operator module for tensors, such as `iadd`, and not `imatmul`."""
     plain = name[1:]
-    return name.startswith("i") and any(hasattr(operator, n) for n in (f"__{plain}__", f"__{plain}_")) and name != "is_"
+    has_plain = any(hasattr(operator, n) for n in (f"__{plain}__", f"__{plain}_"))
+    return name.startswith("i") and has_plain and hasattr(torch.Tensor, f"__{name}__")
 
 
 def _function(node: torch.fx.Node) -> str | None:
