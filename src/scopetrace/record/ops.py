@@ -357,9 +357,17 @@ class OpRecorder:
             return None
         return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
 
-    def _append_inferred(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None]) -> Any:
+    def _append_inferred(
+        self,
+        call: OpCall,
+        outputs: Outputs,
+        fakes: list[torch.Tensor | None],
+        written: tuple[Value, ...] = (),
+        tracked: tuple[Value, ...] = (),
+    ) -> Any:
         """Put the op on the tape with results that were made without running it."""
-        self._append(call, outputs.contained(self.values.new_inferred(outputs, fakes, call.inputs)))
+        results = self.values.new_inferred(outputs, fakes, call.inputs)
+        self._append(call, outputs.contained(results), written, None, tracked)
         if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
             return call.python_tensor(fakes[0])
         return outputs.contained(fakes)
@@ -434,17 +442,16 @@ class OpRecorder:
     def _append_cached(
         self, call: OpCall, key: Any, undeclared: Sequence[str], tracked: tuple[Value, ...] | None
     ) -> Any:
-        """Put an op that torch has just run on the tape as the next one of equal metadata; None where that runs too.
+        """Put an op on the tape with the results of one of equal metadata; None where torch has to run it.
 
-        `tracked` is None for an op that has written nothing.
+        `tracked` is None for an op that writes nothing.
         """
-        cached = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
-        if cached is None:
+        if tracked is not None and not self._is_known_update(call, undeclared):
             return None
-        if tracked is None:
-            return self._append_inferred(call, *cached)
-        is_known = self._is_known_update(call, undeclared)
-        return self._append_update(call, *cached, undeclared, tracked) if is_known else None
+        cached = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        if cached is None or tracked is None:
+            return None if cached is None else self._append_inferred(call, *cached)
+        return self._append_inferred(call, *cached, tuple(dict.fromkeys(call.all_written(undeclared))), tracked)
 
     def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
@@ -460,15 +467,11 @@ class OpRecorder:
             with torch.no_grad() if unseen else contextlib.nullcontext():
                 is_known = self._changes_only_values(call, target.fake, key)
             return self._append_in_place(call, target) if is_known else None
-        if not self._is_known_update(call, undeclared):
-            return None
-        cached = self.inference.cached(key, facts.func, call.args, call.kwargs, call.inputs)
-        if cached is None:
-            return None
-        for v in dict.fromkeys(call.written(facts.written)):
-            torch.autograd.graph.increment_version(v.fake)
         tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
-        return self._append_update(call, *cached, undeclared, tuple(tracked))
+        out = self._append_cached(call, key, undeclared, tuple(tracked))
+        for v in dict.fromkeys(call.written(facts.written) if out is not None else ()):
+            torch.autograd.graph.increment_version(v.fake)
+        return out
 
     def _is_known_update(self, call: OpCall, undeclared: Sequence[str]) -> bool:
         """Whether the results of an op that writes beside them follow from metadata."""
@@ -476,19 +479,6 @@ class OpRecorder:
         if not (facts.updates or (undeclared and not facts.written)):
             return False
         return not (facts.is_custom or any(map(is_inference_of, call.fakes())) or call.overlaps(undeclared))
-
-    def _append_update(
-        self,
-        call: OpCall,
-        outputs: Outputs,
-        fakes: list[torch.Tensor | None],
-        undeclared: Sequence[str],
-        tracked: tuple[Value, ...],
-    ) -> Any:
-        written = tuple(dict.fromkeys(call.all_written(undeclared)))
-        results = self.values.new_inferred(outputs, fakes, call.inputs)
-        self._append(call, outputs.contained(results), written, None, tracked)
-        return outputs.contained(fakes)
 
     def _append_in_place(self, call: OpCall, target: Value) -> Any:
         fake = target.fake

@@ -28,7 +28,6 @@ from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.reads import (
     NO_CALL,
-    Asked,
     Flag,
     OfInput,
     OfTensor,
@@ -145,13 +144,13 @@ class ReadRecorder:
         """After the forward: a flag that was another one then had been set by the forward itself."""
         self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.current(NO_CALL) == r.value]
 
-    def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
-        """A question to an object of Python, which `ask(*args)` asks again."""
-        self.note_once(name, answer, Asked(ask, args))
-
-    def on_failed(self, error: Exception) -> None:
-        """A question to a tensor has raised this."""
-        self._builder.raised.append((error, None))
+    def may_fail(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a question to a tensor gives, for which there may be no data in a trace."""
+        try:
+            return ask(*args, **kwargs)
+        except Exception as error:
+            self._builder.raised.append((error, None))
+            raise
 
     def on_caught(self) -> None:
         """The forward caught an error of an op, as of a write to a leaf. Autograd may decide whether there is one."""

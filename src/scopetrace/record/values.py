@@ -35,7 +35,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Op, Value
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.foreign_memory import ForeignTensor, is_foreign
+from scopetrace.record.foreign_memory import ForeignTensor, data_of, is_foreign
 from scopetrace.record.model import Model
 
 _aten = torch.ops.aten
@@ -289,7 +289,7 @@ class ValueTable:
         value.real = real
         self._builder.append("get_attr", name, (), {}, value)
         if is_foreign(real):
-            self.foreign.append(ForeignTensor.of(real, value.op))
+            self.foreign.append(ForeignTensor(value.op, real, data_of(real)))
         return value
 
     def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
@@ -330,12 +330,6 @@ class ValueTable:
             return self.value_of(t).fake
         value = self.by_id.get(id(t)) if self._replaced else None
         return t if value is None or value.real is not None else value.fake
-
-    def add_data_alias(self, source: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
-        """`alias`, which is `source.data`: for autograd a tensor of its own, as `detach()` gives."""
-        if isinstance(alias, FakeTensor):
-            self.append_op(_aten.detach.default, (self.value_of(source),), alias)
-        return alias
 
     def is_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor is an input, or real: of the model, or from a closure or global."""
