@@ -91,7 +91,7 @@ from scopetrace.record.explanations import errors_explained, explained
 from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
 from scopetrace.record.leaks import refuse_leak
 from scopetrace.record.maybe_views import expect_copies
-from scopetrace.record.model import Model, named_arguments, signature_of_forward
+from scopetrace.record.model import Model, named_arguments
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
@@ -483,9 +483,8 @@ class Recording:
     ) -> None:
         """Append the placeholders: the tensors in order, then the dynamic numbers, and set the tape's arguments."""
         tape, taken = self.tape, set[str]()
-        named = named_arguments(forward, args, kwargs)
-        leaves = self._leaves_of(named)
-        dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes, named, [leaf for _, leaf in leaves])
+        leaves = self._leaves_of(named_arguments(forward, args, kwargs))
+        dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes, [leaf for _, leaf in leaves])
         fakes: dict[int, torch.Tensor] = {}
         numbers: list[tuple[str, Any]] = []
 
@@ -539,17 +538,12 @@ class Recording:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         spec: Any,
-        named: list[tuple[str, Any]],
         leaves: list[Any],
     ) -> DynamicShapes | None:
-        """The symbols of the inputs; `named` are the arguments, and `leaves` what is in them."""
+        """The symbols of the inputs; `leaves` are what is in the arguments."""
         if not spec:
             return None
-        try:
-            arguments, variadic = arguments_of(signature_of_forward(forward), args, kwargs)
-        except ValueError:  # built-in callables have no signature
-            arguments, variadic = dict(named), set()
-        specs = read_dynamic_shapes(spec, arguments, variadic, self.object_types)
+        specs = read_dynamic_shapes(spec, *arguments_of(forward, args, kwargs), self.object_types)
         refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], leaves)
         dynamic = DynamicShapes(self.factory.shape_env, specs)
         self.tape.sizes = dynamic.rules

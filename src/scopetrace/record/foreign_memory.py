@@ -16,8 +16,8 @@ import torch
 from scopetrace._compat.tensors import without_dispatch
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import NO_CALL
-from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, RecordedTape
+from scopetrace.record.builder import place_of
 
 _LIFTED = torch.ops.aten.lift_fresh_copy.default
 _HINT = "keep it as a tensor alone, self.a = torch.from_numpy(a).clone() in __init__, and change it by ops of torch"
@@ -52,8 +52,7 @@ def refuse_writes(tensors: Sequence[ForeignTensor], tape: RecordedTape) -> None:
 
 
 def _refuse(op: Op, what: str) -> None:
-    where = {"module": str(op.scope), "source": source_of(op.frames)}
-    raise UnsupportedOpError(f"{what}: {op.name}", op="torch.from_numpy", **where, hint=_HINT)
+    raise UnsupportedOpError(f"{what}: {op.name}", **{**place_of(op), "op": "torch.from_numpy"}, hint=_HINT)
 
 
 def is_foreign(t: torch.Tensor) -> bool:

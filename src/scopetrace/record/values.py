@@ -391,10 +391,9 @@ class ValueTable:
             if _shape_of(t) != _shape_of(fake):
                 owner = self._model.owner(t)
                 name = owner[0] if owner else "a constant"
-                raise UnsupportedOpError(
+                raise self._builder.refusal(
                     f"{name}, a tensor of the model, gets other sizes or strides in place",
                     op=op,
-                    **self._builder.where(),
                     hint="bind a new tensor: `self.name = self.name.t()`",
                 )
             self._replaced.add(before.storage)
