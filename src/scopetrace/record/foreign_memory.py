@@ -29,7 +29,7 @@ class ForeignTensor(NamedTuple):
     op: Op
     tensor: torch.Tensor
     data: torch.Tensor
-    """Its bytes then: u8[n]."""
+    """Its bytes when the op read it: u8[n]."""
 
 
 def refuse_changes(tensors: Sequence[ForeignTensor]) -> None:

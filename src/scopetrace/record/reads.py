@@ -57,7 +57,7 @@ class ReadRecorder:
         """The places of reads, and of flags with the answers."""
         self._grad = questions.grad_enabled()
         self.contiguous: list[tuple[Value, int, Frames]] = []
-        """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
+        """What `contiguous()` gave back as it was, the number of ops before it, and the frames."""
         self._blocks: list[int | None] = []
         """Of each open block that switches autograd, its first op where it sets what is set anyway; else None."""
         self._hidden: list[range] = []
@@ -141,7 +141,7 @@ class ReadRecorder:
         return is_users(frame.f_code.co_filename)
 
     def drop_inner_flags(self) -> None:
-        """After the forward: a flag that was another one then had been set by the forward itself."""
+        """After the forward: a flag that has another value than it was read with was set by the forward itself."""
         self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.current(NO_CALL) == r.value]
 
     def may_fail(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -393,7 +393,7 @@ _VIEWS_OR_COPIES = frozenset(
 def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -> dict[int, Frames]:
     """The positions of these inputs, with the frames of the op.
 
-    `contiguous` has what `x.contiguous()` gave back, the number of ops then, and the frames.
+    `contiguous` has what `x.contiguous()` gave back, the number of ops before it, and the frames.
     """
     has_writes = any(op.writes for op in tape.ops)
     last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes} if has_writes else {}

@@ -118,7 +118,7 @@ class ValueTable:
 
     def new_same(self, t: torch.Tensor, slot: int, before: Value) -> Value:
         """As `new`, where the op returns a tensor that it was given, the value of which is `before`."""
-        value = self.new(t, slot, before.storage, self._inference.key_now(before))
+        value = self.new(t, slot, before.storage, self._inference.current_key(before))
         self.same.append((value, before))
         return value
 
@@ -385,8 +385,8 @@ class ValueTable:
         Raises UnsupportedOpError where Python would go on to see the sizes and strides that a tensor had before.
         """
         for t, fake in zip(tensors, fakes, strict=True):
-            before, now = self.by_id[id(t)], self.by_id[id(fake)]
-            if t is fake or before is now:
+            before, current = self.by_id[id(t)], self.by_id[id(fake)]
+            if t is fake or before is current:
                 continue
             if _shape_of(t) != _shape_of(fake):
                 owner = self._model.owner(t)
@@ -397,7 +397,7 @@ class ValueTable:
                     hint="bind a new tensor: `self.name = self.name.t()`",
                 )
             self._replaced.add(before.storage)
-            self.by_id[id(t)] = now
+            self.by_id[id(t)] = current
 
     def _refuse_replaced(self, t: torch.Tensor) -> None:
         """A tensor that Python made without an op from one of the model's lies in the storage that it had at first."""
