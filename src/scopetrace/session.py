@@ -402,7 +402,8 @@ class Recording:
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
-            refuse_changes(self.values.foreign)
+            if self.values.foreign:
+                refuse_changes(self.values.foreign)
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
             missed = (calls.result_types | tensor_holders(fakes)) - object_types
@@ -440,8 +441,9 @@ class Recording:
         tape = self.tape
         if self.builder.deferred:
             raise self.builder.deferred[0]
-        refuse_changes(self.values.foreign)
-        refuse_writes(self.values.foreign, tape)
+        if self.values.foreign:
+            refuse_changes(self.values.foreign)
+            refuse_writes(self.values.foreign, tape)
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device

@@ -41,7 +41,7 @@ def refuse_changes(tensors: Sequence[ForeignTensor]) -> None:
 
 def refuse_writes(tensors: Sequence[ForeignTensor], tape: RecordedTape) -> None:
     """Raise UnsupportedOpError where an op writes to the memory of one, and the forward may read it as an array."""
-    written = tape.written_storages() if tensors else ()
+    written = tape.written_storages()
     for op, t, _ in tensors:
         lifted = (o.result for o in tape.ops if o.target is _LIFTED and o.args[0] is op.result)
         if next(lifted, op.result).storage in written:  # lifted: what `torch.from_numpy` gave
