@@ -66,7 +66,7 @@ def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:
         return new
     order = _order(old, all_dims=True)
     turned = emit(_aten.permute.default, new, order)
-    dense = emit(_aten.contiguous.default, turned)
+    dense = emit(_aten.clone.default, turned, memory_format=torch.contiguous_format)
     result: Value = emit(_aten.permute.default, dense, [order.index(d) for d in range(len(order))])
     return result
 

@@ -11,7 +11,6 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -20,9 +19,10 @@ import torch
 
 from scopetrace._compat.decompositions import RuleOf, decomposition_rules, without_mkldnn
 from scopetrace._compat.ops import building, is_op, is_random, schema_of
-from scopetrace._compat.symbols import example, to_expr
+from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
+from scopetrace.functionalization.bodies import as_laid_out
 from scopetrace.functionalization.emitter import Emitter, TapeRewriter
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.scopes import source_of
@@ -126,9 +126,9 @@ class _TapeDecomposer(TapeRewriter):
     def _lay_out(self, values: list[Value], at: list[Op]) -> None:
         """Give values the strides that they had, where a decomposition gave them others; at the place of an op."""
         for old, op in itertools.product(values, at):
-            if not _is_laid_out(self.replacements[old], old):
-                copied = op.replace(target="strides", args=(old,), kwargs={}, outputs=old, writes=())
-                self._decompose(copied, functools.partial(_with_strides, like=old.fake))
+            present = self.replacements[old]
+            if not _is_laid_out(present, old):
+                self.replacements[old] = _described_as(as_laid_out(self.emitter.bound(op), present, old.fake), old)
 
     # ---------------------------------------------------------------- an op of the table
 
@@ -174,26 +174,20 @@ class _TapeDecomposer(TapeRewriter):
             if old.storage in operands:
                 return new
             new = self.emitter.run(op, _aten.clone.default, (new,), {})
-        if _is_laid_out(new, old):  # so that the ops that read it are copied as they are
-            new.fake, new.key, new.requires_grad = old.fake, old.key, old.requires_grad
-            new.autograd_placeholder = old.autograd_placeholder
-        return new
+        return _described_as(new, old)
+
+
+def _described_as(new: Value, old: Value) -> Value:
+    """A value with the metadata of another one where both have the same strides: what reads it is copied as it is."""
+    if _is_laid_out(new, old):
+        new.fake, new.key, new.requires_grad = old.fake, old.key, old.requires_grad
+        new.autograd_placeholder = old.autograd_placeholder
+    return new
 
 
 def _is_laid_out(new: Value, old: Value) -> bool:
     a, b = new.fake, old.fake
     return a is b or a.layout is not torch.strided or bool(to_expr(a.stride()) == to_expr(b.stride()))
-
-
-def _with_strides(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy of `t` with the strides of `like`, which may have gaps or repeat elements."""
-    order = sorted(range(like.dim()), key=lambda d: -example(like.stride(d)))
-    dense = (
-        t.permute(order).clone(memory_format=torch.contiguous_format).permute([order.index(d) for d in range(t.dim())])
-    )
-    if to_expr(dense.stride()) == to_expr(like.stride()):
-        return dense
-    return torch.empty_strided(like.size(), like.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
 class _Body:
