@@ -267,22 +267,6 @@ class FakeMaker:
         with without_dispatch():
             return self.view(t, t.size(), t.stride(), t.storage_offset(), t.device, False)
 
-    def run_view(self, func: Any, base: torch.Tensor, args: Any) -> Any:
-        """What a view op returns for the fake `base`, which may be a copy, by torch's kernel and without the mode.
-
-        Raises what the kernel raises, also for symbolic sizes whose values it needs.
-        """
-
-        def fake(meta: torch.Tensor) -> torch.Tensor:
-            requires_grad = base.requires_grad and (grad or storage_id(meta) == storage_id(base))
-            return base if meta is base else self._wrap(meta, base.device, requires_grad)
-
-        grad = torch.is_grad_enabled()
-        with without_dispatch(), normal_tensors() if not is_inference_of(base) else _NOTHING:
-            with in_kernel_invocation_manager(self.mode):
-                out = func(base, *args)
-            return fake(out) if isinstance(out, torch.Tensor) else type(out)(map(fake, out))
-
     def _wrap(self, meta: torch.Tensor, device: torch.device, requires_grad: bool) -> torch.Tensor:
         """The FakeTensor of a meta tensor, without FakeTensor's constructor, which is slow in Python."""
         template = self._templates.get(device)

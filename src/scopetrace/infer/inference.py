@@ -20,7 +20,7 @@ import torch
 
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.questions import backend_flags, default_dtype, grad_enabled, inference_mode_enabled
-from scopetrace._compat.symbols import expanded, has_unbacked, is_static, surely_equal, to_expr
+from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
 from scopetrace._compat.tensors import (
     FakeMaker,
     FakeTensor,
@@ -37,7 +37,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.infer import check, rules
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
-from scopetrace.ir.tape import Value, checks_enabled, flat, map_argument
+from scopetrace.ir.tape import Value, checks_enabled, map_argument
 from scopetrace.ops import views
 from scopetrace.ops.views import VIEW_OPS, Int, view_arguments
 
@@ -226,13 +226,7 @@ class Inference:
         view = view_arguments(func, base.size(), args[1:]) if is_view else None
         if view is None:
             return rules.outputs_by_rule(self._maker, func, args, kwargs, inputs)
-        if is_symbolic(base) or not is_static(flat(tuple(vars(view).values()))):  # torch's kernel would add guards
-            return rules.view_of(func, base, view)
-        try:
-            out = self._maker.run_view(func, base, args[1:])
-        except Exception:  # the run in FakeTensorMode raises it for the user
-            return None
-        return _outputs_of(self, inputs, out)
+        return rules.view_of(func, base, view)
 
     def _cache_for(self, key: Any, inputs: list[Value]) -> _Cache:
         """Where the results of a call are to be kept."""

@@ -1,7 +1,6 @@
 """The metadata of an op's results without running the op: one table of rules.
 
-    view op -> torch's kernel, for plain sizes
-            -> else where the view lies                                  (`views.place_view`)
+    view op -> where the view lies                                       (`views.place_view`)
     other   -> size of the result, as expressions of the sizes of the inputs, by the op's rule; and from that
                  dtype and strides, where it is known how they follow     (`_from_inputs`)
                  else dtype and strides of a run with the example's sizes (`_from_example`)
@@ -134,7 +133,7 @@ def _new_tensor(
 
 
 def view_of(func: Any, base: torch.Tensor, view: ViewArguments) -> Outputs | None:
-    """The result of a view op with symbolic sizes, without key; None where it is not known."""
+    """The result of a view op, without key; None where it is not known."""
     place = views.place_view(base, view)
     if place is None:
         copies = func in (_aten.reshape.default, _aten.flatten.using_ints)

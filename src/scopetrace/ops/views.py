@@ -388,6 +388,8 @@ def place_view(t: torch.Tensor, view: ViewArguments) -> Placement | list[Placeme
             return [place for place in places if place is not None] if places and None not in places else None
         case Slice():
             return _place_slice(size, stride, view)
+        case Split():
+            return _place_parts(size, stride, view)
         case Expand():
             return _place_expanded(size, stride, view)
         case Reshape(wanted):
@@ -414,6 +416,20 @@ def _place_slice(size: tuple[Int, ...], stride: tuple[Int, ...], view: Slice) ->
     return Placement(
         (*size[:d], len(taken), *size[d + 1 :]), (*stride[:d], step * view.step, *stride[d + 1 :]), taken.start * step
     )
+
+
+def _place_parts(size: tuple[Int, ...], stride: tuple[Int, ...], view: Split) -> list[Placement] | None:
+    n, length = size[view.dim], view.length
+    if not is_static((n, *(length if isinstance(length, tuple) else (length,)))):
+        return None
+    if not isinstance(length, tuple):
+        length = (length,) * -(-n // length) if length > 0 else ()  # the last part ends with the dimension
+    elif sum(length) != n or min(length, default=0) < 0:
+        return None
+    starts = itertools.accumulate(length, initial=0)
+    parts = [Slice(view.dim, start, start + part, 1) for start, part in zip(starts, length, strict=False)]
+    places = [_place_slice(size, stride, part) for part in parts]
+    return [place for place in places if place is not None] if places and None not in places else None
 
 
 def _place_expanded(old_size: tuple[Int, ...], old_stride: tuple[Int, ...], view: Expand) -> Placement | None:
