@@ -84,16 +84,15 @@ def after(tell: Callable[..., Any], is_observed: Callable[[], bool]) -> Handler:
     return handler
 
 
-def without_mode(mode: FunctionMode) -> Iterator[tuple[Any, str, Any]]:
-    """What torch's Python asks to find out whether modes or subclasses get a call, not counting `mode`.
+def without_mode(replace: Callable[[Any, str, Any], None], mode: FunctionMode) -> None:
+    """Let torch's Python not count `mode` where it asks whether modes or subclasses get a call.
 
-    As (module, name, function) to replace: `nn.TransformerEncoder` has its fast path only where nobody does,
-    higher-order ops go to the dispatcher, and `nn.functional` runs in Python under the mode.
+    `nn.TransformerEncoder` has its fast path only where nobody does, higher-order ops go to the dispatcher, and
+    `nn.functional` runs in Python under the mode.
     """
-    functional = torch.nn.functional
-    yield torch.overrides, "has_torch_function", _asked_without(mode, torch.overrides.has_torch_function)
-    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-        yield functional, name, _asked_without(mode, getattr(functional, name))
+    names = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
+    for module, name in ((torch.overrides, names[0]), *[(torch.nn.functional, name) for name in names]):
+        replace(module, name, _asked_without(mode, getattr(module, name)))
 
 
 def _asked_without(mode: FunctionMode, ask: Callable[..., bool]) -> Callable[..., bool]:

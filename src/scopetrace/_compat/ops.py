@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from scopetrace._compat.questions import AUTOCAST_DEVICES
+from scopetrace._compat.questions import AUTOCAST_DEVICES, Replace
 from scopetrace._compat.tensors import run_parts
 from scopetrace._compat.versions import CURRENT
 
@@ -223,8 +223,8 @@ class PreDispatchMode(SchemaCheckMode):
             self.switch(True)
 
 
-def short_way() -> tuple[Any, str, Any]:
-    """A replacement, as (class, name, function), by which ops go from torch's dispatcher to `PreDispatchMode.dispatch`.
+def short_way(replace: Replace) -> None:
+    """Let ops go from torch's dispatcher to `PreDispatchMode.dispatch` at once.
 
     torch's own way there flattens the arguments and makes a context manager, which takes as long as recording the op.
     """
@@ -236,7 +236,7 @@ def short_way() -> tuple[Any, str, Any]:
             return functools.partial(mode.dispatch, self)
         return outer(self, key)
 
-    return OpOverload, "_get_dispatch", get_dispatch
+    replace(OpOverload, "_get_dispatch", get_dispatch)
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -247,8 +247,8 @@ def _device_of(t: Any) -> Any:
     return torch.device("meta") if t.fake_mode.in_kernel_invocation else t.fake_device
 
 
-def device_at_once() -> tuple[Any, str, Any]:
-    """A replacement, as (class, name, function), by which C++ learns the device of a fake tensor.
+def device_at_once(replace: Replace) -> None:
+    """Let C++ learn the device of a fake tensor at once.
 
     Autograd asks for it several times for each op; by torch's own way it takes longer than the op.
     """
@@ -257,7 +257,7 @@ def device_at_once() -> tuple[Any, str, Any]:
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _device_of(args[0]) if func is _DEVICE else outer(self, func, types, args, kwargs or {})
 
-    return FakeTensorMode, "__torch_dispatch__", dispatch
+    replace(FakeTensorMode, "__torch_dispatch__", dispatch)
 
 
 def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:

@@ -94,9 +94,10 @@ def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) 
         _report_transforms(replace, autograd, is_observed)
         report_steps(stack, replace, autograd, recording)
         observer.watch_questions(replace, mode.on, in_tracing_thread, is_observed)
-        entry_points = _hop_entry_points(is_observed, observer.on_nested_region)
-        for owner, name, value in (*entry_points, short_way(), device_at_once(), *without_mode(mode)):
-            replace(owner, name, value)
+        _call_higher_order_ops(replace, is_observed, observer.on_nested_region)
+        short_way(replace)
+        device_at_once(replace)
+        without_mode(replace, mode)
         _not_compiling(replace)
         stack.enter_context(mode.active())
         yield is_observed
@@ -466,13 +467,12 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 _subgraphs: Any = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
 
 
-def _hop_entry_points(
-    is_observed: Callable[[], bool], on_nested_region: Callable[[Callable[[], Any]], Any]
-) -> list[tuple[Any, str, Any]]:
-    """Replacements for two functions of torch, as (module, name, function), by which higher-order ops are called.
+def _call_higher_order_ops(
+    replace: Replace, is_observed: Condition, on_nested_region: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Let `torch.cond` and its kind call their op, and `on_nested_region` a function under `nested_compile_region`.
 
-    `torch.cond` and its kind compile their callables first, which finds what these close over; the recorder finds that
-    itself, so the replacement calls the op. `on_nested_region` calls a function under `nested_compile_region`.
+    They compile their callables first, which finds what these close over; the recorder finds that itself.
     """
     compile_and_call, region = utils._hop_compile_and_call, _subgraphs.invoke_subgraph_placeholder
 
@@ -487,7 +487,8 @@ def _hop_entry_points(
         run = functools.partial(fn, *args, **kwargs)
         return on_nested_region(run) if is_observed() else region(fn, *args, **kwargs)
 
-    return [(utils, "_hop_compile_and_call", call), (_subgraphs, "invoke_subgraph_placeholder", call_region)]
+    replace(utils, "_hop_compile_and_call", call)
+    replace(_subgraphs, "invoke_subgraph_placeholder", call_region)
 
 
 def _flat_operands(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> tuple[Any, ...]:
