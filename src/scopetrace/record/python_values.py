@@ -94,7 +94,11 @@ def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Condit
 
 def _fact(name: str, reads: ReadRecorder, asked: Condition) -> Handler:
     def answered(ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = reads.may_fail(ask, t, *args, **kwargs)
+        try:
+            answer = ask(t, *args, **kwargs)
+        except Exception as error:
+            reads.on_failed(error)
+            raise
         if asked():
             args = () if name in questions.properties else (*args, *kwargs.values())
             reads.on_fact(t, name, args, answer is not None if name == "grad_fn" else answer)
@@ -214,7 +218,7 @@ class PythonValues:
         """Enter the handlers, and replace what no mode sees."""
         tensor: Any = torch.Tensor
         for ask in (tensor.numpy, tensor.__array__, tensor.data_ptr, tensor.share_memory_, tensor.__dlpack__):
-            on(ask, self._ops.reads.may_fail)
+            on(ask, self._may_fail)
         for ask in (tensor.numpy, tensor.__array__):
             on(ask, self._array)
         on(tensor.tolist, self._list)
@@ -231,15 +235,17 @@ class PythonValues:
         texts = [(cls, name) for cls in (torch.SymInt, torch.SymFloat) for name in ("__repr__", "__format__")]
         for cls, name in ((torch.SymInt, "__hash__"), (torch.SymBool, "__repr__"), *texts):
             _answer(replace, cls, name, self._of_number)
-        of_storages: dict[str, Handler] = {
-            "nbytes": self._nbytes,
-            "resize_": self._resize,
-            "data_ptr": self._ops.reads.may_fail,
-        }
-        for name, answer in of_storages.items():
+        for name, answer in (("nbytes", self._nbytes), ("resize_", self._resize), ("data_ptr", self._may_fail)):
             _answer(replace, torch.UntypedStorage, name, answer)
         on(tensor.data.__get__, self._get_data)
         on(tensor.data.__set__, self._set_data)
+
+    def _may_fail(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return ask(*args, **kwargs)
+        except Exception as error:
+            self._builder.raised.append((error, None))
+            raise
 
     def _first(self, tell: Callable[[], None]) -> Handler:
         """What torch answers after `tell`, which may refuse, where it is a fake tensor."""
@@ -273,10 +279,7 @@ class PythonValues:
         if not self._is_observed():
             return ask(t, *args)
         source = self._values.data_source(t)
-        alias = ask(source, *args)
-        if isinstance(alias, FakeTensor):  # for autograd a tensor of its own, as `detach()` gives
-            self._values.append_op(torch.ops.aten.detach.default, (self._values.value_of(source),), alias)
-        return alias
+        return self._values.add_data_alias(source, ask(source, *args))
 
     def _set_data(self, ask: Callable[..., Any], t: torch.Tensor, new: Any) -> None:
         """`t.data = new`: recorded as `t.set_(new)` for tensors from outside.
