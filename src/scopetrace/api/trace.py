@@ -157,7 +157,7 @@ class Trace(Shown):
             ArgumentError: torch.compile does not know the backend, the mode or an option.
         """
         targets = functions if isinstance(functions, (list, tuple)) else (functions,)
-        from scopetrace.api.compiled import compile_program  # imports torch._dynamo
+        from scopetrace.api.compiled import compile_program  # imports Dynamo
 
         return compile_program(self._program, targets, backend, mode, options, progress)
 

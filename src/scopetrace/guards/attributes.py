@@ -25,13 +25,13 @@ import torch
 
 from scopetrace._compat.ops import to_undo
 from scopetrace._compat.questions import MISSING
+from scopetrace.ir.guards import MODULE_TABLES
 
 Note = Callable[[torch.nn.Module, str], bool]
 """Told of each attribute that is asked for, also of one that there is not; `_modules` for all submodules at once.
 
 Returns whether the forward asks, rather than the recorder: only then Python finds the attribute from then on."""
 
-MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 """The attributes of a module by which nn.Module works, and no model."""
 ALL_SUBMODULES = "_modules"

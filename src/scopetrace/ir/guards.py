@@ -123,11 +123,12 @@ class InTables(Source):
 
 def source_in(module: torch.nn.Module, key: str) -> InTable | InTables:
     """Where a module has an attribute, without asking the module for it: its properties compute, and may keep it."""
-    tables = [module.__dict__, *[t for t in map(module.__dict__.get, _TABLES) if isinstance(t, dict)]]
+    tables = [module.__dict__, *[t for t in map(module.__dict__.get, MODULE_TABLES) if isinstance(t, dict)]]
     return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
 
 
-_TABLES = ("_parameters", "_buffers", "_modules")
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that hold what `__getattr__` looks for, in its order."""
 
 
 @dataclasses.dataclass(frozen=True)

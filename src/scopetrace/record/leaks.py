@@ -20,7 +20,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.structure import parts_of
 from scopetrace.errors import OpaqueOutputError
-from scopetrace.guards.attributes import MODULE_TABLES
+from scopetrace.ir.guards import MODULE_TABLES
 
 _MOST = 10_000
 """So many objects behind a result are looked at."""

@@ -35,8 +35,8 @@ from scopetrace.containers.contents import (
     same_entries,
     write_dict,
 )
-from scopetrace.guards.attributes import BOOKKEEPING, MODULE_TABLES, current_attributes, is_watchable
-from scopetrace.ir.guards import HOOKS
+from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_watchable
+from scopetrace.ir.guards import HOOKS, MODULE_TABLES
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 

@@ -41,10 +41,11 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
-from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR, MODULE_TABLES, AttributeWatch
+from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR, AttributeWatch
 from scopetrace.guards.reach import Reach, functions_of, home_of, names_by, names_of, unwrapped
 from scopetrace.ir.guards import (
     ALL_MODULES,
+    MODULE_TABLES,
     NO_CALL,
     Asked,
     CallInputs,
