@@ -138,9 +138,8 @@ MISTAKES = {
 def test_what_eager_refuses(mistake):
     with pytest.raises((RuntimeError, NotImplementedError)):
         F.ctc_loss(*MISTAKES[mistake])
-    with pytest.raises(RuntimeError, match="ctc_loss takes") as error:
+    with pytest.raises(RuntimeError, match="ctc_loss was called with [^\0]*ctc_loss takes"):
         st.trace(F.ctc_loss, MISTAKES[mistake])
-    assert "while tracing ctc_loss, at " in error.value.__notes__[0]
 
 
 def test_lengths_that_are_dynamic_sizes():

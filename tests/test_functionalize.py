@@ -731,3 +731,23 @@ def test_torch_level_computes_and_writes_what_eager_does(name):
     compiled = torch.compile(forward, backend=st.functional_backend(lambda gm, inputs: gm, level="torch"))
     torch.testing.assert_close(compiled(*ours), forward(*eager))
     torch.testing.assert_close(ours, eager)
+
+
+SIZES_OF_DATA = {
+    "nonzero": lambda x: x.nonzero() + 1,
+    "mask": lambda x: x[x > 0] * 2,
+    "unique": lambda x: torch.unique(x) + x.sum(),
+    "written": lambda x: x.add_(1)[x > 1],
+    "item": lambda x: torch.zeros(int((x > 0).sum().item()) + 1) + 1,
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("name", SIZES_OF_DATA)
+def test_a_backend_by_name_and_sizes_that_depend_on_data(name, backend):
+    torch._dynamo.reset()
+    function = SIZES_OF_DATA[name]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        compiled = torch.compile(function, backend=functional_backend(backend), fullgraph=True)
+        for x in (torch.tensor([1.0, 0, 2]), torch.tensor([1.0, 3, 2]), torch.tensor([0.0, -5, 0])):
+            assert torch.equal(compiled(x.clone()), function(x.clone()))

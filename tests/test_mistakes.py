@@ -1,6 +1,8 @@
 """What a new user writes first and wrong: each gives one line that says what to write."""
 
 import itertools
+import logging
+import re
 
 import pytest
 import torch
@@ -148,8 +150,64 @@ def test_tensors_of_several_dtypes_are_refused_where_eager_refuses_them(name):
 def test_an_input_of_another_dtype_than_the_model():
     with pytest.raises(RuntimeError, match=r"of one dtype, and is given torch\.float64 and torch\.float32") as error:
         st.trace(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4, dtype=torch.float64),))
-    assert "while tracing Sequential/Linear[0], at " in error.value.__notes__[0]
-    assert "return F.linear(input, self.weight, self.bias)" in error.value.__notes__[0]
+    assert "  module: Sequential/Linear[0]" in str(error.value)
+    assert "return F.linear(input, self.weight, self.bias)" in str(error.value)
+
+
+MISFITS = {
+    "Linear": (
+        nn.Linear(3, 4),
+        (torch.ones(2, 5),),
+        "Linear(in_features=3, out_features=4, bias=True) was called with",
+    ),
+    "Conv2d": (nn.Conv2d(3, 4, 3), (torch.ones(2, 5, 7, 7),), "input: float32 [2, 5, 7, 7]"),
+    "Embedding": (nn.Embedding(3, 3), (torch.ones(3),), "Embedding(3, 3) was called with input: float32 [3]"),
+    "cat": (
+        lambda a, b: torch.cat([a, b]),
+        (torch.ones(2, 5), torch.ones(2, 4)),
+        "a: float32 [2, 5], b: float32 [2, 4]",
+    ),
+    "view": (lambda x: x.view(3, 3), (torch.ones(2, 5),), "shape '[3, 3]' is invalid for input of size 10"),
+}
+
+
+@pytest.mark.parametrize("op", MISFITS)
+def test_operands_that_an_op_does_not_take(op, capfd):
+    """One message: the module with its settings and arguments, the line, torch's text; torch logs nothing."""
+    model, args, expected = MISFITS[op]
+    with pytest.raises(RuntimeError) as eager:
+        model(*args)
+    with pytest.raises(type(eager.value)) as error:
+        st.trace(nn.Sequential(model) if isinstance(model, nn.Module) else model, args)
+    assert isinstance(error.value, st.errors.OpError)
+    assert expected in str(error.value) and error.value.source is not None and "  torch: " in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_log_of_torch_is_as_before():
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = list(log.filters)
+    with pytest.raises(st.errors.OpError):
+        st.trace(nn.Linear(3, 4), (torch.ones(2, 5),))
+    assert log.filters == before
+
+
+KEYWORDS = {
+    "an argument of the model": (lambda: st.trace(NET, x=X), "given as args=(x, …) and kwargs={'mask': …}"),
+    "example_inputs": (lambda: st.trace(NET, example_inputs=(X,)), "write args=, a tuple of the positional arguments"),
+    "dynamic_axes": (lambda: st.trace(NET, (X,), dynamic_axes={}), "write dynamic_shapes="),
+    "a misspelt one": (lambda: st.trace(NET, (X,), dynamic_shape={}), "write dynamic_shapes="),
+    "opset": (lambda: st.trace(NET, (X,)).to_onnx(opset=18), "write opset_version="),
+    "dynamic_axes of a file": (lambda: st.trace(NET, (X,)).to_onnx(dynamic_axes={}), r"st.trace(..., dynamic_shapes=)"),
+}
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_keywords_of_other_libraries(keyword):
+    call, hint = KEYWORDS[keyword]
+    with pytest.raises(TypeError, match=re.escape(hint)) as error:
+        call()
+    assert isinstance(error.value, st.errors.ArgumentTypeError)
 
 
 @pytest.mark.parametrize("name", ["class", 'a"b', "a\nb", "a\\b"])

@@ -108,6 +108,10 @@ class UnsupportedOpError(TraceError):
     """An op that recording does not know how to handle."""
 
 
+class OpError(TraceError):
+    """An op of the forward does not take its operands, in eager neither; of the class of torch's error, too."""
+
+
 class ControlFlowError(TraceError):
     """A body of `torch.cond`, `while_loop`, `scan` or `map` does what torch does not allow there."""
 

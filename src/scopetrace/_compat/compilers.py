@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -25,6 +28,20 @@ def backend_for(backend: str | Callable[..., Any], mode: str | None, options: di
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, None)
     return torch._TorchCompileWrapper(backend, mode, options, None)
+
+
+def compiler_for(backend: str | Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]) -> Backend:
+    """A backend, or that of a name, which is told that sizes may depend on data, as Dynamo tells it."""
+    compiler: Callable[..., Any] = backend_for(backend, None, None) if isinstance(backend, str) else backend
+
+    def compile_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        for node in graph_module.graph.nodes:  # the symbols of this run have the names of those of the trace
+            node.meta.pop("unbacked_bindings", None)
+        fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        with tracing(TracingContext(fake_mode)):
+            return compiler(graph_module, list(inputs))
+
+    return compile_graph
 
 
 def constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

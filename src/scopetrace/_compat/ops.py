@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import os
 import signal
 import sys
@@ -405,8 +406,21 @@ def building() -> Iterator[None]:
     garbage collector is off: it would visit programs, which only grow, again and again.
     """
     kept: Any = interrupts if threading.current_thread() is threading.main_thread() else _NOTHING
-    with _compile_lock(), one_at_a_time, kept, to_undo(gc.enable) if gc.isenabled() else _NOTHING:
+    with _compile_lock(), one_at_a_time, kept, to_undo(gc.enable) if gc.isenabled() else _NOTHING, _unlogged():
         gc.disable()
+        yield
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Inside, torch's rules for fake tensors log nothing in this thread of the errors that they raise too."""
+    log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_of_another(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_of_another)
+    with to_undo(lambda: log.removeFilter(is_of_another)):
         yield
 
 

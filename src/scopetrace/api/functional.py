@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.fx
 
+from scopetrace._compat.compilers import compiler_for
 from scopetrace._compat.tensors import forget_real_tensors, storage_id
 from scopetrace.api.runnable import Runnable, program_of
 from scopetrace.errors import ArgumentError, ArgumentTypeError
@@ -93,7 +94,7 @@ def functionalize(
 
 
 def functional_backend(
-    compiler: Compiler,
+    compiler: Compiler | str,
     *,
     level: Level = "aten",
     lower_scatter: Form | None = None,
@@ -113,7 +114,8 @@ def functional_backend(
 
     Args:
         compiler: called with the GraphModule and a list of real example inputs; returns a callable that takes such
-            inputs and returns the values of the graph's output node.
+            inputs and returns the values of the graph's output node. Or the name of a backend of torch.compile, such
+            as `"inductor"`.
         level: as for `functionalize`.
         lower_scatter: as for `functionalize`.
         decompositions: as for `functionalize`.
@@ -127,6 +129,7 @@ def functional_backend(
     _check_options(level, lower_scatter, decompositions)
     options: Any = {"level": level, "lower_scatter": lower_scatter, "decompositions": decompositions}
     make = functools.partial(functionalize, **options)
+    compile_graph = compiler_for(compiler)
     if level != "aten" and backward_compiler is not None:
         raise ArgumentError('backward_compiler= takes graphs of ATen ops: give it with level="aten"')
 
@@ -138,7 +141,7 @@ def functional_backend(
         return parts
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _Compiled(gm, make, compiler, backward_compiler and (split, backward_compiler))
+        return _Compiled(gm, make, compile_graph, backward_compiler and (split, backward_compiler))
 
     return backend
 

@@ -8,16 +8,20 @@ import traceback
 import torch
 
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE
-from scopetrace.errors import DataDependentError, TraceError, UnsupportedOpError
+from scopetrace.containers.structure import leaves_with_path
+from scopetrace.errors import DataDependentError, OpError, TraceError, UnsupportedOpError
+from scopetrace.formatting import short_repr
 from scopetrace.ir.scopes import frames_of_traceback, user_line
+from scopetrace.ir.tape import Call, Value
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.data import NoRealValue
+from scopetrace.record.model import named_arguments
 from scopetrace.record.ops import OpRecorder
 
 
 def explain(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> None:
     """Raise the TraceError that says what an error of the forward means, or add its place to it as a note."""
-    meant = explained(error, builder, ops)
+    meant = explained(error, builder, ops) or _refused(error, builder)
     if meant is not None:
         meant.stands_for(error, f"  torch: {_first_line(error)}")
         raise meant from error
@@ -66,6 +70,25 @@ def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceE
     return None
 
 
+def _refused(error: Exception, builder: TapeBuilder) -> OpError | None:
+    """The error of an op that does not take its operands, as in eager; None for one that the model raises."""
+    if builder.failed is None or builder.failed[0] is not error:
+        return None
+    call, tape = _call(error, builder), builder.tape
+    if call.module is None:
+        name, arguments = call.scope.type_name, list(zip(tape.input_paths, tape.inputs, strict=True))
+    else:
+        name = type(call.module).__name__ if any(call.module.children()) else short_repr(call.module)
+        arguments = named_arguments(call.module.forward, call.args, call.kwargs)
+    tensors = [(path, v) for name, x in arguments for path, v in leaves_with_path(x, name) if isinstance(v, Value)]
+    operands = ", ".join(f"{path}: {_metadata(v.fake)}" for path, v in tensors) or "no tensors"
+    return OpError(f"{name} was called with {operands}", op=str(builder.failed[1]), **_place(error, builder))
+
+
+def _metadata(t: torch.Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+
+
 def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
     """The error for a gradient that eager would add to `grad` by rules of its own for sparse tensors."""
     problem = "the gradient of a parameter is sparse, as that of an embedding with sparse=True"
@@ -75,9 +98,15 @@ def sparse_gradient(op: str, *, module: str | None, source: str | None) -> Unsup
 
 def _place(error: Exception, builder: TapeBuilder) -> dict[str, str | None]:
     """`module` and `source` of an exception that left the forward."""
-    failed = next((c for c in reversed(builder.tape.calls) if c.raised is error), None)
-    scope = failed.scope if failed is not None else builder.state.current_scope
-    return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
+    return {
+        "module": str(_call(error, builder).scope),
+        "source": user_line(frames_of_traceback(error.__traceback__)),
+    }
+
+
+def _call(error: Exception, builder: TapeBuilder) -> Call:
+    """The innermost call that the exception ended."""
+    return next((c for c in reversed(builder.tape.calls) if c.raised is error), builder.tape.calls[0])
 
 
 def _first_line(error: Exception) -> str:

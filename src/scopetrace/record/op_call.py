@@ -22,6 +22,7 @@ from scopetrace.infer.inference import may_infer
 from scopetrace.infer.rules import is_elementwise
 from scopetrace.ir.tape import Value, flat
 from scopetrace.ops.functional_variants import MAY_WRITE_UNDECLARED, is_metadata_only
+from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.data import READERS
 from scopetrace.record.reads import FAST_PATH
 from scopetrace.record.rewritten_ops import REWRITES
@@ -133,14 +134,15 @@ class OpCall:
         operands = (*self.args, *self.python_arguments[1].values())
         return outputs.fake.dtype.is_floating_point and not any(type(a) is torch.dtype for a in operands)
 
-    def refuse_other_dtypes(self) -> None:
+    def refuse_other_dtypes(self, builder: TapeBuilder) -> None:
         """Raise as eager does where tensors are of several dtypes. On the meta device it does not."""
         fakes = [t for t in self.fakes() if t.device.type != "meta"]
         others = dict.fromkeys(t.dtype for t in fakes)
         if len(others) > 1:
             dtypes = " and ".join(map(str, others))
             hint = f"convert the input, as by x.to({fakes[-1].dtype}), or the model"
-            raise RuntimeError(f"{self.facts.func} takes tensors of one dtype, and is given {dtypes}: {hint}")
+            with builder.run_by_torch(self.facts.func):
+                raise RuntimeError(f"{self.facts.func} takes tensors of one dtype, and is given {dtypes}: {hint}")
 
 
 class BeforeWrite:

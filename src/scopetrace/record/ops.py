@@ -327,7 +327,7 @@ class OpRecorder:
         if facts.func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
             self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
         if facts.takes_one_dtype:
-            call.refuse_other_dtypes()
+            call.refuse_other_dtypes(self._builder)
         return call
 
     def _lift(self, a: Any, inputs: list[Value]) -> Any:
