@@ -15,9 +15,12 @@ from torch import nn
 from torch.export import Dim
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.testing import assert_close
 from torch.testing._internal.custom_tensor import CustomTensorPlainOut
+from torch.utils import _pytree as pytree
 
 import scopetrace as st
+from scopetrace.cli.torchvision_ops import declare_missing_ops
 
 OpaqueBase = torch._opaque_base.OpaqueBase if hasattr(torch, "_opaque_base") else object  # torch 2.15 asks for no base
 
@@ -781,3 +784,59 @@ def test_inputs_that_change_are_unflattened_after_decompositions(name):
             expected = given.clone()
             torch.testing.assert_close(run(given), model(expected))
             torch.testing.assert_close(given, expected)
+
+
+class Pair:
+    """A container that pytree knows without keys, and that computes with what it gets, as a cache does."""
+
+    def __init__(self, a, b):
+        self.a, self.b = torch.cat([a]), torch.cat([b])
+
+
+pytree.register_pytree_node(Pair, lambda p: ((p.a, p.b), None), lambda items, _: Pair(*items))
+
+
+def test_a_result_of_a_class_without_keys():
+    tr = st.trace(lambda x: {"pair": Pair(x + 1, x * 2), "n": 3}, (torch.ones(3),))
+    out = tr.to_exported_program().module()(torch.ones(3))
+    assert type(out["pair"]) is Pair
+    assert_close([out["pair"].a, out["pair"].b, out["n"]], [2 * torch.ones(3), 2 * torch.ones(3), 3])
+
+
+def test_an_argument_of_a_class_without_keys_is_refused_as_by_torch():
+    tr = st.trace(lambda p: p.a + p.b, (Pair(torch.ones(3), torch.ones(3)),))
+    with pytest.raises(
+        st.errors.ExportError, match="Did not find a flatten_with_keys_fn [^\0]*flatten_with_keys_fn=, or"
+    ):
+        tr.to_exported_program()
+
+
+def test_a_cache_as_result_and_as_argument(request):
+    """Prefill, then a step that takes the cache and gives one a token longer; transformers registers the class."""
+    transformers = pytest.importorskip("transformers")
+    kept = declare_missing_ops()  # parts of transformers import torchvision
+    from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+    register_dynamic_cache_export_support()
+    request.addfinalizer(lambda: pytree._deregister_pytree_node(transformers.DynamicCache) and kept)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=20,
+    )
+    model, tokens, token = (
+        transformers.LlamaForCausalLM(config).eval(),
+        torch.ones(1, 5).long(),
+        torch.ones(1, 1).long(),
+    )
+    with torch.no_grad():
+        prefill = st.trace(model, (tokens,)).to_exported_program().module()
+        cache, expected = prefill(tokens).past_key_values, model(tokens).past_key_values
+        assert type(cache) is transformers.DynamicCache
+        step = st.trace(model, (token,), {"past_key_values": copy.deepcopy(cache)}).to_exported_program()
+        out = step.module()(token, past_key_values=cache)
+        assert_close(out.logits, model(token, past_key_values=expected).logits)
+        assert out.past_key_values.get_seq_length() == 6

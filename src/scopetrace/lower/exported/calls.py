@@ -37,8 +37,17 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.export import can_be_saved
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
+from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.versions import CURRENT
-from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.containers.structure import (
+    container_type,
+    instantiate,
+    is_object,
+    is_registered,
+    leaves,
+    map_structure,
+    open_container,
+)
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
 from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, casts
@@ -315,6 +324,20 @@ def _common(frames: list[ModuleCallFrame]) -> ModuleCallFrame | None:
     """The innermost frame that contains all of them; None for no frames."""
     chains = [list(frame.chain()) for frame in frames]
     return next((frame for frame in chains[0] if all(frame in chain for chain in chains)), None) if chains else None
+
+
+def flat_template(x: Any, path: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a template with their paths, as pytree has them: it does not open what is not registered."""
+    is_leaf = is_object(x) and not is_registered(container_type(x))
+    children = None if is_leaf else open_container(x)
+    if children is None:
+        return [(path, x)]
+    return [leaf for key, child in children for leaf in flat_template(child, path + key)]
+
+
+def example_of(template: Any) -> Any:
+    """What a user has for a template, of fake tensors: a registered class may compute with them, and takes no nodes."""
+    return instantiate(lambda v: v.fake if isinstance(v, Value) else v, template, (Value, *Symbolic))
 
 
 PLAIN = (bool, int, float, str, type(None))

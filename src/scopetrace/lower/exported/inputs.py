@@ -25,7 +25,7 @@ from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
 from scopetrace.containers.structure import container_type, identifier, map_structure
 from scopetrace.errors import ExportError
 from scopetrace.ir.tape import Call, FunctionalTape, Value
-from scopetrace.lower.exported.calls import PLAIN, argument_of, is_erased
+from scopetrace.lower.exported.calls import PLAIN, argument_of, example_of, flat_template, is_erased
 from scopetrace.lower.exported.frames import ModuleCallFrame
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.program.graph import FxLowering, node_value
@@ -58,10 +58,22 @@ class State:
 
 
 def flat_arguments(tape: FunctionalTape, names: list[str]) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves of the arguments with their paths, and the pytree spec. Modules are containers of their tensors."""
+    """The leaves of the arguments with their paths, and the pytree spec. Modules are containers of their tensors.
+
+    Raises ExportError for a class that pytree knows without keys.
+    """
+
     with modules_as_containers(tape.args):
-        flat, tree = pytree.tree_flatten_with_path(tape.args)
-    return [(_path(path, names), leaf) for path, leaf in flat], tree
+        try:
+            flat, tree = pytree.tree_flatten_with_path(example_of(tape.args))
+        except ValueError as error:  # torch.export says it in the same words
+            raise ExportError(
+                f"an ExportedProgram knows the parts of its arguments by keys: {error}",
+                module=tape.root.path,
+                hint="register the class with flatten_with_keys_fn=, or give its parts as arguments",
+            ) from None
+        lowered = flat_template(tape.args)
+    return [(_path(path, names), leaf) for (path, _), (_, leaf) in zip(flat, lowered, strict=True)], tree
 
 
 def _path(keys: pytree.KeyPath, names: list[str]) -> str:

@@ -22,7 +22,7 @@ from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError, SideEffectWarning
 from scopetrace.ir.tape import FunctionalTape, Value
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
-from scopetrace.lower.exported.calls import argument_of
+from scopetrace.lower.exported.calls import argument_of, example_of, flat_template
 from scopetrace.lower.exported.inputs import Lifted
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import FxLowering
@@ -62,8 +62,9 @@ class Outputs(ResultNodes):
         """The memory of buffers that are bound to other tensors: an ExportedProgram overwrites it."""
         self._changes = self._find_changes()
         results = iter(self.all_results(self._write_back))
+        self.spec = pytree.tree_structure(example_of(tape.outputs))
         out = map_structure(lambda _: next(results), tape.outputs, (Value, *Symbolic))
-        flat, self.spec = pytree.tree_flatten_with_path(out)
+        flat = flat_template(out, "the result")
         values = self._new_values()
         changes = zip(self._changes.values(), values, strict=True)
         self.specs = [OutputSpec(c.kind, argument_of(node), c.target) for c, node in changes]
@@ -176,12 +177,11 @@ class Outputs(ResultNodes):
         node = self._state[name][1]
         return self.copied(node) if self._storage(node) in self._bound else node
 
-    def _argument(self, path: pytree.KeyPath, x: Any) -> Any:
+    def _argument(self, path: str, x: Any) -> Any:
         spec = argument_of(x)
         if spec is None:
-            name = container_type(x).__name__
             raise ExportError(
-                f"the result{pytree.keystr(path)} is a {name}, which is no tensor, number, text or None",
+                f"{path} is a {container_type(x).__name__}, which is no tensor, number, text or None",
                 module=self._tape.root.path,
                 hint="register its class with torch.utils._pytree.register_pytree_node, or do not return it",
             )
