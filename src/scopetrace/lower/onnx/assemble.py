@@ -35,35 +35,22 @@ from scopetrace.program.graph import node_value
 from scopetrace.program.outlined import Function
 
 
-def body_key(graph: ir.Graph, numbers: dict[ir.Value, int] | None = None) -> Hashable:
+def body_key(graph: ir.Graph) -> bytes:
     """A key that is equal for graphs with equal nodes, edges, attributes, constants, input types and input ranks.
 
-    Names, sizes and metadata do not count. `numbers` are those of the values around a graph of a control-flow node.
+    Names, sizes and metadata do not count.
     """
-    numbers = {} if numbers is None else numbers
-    for value in graph.inputs:
-        numbers[value] = len(numbers)
-    kinds = tuple((str(value.dtype), None if value.shape is None else len(value.shape)) for value in graph.inputs)
-    nodes = tuple([_node_key(node, numbers) for node in graph])
-    return kinds, nodes, tuple(numbers[value] for value in graph.outputs)
-
-
-def _node_key(node: ir.Node, numbers: dict[ir.Value, int]) -> Hashable:
-    inputs = tuple(-1 if value is None else numbers[value] for value in node.inputs)
-    attributes = tuple(sorted((name, _attribute_key(a, numbers)) for name, a in node.attributes.items()))
-    for value in node.outputs:
-        numbers[value] = len(numbers)
-    types = tuple(str(value.dtype) for value in node.outputs)
-    return node.domain, node.op_type, inputs, attributes, types
-
-
-def _attribute_key(attribute: ir.Attr, numbers: dict[ir.Value, int]) -> Any:
-    value = attribute.value
-    if attribute.type is ir.AttributeType.TENSOR:
-        return "tensor", str(value.dtype), tuple(value.shape), value.tobytes()
-    if attribute.type is ir.AttributeType.GRAPH:
-        return "graph", body_key(value, numbers)
-    return str(attribute.type), repr(value), attribute.ref_attr_name
+    graph = graph.clone()
+    ranks = [None if value.shape is None else ir.Shape([None] * len(value.shape)) for value in graph.inputs]
+    for node in graph.all_nodes():
+        node.name = None
+        node.metadata_props.clear()
+    computed = [value for node in graph.all_nodes() for value in node.outputs]
+    of_bodies = [value for body in graph.subgraphs() for value in body.inputs]
+    for i, value in enumerate((*graph.inputs, *computed, *of_bodies)):
+        value.name, value.shape = f"value_{i}", ranks[i] if i < len(ranks) else None
+        value.metadata_props.clear()
+    return ir.to_proto(graph).SerializeToString(deterministic=True)
 
 
 IR_VERSION = 10
@@ -237,7 +224,6 @@ class _Body:
         for site in subgraph.sites:
             self._insert_call(assembler, site)
         self._set_inputs()
-        self._substitute_plugin_body()
         self.graph.outputs.extend(self._outputs())
         self.graph.sort()
 
@@ -288,16 +274,6 @@ class _Body:
         present = iter(inputs)
         kinds = [i.kind for i in self.subgraph.function.inputs]
         self.graph.inputs[:] = [ir.Value() if kind == "absent" else next(present) for kind in kinds]
-
-    def _substitute_plugin_body(self) -> None:
-        """A placeholder node for the body of a plugin, so that its outputs have a producer."""
-        if self.subgraph.unknown:
-            node = ir.node("Unknown", self.graph.inputs, num_outputs=len(self.subgraph.unknown))
-            self.graph.append(node)
-            for placeholder, new in zip(self.subgraph.unknown, node.outputs, strict=True):
-                old = self._values[placeholder]
-                new.type, new.shape = old.type, old.shape
-                self._values[placeholder] = new
 
     def _outputs(self) -> list[ir.Value]:
         """The outputs in order; an Identity for one that is an input or equal to another, which ONNX does not allow."""

@@ -39,7 +39,7 @@ from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
 from scopetrace.lower.onnx.forms import OpFunctions, OpNames
 from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, SizeNames, label_nodes, name_values
-from scopetrace.lower.onnx.translate import exported_program, quiet, translate
+from scopetrace.lower.onnx.translate import quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
@@ -203,8 +203,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, torch.onnx.ONNXProgram]:
         combined = CombinedGraph(lowering, bodies, is_left_out)
         say(f"translating {len(combined.graph.nodes):,} nodes")
-        exported = exported_program(combined.root, combined.graph)
-        return combined, translate(exported, options.opset_version, options.optimize, ops)
+        return combined, translate(combined.root, combined.graph, options.opset_version, options.optimize, ops)
 
     is_plugin = functools.partial(_is_plugin, plugins)
     try:

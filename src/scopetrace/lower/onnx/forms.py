@@ -18,13 +18,16 @@ import onnx_ir as ir
 import onnxscript
 import torch
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass
-from onnxscript import opset18 as op
-from onnxscript.function_libs.torch_lib.ops.core import aten_histc, aten_scatter_reduce, aten_sort
+from onnxscript import opset18
+from onnxscript.function_libs.torch_lib.ops.core import aten_diagonal, aten_histc, aten_scatter_reduce, aten_sort
+from onnxscript.function_libs.torch_lib.tensor_typing import TTensor
 
 from scopetrace._compat.onnx import call_op
 from scopetrace._compat.ops import Argument, OpOverload, schema_of
 from scopetrace.errors import OnnxExportError, OnnxOptionError
 from scopetrace.lower.onnx import Table
+
+op: Any = opset18
 
 OpNames = Mapping[OpOverload, str | None]
 """By op, the name `"domain::Name"` that a dict gives it."""
@@ -56,22 +59,11 @@ def _copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
 
 def _diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """`aten.diagonal_scatter`: torch.onnx decomposes it into a write, and then refuses it."""
-    if self.dtype is ir.DataType.BOOL:  # ONNX Runtime (1.31) has no Where of these
-        base, new = (_cast(t, ir.DataType.UINT8) for t in (self, src))
-        return op.Cast(_diagonal_scatter(base, new, offset, dim1, dim2), to=ir.DataType.BOOL)
-    rank = len(self.shape)
-    others = [d for d in range(rank) if d not in (dim1 % rank, dim2 % rank)]
-    order = [*others, dim1 % rank, dim2 % rank]
-    base = op.Transpose(self, perm=order)
-    rows, columns = (op.Shape(base, start=d, end=d + 1) for d in (rank - 2, rank - 1))
-    row, column = (op.Range(_int(0), op.Squeeze(n, _ints(0)), _int(1)) for n in (rows, columns))
-    differences = op.Sub(op.Unsqueeze(column, _ints(0)), op.Unsqueeze(row, _ints(1)))
-    length, axis = (rows, -1) if offset >= 0 else (columns, -2)  # along it, elements of `src` are at their own indices
-    shape = op.Concat(op.Shape(src, start=0, end=rank - 2), length, axis=0) if others else length
-    longer = op.Concat(src, op.Expand(op.CastLike(_int(0), src), shape), axis=-1)
-    values = op.Slice(longer, _ints(0), length, _ints(rank - 2))
-    result = op.Where(op.Equal(differences, _int(offset)), op.Unsqueeze(values, _ints(axis)), base)
-    return op.Transpose(result, perm=[order.index(d) for d in range(rank)])
+    places = op.Reshape(op.Range(_int(0), op.Size(self), _int(1)), op.Shape(self))
+    places.type, places.shape = ir.TensorType(ir.DataType.INT64), self.shape
+    diagonal = op.Reshape(aten_diagonal(places, offset, dim1, dim2), _ints(-1))
+    elements = op.ScatterElements(op.Reshape(self, _ints(-1)), diagonal, op.Reshape(src, _ints(-1)))
+    return op.Reshape(elements, op.Shape(self))
 
 
 def _int(n: int) -> Any:
@@ -91,7 +83,7 @@ def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
     """`aten.cumprod`, for which ONNX has an op from opset 26 on: a Scan that multiplies."""
     rank = len(self.shape)
     wanted = ir.DataType(dtype) if dtype != -1 else ir.DataType.INT64 if self.dtype.is_integer() else self.dtype
-    factors: Any = op.Cast(self, to=wanted)
+    factors = op.Cast(self, to=wanted)
     if not rank or 0 in self.shape:  # ONNX Runtime (1.31) aborts at a Scan of an empty tensor
         return factors
     dim %= rank
@@ -136,7 +128,7 @@ def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> An
 
 def _cast(x: Any, to: ir.DataType) -> Any:
     """`Cast`, with the type and shape of the result."""
-    result: Any = op.Cast(x, to=to)
+    result = op.Cast(x, to=to)
     result.type, result.shape = ir.TensorType(to), x.shape
     return result
 
@@ -148,44 +140,24 @@ def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dt
     """
     if offs is None or len(self.shape) != 2 or len(mat2.shape) != 3 or bias is not None:
         raise OnnxExportError("a grouped product is exported of rows that belong to experts: 2-d by 3-d with offs=")
-    x, weights = self, mat2
-    ends: Any = op.Cast(offs, to=ir.DataType.INT64)
-    wanted = ir.DataType(out_dtype) if out_dtype != -1 else x.dtype
-    rows, columns = op.Shape(x, start=0, end=1), op.Shape(weights, start=2, end=3)
-    zero, nothing = _ints(0), op.CastLike(_int(0), x)
-    none: Any = op.Expand(nothing, op.Concat(zero, columns, axis=0))
+    wanted = ir.DataType(out_dtype) if out_dtype != -1 else self.dtype
+    return op.Cast(_products(self, mat2, op.Cast(offs, to=ir.DataType.INT64)), to=wanted)
 
-    number = ir.TensorType(ir.DataType.INT64)
-    step, going, start, done = (
-        ir.Value(name=name, type=type_, shape=shape)
-        for name, type_, shape in (
-            ("expert", number, ir.Shape([])),
-            ("going", ir.TensorType(ir.DataType.BOOL), ir.Shape([])),
-            ("start", number, ir.Shape([1])),
-            ("done", ir.TensorType(x.dtype), None),
-        )
-    )
-    nodes = [
-        axis := ir.node("Constant", [], attributes={"value_ints": [0]}),
-        one := ir.node("Unsqueeze", [step, axis.outputs[0]]),
-        end := ir.node("Gather", [ends, one.outputs[0]], attributes={"axis": 0}),
-        part := ir.node("Slice", [x, start, end.outputs[0], axis.outputs[0]]),
-        weight := ir.node("Gather", [weights, step], attributes={"axis": 0}),
-        product := ir.node("MatMul", [part.outputs[0], weight.outputs[0]]),
-        more := ir.node("Concat", [done, product.outputs[0]], attributes={"axis": 0}),
-        goes := ir.node("Identity", [going]),
-    ]
-    outputs = [node.outputs[0] for node in (goes, end, more)]
-    for output, like in zip(outputs, (going, start, done), strict=True):
-        output.type = like.type
-    body = ir.Graph([step, going, start, done], outputs, nodes=nodes, name="expert")
-    for node in nodes:
-        node.outputs[0].name = f"{node.op_type.lower()}_of_expert"
-    count: Any = op.Squeeze(op.Shape(weights, start=0, end=1), zero)
-    results: Any = call_op("Loop", count, None, zero, none, _num_outputs=2, body=body)
-    last, products = results
-    rest = op.Expand(nothing, op.Concat(op.Sub(rows, last), columns, axis=0))
-    return op.Cast(op.Concat(products, rest, axis=0), to=wanted)
+
+@onnxscript.script(default_opset=op)
+def _products(x: TTensor, weights: TTensor, ends: onnxscript.INT64) -> TTensor:
+    zero = op.Constant(value_ints=[0])
+    nothing = op.CastLike(op.Constant(value_int=0), x)
+    columns = op.Shape(weights, start=2, end=3)
+    products = op.Expand(nothing, op.Concat(zero, columns, axis=0))
+    start = op.Identity(zero)
+    for i in range(op.Squeeze(op.Shape(weights, start=0, end=1))):
+        end = op.Gather(ends, op.Unsqueeze(i, zero))
+        product = op.MatMul(op.Slice(x, start, end, zero), op.Gather(weights, i))
+        products = op.Concat(products, product, axis=0)
+        start = end
+    rest = op.Concat(op.Sub(op.Shape(x, start=0, end=1), start), columns, axis=0)
+    return op.Concat(products, op.Expand(nothing, rest), axis=0)
 
 
 # ---------------------------------------------------------------- forms that are functions
@@ -320,4 +292,4 @@ def _form(
 
 
 def _as_input(x: Any) -> Any:
-    return x if x is None or isinstance(x, ir.Value) else op.Constant(value=ir.tensor(x))  # type: ignore[arg-type]
+    return x if x is None or isinstance(x, ir.Value) else op.Constant(value=ir.tensor(x))

@@ -65,7 +65,8 @@ def name_values(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str], 
     """Set the names of inputs and outputs, and different ones for all other values; names in `kept` stay."""
     wanted = dict(zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True))
     computed = [v for node in graph.all_nodes() for v in node.outputs]
-    for value in (*computed, *graph.initializers.values()):
+    of_bodies = [v for body in graph.subgraphs() for v in body.inputs]
+    for value in (*computed, *graph.initializers.values(), *of_bodies):
         wanted.setdefault(value, str(value.name) if value.name in kept else _stem(value))
     ir.convenience.rename_values(list(wanted), list(map(unique_names(), wanted.values())))
 

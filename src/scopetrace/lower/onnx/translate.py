@@ -36,27 +36,74 @@ from scopetrace.lower.onnx import Table
 from scopetrace.lower.onnx.forms import OpFunctions, forms
 from scopetrace.program.graph import node_value, scope_path
 
+_aten = torch.ops.aten
+_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.prod.default, _aten.prod.dim_int)
 
-def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
-    """The ExportedProgram of a graph whose nodes have fake values in `meta["val"]`."""
+
+def translate(
+    root: torch.nn.Module, graph: torch.fx.Graph, opset_version: int | None, optimize: bool, ops: OpFunctions
+) -> torch.onnx.ONNXProgram:
+    """The ONNX model of a graph with fake values in `meta["val"]`, and the decomposed program that it was made from.
+
+    Raises OnnxOpError with all ops that have no ONNX form, OnnxExportError where torch.onnx fails otherwise.
+    """
     misread = misread_ops(graph)
+    _prepare(graph)
+    results: Any = graph.output_node().args[0]
+    dtypes = [ir.DataType(onnx_type(v)[0]) if isinstance(v := node_value(n), torch.Tensor) else None for n in results]
+    program, table = _exported_program(root, graph), {**forms(), **ops.table}
+    try:
+        with op_library_read_once(), quiet():
+            result = torch.onnx.export(
+                without_misread(program, misread),
+                verbose=False,
+                optimize=False,
+                opset_version=opset_version,
+                custom_translation_table=table,
+            )
+            assert result is not None
+            ops.finish(result.model)
+            if optimize:
+                run_optimizer(result.model, ())
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise _explained(error, program, opset_version, table) from error
+    for node, dtype, value in zip(results, dtypes, result.model.graph.outputs, strict=True):
+        if dtype is not None and value.dtype is not None and value.dtype != dtype:
+            raise _error(
+                f"torch.onnx gives {value.dtype} for {dtype} of the model",
+                node,
+                "cast what this op takes to float32 in the model, and its result back; or give its form in "
+                "custom_translation_table=",
+            )
+    version = result.model.opset_imports.get("")
+    if opset_version is not None and version not in (None, opset_version):
+        raise OnnxOptionError(f"torch.onnx has no opset {opset_version} for this model: write opset_version={version}")
+    return result
+
+
+def _prepare(graph: torch.fx.Graph) -> None:
+    """Rewrite what torch.onnx translates to another dtype, or has no form for."""
     for node in list(graph.nodes):
         if node.target in _SUMS and node_value(node).dtype in (torch.float16, torch.bfloat16):
-            _sum_in_float32(graph, node)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        if node_value(node).is_complex():  # for others torch.onnx has a form
+            # It computes them in float32, as torch does, and leaves the result there.
+            node.kwargs = {**node.kwargs, "dtype": torch.float32}
+            with graph.inserting_after(node):
+                cast = graph.call_function(_aten._to_copy.default, (node,), {"dtype": node_value(node).dtype})
+            cast.meta = dict(node.meta)
+            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+        elif node.target is _aten.detach.default and node_value(node).is_complex():
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
-    outputs: Any = output.args[0]
-    output.meta |= {_ELEMENT_TYPES: [_element_type(n) for n in outputs], _MISREAD: misread}
-    ins, outs = [argument_of(n) for n in inputs], [argument_of(n) for n in outputs]
+
+
+def _exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
+    """With all placeholders and outputs as user inputs and outputs, and without values: torch computes them again."""
+    outputs: Any = graph.output_node().args[0]
+    ins, outs = [argument_of(n) for n in graph.find_nodes(op="placeholder")], [argument_of(n) for n in outputs]
     for node in graph.nodes:
         if node.op != "placeholder":
-            node.meta["val"] = None  # torch computes the values again, with its own symbols
-            node.meta["unbacked_bindings"] = {}
-            node.meta.setdefault("nn_module_stack", {})
-            node.meta.setdefault("stack_trace", "")
+            node.meta |= {"val": None, "unbacked_bindings": {}}  # torch has its own symbols
+            node.meta = {"nn_module_stack": {}, "stack_trace": "", **node.meta}
     signature = ExportGraphSignature(
         [InputSpec(InputKind.USER_INPUT, a, None) for a in ins],
         [OutputSpec(OutputKind.USER_OUTPUT, a, None) for a in outs],
@@ -64,71 +111,6 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
     in_spec = pytree.tree_structure(((0,) * len(ins), {}))
     call = ModuleCallSignature([], [], in_spec, pytree.tree_structure((0,) * len(outs)))
     return ExportedProgram(root, graph, signature, {}, {}, [ModuleCallEntry("", call)])
-
-
-def _sum_in_float32(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """`sum` and `prod` of float16: torch.onnx computes them in float32, as torch does, and leaves the result there."""
-    node.kwargs = {**node.kwargs, "dtype": torch.float32}
-    with graph.inserting_after(node):
-        cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": node_value(node).dtype})
-    cast.meta = dict(node.meta)
-    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
-
-
-_aten = torch.ops.aten
-_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.prod.default, _aten.prod.dim_int)
-
-_ELEMENT_TYPES, _MISREAD = "element_types", "misread"
-"""In the `meta` of the output node of what is translated: those of the results, and the ops that are decomposed."""
-
-
-def translate(
-    program: ExportedProgram, opset_version: int | None, optimize: bool, ops: OpFunctions
-) -> torch.onnx.ONNXProgram:
-    """The ONNX model of a program, and the decomposed program that it was made from.
-
-    Raises OnnxOpError with all ops that have no ONNX form, OnnxExportError where torch.onnx fails otherwise.
-    """
-    try:
-        with op_library_read_once(), quiet():
-            result = torch.onnx.export(
-                without_misread(program, program.graph.output_node().meta[_MISREAD]),
-                verbose=False,
-                optimize=False,
-                opset_version=opset_version,
-                custom_translation_table={**forms(), **ops.table},
-            )
-            assert result is not None
-            ops.finish(result.model)
-            if optimize:
-                run_optimizer(result.model, ())
-    except torch.onnx.errors.OnnxExporterError as error:
-        raise _explained(error, program, opset_version, {**forms(), **ops.table}) from error
-    assert result.exported_program is not None
-    _refuse_other_types(program, result.model)
-    version = result.model.opset_imports.get("")
-    if opset_version is not None and version not in (None, opset_version):
-        raise OnnxOptionError(f"torch.onnx has no opset {opset_version} for this model: write opset_version={version}")
-    return result
-
-
-def _element_type(node: Any) -> ir.DataType | None:
-    value = node_value(node) if isinstance(node, torch.fx.Node) else None
-    return ir.DataType(onnx_type(value)[0]) if isinstance(value, torch.Tensor) else None
-
-
-def _refuse_other_types(program: ExportedProgram, model: ir.Model) -> None:
-    """Raise OnnxExportError for a result of another element type than in the trace: torch.onnx is wrong about an op."""
-    output = program.graph.output_node()
-    results: Any = output.args[0]
-    for node, wanted, value in zip(results, output.meta[_ELEMENT_TYPES], model.graph.outputs, strict=True):
-        if wanted is not None and value.dtype is not None and value.dtype != wanted:
-            raise _error(
-                f"torch.onnx gives {value.dtype} for {wanted} of the model",
-                node,
-                "cast what this op takes to float32 in the model, and its result back; or give its form in "
-                "custom_translation_table=",
-            )
 
 
 @contextlib.contextmanager
