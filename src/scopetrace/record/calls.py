@@ -139,24 +139,24 @@ class CallRecorder:
         builder = self._builder
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
-        template = self.templates.of
         call = Call(
             module=module,
             fqn=fqn,
             index=index,
             parent=builder.call,
             scope=scope,
-            args=tuple([template(a) for a in args]),
-            kwargs={name: template(a) for name, a in kwargs.items()},
-            start=len(builder.tape.ops),
+            args=(),
+            kwargs={},
+            start=-1,
             frames=builder.frames() if builder.call is not None else (),
             attributes=plain_attributes(current_attributes(module)) if module is not None else {},
             position=self._next,
             module_type=self.class_of(module) if module is not None else None,
             replaced=self._model.replaced(module) if module is not None else (),
         )
+        call.args, call.kwargs = self.templates.of((args, kwargs), call)
+        call.start = len(builder.tape.ops)
         self._next += 1
-        self.templates.belong_to(call)
         builder.tape.calls.append(call)
         return call
 
@@ -180,8 +180,7 @@ class CallRecorder:
                 kinds = self._object_types | self.result_types
                 map_structure(self._values.detach_result_alias, out, torch.Tensor, kinds)
                 self._at_end()
-            call.outputs = self.templates.of(out)
-            self.templates.belong_to(call)
+            call.outputs = self.templates.of(out, call)
             if len(self._values.same) > same:
                 self._values.leave(same, call.outputs)
             return out
@@ -231,13 +230,9 @@ class CallRecorder:
         )
         self._builder.deferred.append(error)
 
-    def mark(self) -> tuple[int, int]:
-        """This place in the program."""
-        return self._builder.mark()
-
     def on_nested_region(self, run: Callable[[], Any]) -> Any:
         """A function under `torch.compiler.nested_compile_region` is called."""
-        mark = self.mark()
+        mark = self._builder.mark()
         out = run()
         self._builder.end_region(NESTED, mark)
         return out
@@ -356,15 +351,13 @@ class Templates:
         """The calls whose templates have some."""
         self._knows_all = notes_objects
 
-    def of(self, x: Any) -> Any:
-        """The template of a value of the user; `belong_to` says of which call it is."""
-        return map_structure(self._values.value_of, x, torch.Tensor, self._object_types, self._note)
-
-    def belong_to(self, call: Call) -> None:
-        """The templates that were made last are those of `call`."""
+    def of(self, x: Any, call: Call) -> Any:
+        """The template of what a call takes or gives."""
+        template = map_structure(self._values.value_of, x, torch.Tensor, self._object_types, self._note)
         if self._noted:
             self._noted.clear()
             self._unsettled.append(call)
+        return template
 
     def settle(self, kinds: Collection[type]) -> bool:
         """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""

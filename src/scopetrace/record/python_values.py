@@ -94,7 +94,7 @@ def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Condit
 
 def _fact(name: str, reads: ReadRecorder, asked: Condition) -> Handler:
     def answered(ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        try:
+        try:  # not by `_may_fail`, whose frame would be between the question and who asks
             answer = ask(t, *args, **kwargs)
         except Exception as error:
             reads.on_failed(error)
@@ -244,7 +244,7 @@ class PythonValues:
         try:
             return ask(*args, **kwargs)
         except Exception as error:
-            self._builder.raised.append((error, None))
+            self._ops.reads.on_failed(error)
             raise
 
     def _first(self, tell: Callable[[], None]) -> Handler:
@@ -279,7 +279,10 @@ class PythonValues:
         if not self._is_observed():
             return ask(t, *args)
         source = self._values.data_source(t)
-        return self._values.add_data_alias(source, ask(source, *args))
+        alias = ask(source, *args)
+        if isinstance(alias, FakeTensor):  # for autograd a tensor of its own, as `detach()` gives
+            self._values.append_op(torch.ops.aten.detach.default, (self._values.value_of(source),), alias)
+        return alias
 
     def _set_data(self, ask: Callable[..., Any], t: torch.Tensor, new: Any) -> None:
         """`t.data = new`: recorded as `t.set_(new)` for tensors from outside.

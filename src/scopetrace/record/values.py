@@ -35,7 +35,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Op, Value
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.foreign_memory import ForeignTensor, is_foreign
+from scopetrace.record.foreign_memory import ForeignTensor, data_of, is_foreign
 from scopetrace.record.model import Model
 
 _aten = torch.ops.aten
@@ -118,7 +118,7 @@ class ValueTable:
 
     def new_same(self, t: torch.Tensor, slot: int, before: Value) -> Value:
         """As `new`, where the op returns a tensor that it was given, the value of which is `before`."""
-        value = self.new(t, slot, before.storage, self._inference.key_now(before))
+        value = self.new(t, slot, before.storage, self._inference.current_key(before))
         self.same.append((value, before))
         return value
 
@@ -289,7 +289,7 @@ class ValueTable:
         value.real = real
         self._builder.append("get_attr", name, (), {}, value)
         if is_foreign(real):
-            self.foreign.append(ForeignTensor.of(real, value.op))
+            self.foreign.append(ForeignTensor(value.op, real, data_of(real)))
         return value
 
     def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
@@ -330,12 +330,6 @@ class ValueTable:
             return self.value_of(t).fake
         value = self.by_id.get(id(t)) if self._replaced else None
         return t if value is None or value.real is not None else value.fake
-
-    def add_data_alias(self, source: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
-        """`alias`, which is `source.data`: for autograd a tensor of its own, as `detach()` gives."""
-        if isinstance(alias, FakeTensor):
-            self.append_op(_aten.detach.default, (self.value_of(source),), alias)
-        return alias
 
     def is_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor is an input, or real: of the model, or from a closure or global."""
@@ -391,20 +385,19 @@ class ValueTable:
         Raises UnsupportedOpError where Python would go on to see the sizes and strides that a tensor had before.
         """
         for t, fake in zip(tensors, fakes, strict=True):
-            before, now = self.by_id[id(t)], self.by_id[id(fake)]
-            if t is fake or before is now:
+            before, current = self.by_id[id(t)], self.by_id[id(fake)]
+            if t is fake or before is current:
                 continue
             if _shape_of(t) != _shape_of(fake):
                 owner = self._model.owner(t)
                 name = owner[0] if owner else "a constant"
-                raise UnsupportedOpError(
+                raise self._builder.refusal(
                     f"{name}, a tensor of the model, gets other sizes or strides in place",
                     op=op,
-                    **self._builder.where(),
                     hint="bind a new tensor: `self.name = self.name.t()`",
                 )
             self._replaced.add(before.storage)
-            self.by_id[id(t)] = now
+            self.by_id[id(t)] = current
 
     def _refuse_replaced(self, t: torch.Tensor) -> None:
         """A tensor that Python made without an op from one of the model's lies in the storage that it had at first."""
