@@ -26,9 +26,8 @@ import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.function_mode import On
 from scopetrace._compat.ops import eager, paused
-from scopetrace._compat.questions import Condition, Replace
+from scopetrace._compat.replaced import Interception
 from scopetrace._compat.tensors import storage_id, version_of
 from scopetrace.containers.structure import (
     OpaqueContainer,
@@ -253,10 +252,10 @@ class CallRecorder:
             hint="exchange them outside of the forward, and give it what it needs as an argument",
         )
 
-    def watch_questions(self, replace: Replace, on: On, in_tracing_thread: Condition, is_observed: Condition) -> None:
-        """Hear what Python asks of tensors and of torch; `here()` says whether this thread traces, paused or not."""
-        PythonValues(self._builder, self._ops, in_tracing_thread, is_observed).watch(replace, on)
-        report_questions(replace, on, self._reads, is_observed)
+    def watch_questions(self, torch_calls: Interception) -> None:
+        """Hear what Python asks of tensors and of torch."""
+        PythonValues(self._builder, self._ops, torch_calls)
+        report_questions(torch_calls, self._reads)
 
 
 @contextlib.contextmanager
