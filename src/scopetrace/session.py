@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import threading
@@ -97,6 +98,7 @@ from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
+from scopetrace.watch.questions import watch_questions
 from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
 
@@ -387,13 +389,15 @@ class Recording:
         parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
         autograd = AutogradRecorder(*parts[:5])
         calls = CallRecorder(*parts, autograd.finish)
+        questions = functools.partial(watch_questions, self.ops)
+        modules = [saved.module for saved in self.model.saved_modules]
         with scopes.activate(self.builder.state):
             with (
                 errors_explained(self.builder, self.ops),
                 self._unseeded(),
                 self.builder.noting_errors(),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
-                observing(calls, autograd, [saved.module for saved in self.model.saved_modules]) as is_observed,
+                observing(calls, autograd, questions, modules) as is_observed,
                 self.reads.watching(effects.reach.names),
                 reads.watching(is_observed),
                 dispatching_to(self.ops.mode, self.factory.mode),

@@ -60,12 +60,18 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 
 @contextlib.contextmanager
-def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) -> Iterator[Condition]:
+def observing(
+    observer: Any,
+    autograd: Any,
+    watch_questions: Callable[[Interception], None],
+    modules: Iterable[torch.nn.Module],
+) -> Iterator[Condition]:
     """Tell observers what this thread does inside, and tell models that they are being exported. Gives `is_observed`.
 
     Args:
         observer: a `CallRecorder` of room `record`, which is told unless it is paused.
         autograd: an `AutogradRecorder` of room `autograd`, which is told unless `observer` is paused.
+        watch_questions: enters what answers questions.
         modules: those whose direct calls of `forward` are reported.
     """
     with contextlib.ExitStack() as stack:
@@ -82,7 +88,7 @@ def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) 
         behave_as_numbers(torch_calls)
         _report_transforms(torch_calls, autograd)
         report_steps(torch_calls, autograd)
-        observer.watch_questions(torch_calls)
+        watch_questions(torch_calls)
         _call_higher_order_ops(torch_calls, observer.on_nested_region)
         short_way(torch_calls.put)
         device_at_once(torch_calls.put)

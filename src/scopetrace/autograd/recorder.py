@@ -29,10 +29,10 @@ from scopetrace.ops.history import can_require_grad, is_cut, is_view
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.python_values import refuse_flag
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import CHECKPOINT
 from scopetrace.record.values import ValueTable
+from scopetrace.watch.questions import refuse_flag
 
 
 class AutogradRecorder:

@@ -27,7 +27,6 @@ from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
 from scopetrace._compat.ops import eager, paused
-from scopetrace._compat.replaced import Interception
 from scopetrace._compat.tensors import storage_id, version_of
 from scopetrace.containers.structure import (
     OpaqueContainer,
@@ -45,7 +44,6 @@ from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
-from scopetrace.record.python_values import PythonValues, report_questions
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import NESTED
 from scopetrace.record.values import ValueTable
@@ -251,11 +249,6 @@ class CallRecorder:
             op=op,
             hint="exchange them outside of the forward, and give it what it needs as an argument",
         )
-
-    def watch_questions(self, torch_calls: Interception) -> None:
-        """Hear what Python asks of tensors and of torch."""
-        PythonValues(self._builder, self._ops, torch_calls)
-        report_questions(torch_calls, self._reads)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What the forward asks: torch and the process, for facts of tensors, flags and environment variables; its objects.
 
 Data flow:
-    facts of tensors, flags of torch, environment variables -> `record.python_values` -> Read, once for each
+    facts of tensors, flags of torch, environment variables -> `watch.questions` -> Read, once for each
     ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Guard of that state
     ops that gave a view and give a copy otherwise, such as `reshape` -> the strides of the inputs, where that matters
     an attribute of a class -> Watched, in its place meanwhile -> by owner, where it was first read or written

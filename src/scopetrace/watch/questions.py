@@ -38,7 +38,7 @@ from scopetrace.errors import DataDependentError
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.uses import shows_only
+from scopetrace.watch.uses import shows_only
 
 # Code that asks to restore what was, or to choose between kernels that compute the same.
 _KEEPING_STATE = (
@@ -55,7 +55,13 @@ _FAKE_TENSORS = prefixes(TORCH_DIRECTORY, "_subclasses/")
 _TORCH = prefixes(TORCH_DIRECTORY)
 
 
-def report_questions(torch_calls: Interception, reads: ReadRecorder) -> None:
+def watch_questions(ops: OpRecorder, torch_calls: Interception) -> None:
+    """Hear what Python asks of tensors and of torch."""
+    PythonValues(ops, torch_calls)
+    _report_questions(torch_calls, ops.reads)
+
+
+def _report_questions(torch_calls: Interception, reads: ReadRecorder) -> None:
     """Let what answers questions tell `reads`, too."""
 
     def asked() -> bool:
@@ -168,9 +174,9 @@ def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
 class PythonValues:
     """Answers in the place of torch where `is_observed()`; in leaf modules, which run unseen, too."""
 
-    def __init__(self, builder: TapeBuilder, ops: OpRecorder, torch_calls: Interception) -> None:
+    def __init__(self, ops: OpRecorder, torch_calls: Interception) -> None:
         """Enters the handlers, and replaces what no mode sees."""
-        self._builder, self._ops, self._values = builder, ops, ops.values
+        self._builder, self._ops, self._values = ops.builder, ops, ops.values
         self._torch_calls, always = torch_calls, torch_calls.mode.on
         tensor: Any = torch.Tensor
         on = torch_calls.on
