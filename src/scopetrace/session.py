@@ -210,13 +210,10 @@ class Recording:
         self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
-        self.reads = ReadRecorder(self.builder, self.values, model)
+        self.reads = ReadRecorder(self.values)
         self.ops = OpRecorder(
-            self.builder,
             self.values,
             self.reads,
-            self.factory,
-            inference,
             lambda body, args: NodeRunner(body, builder).run(*args),
             specialize=specialize,
         )
@@ -249,8 +246,7 @@ class Recording:
         guessed = differentiates is None and ("backward" in names or {"autograd", "grad"} <= names)
         if guessed:
             self.builder.differentiates = self.tape.exact_autograd = self.ops.exact = True
-        examples = [*self.values.examples.values()]
-        reads = StateReads(self.builder, self.model, effects.reach, self.reads.members, examples, effects.objects)
+        reads = StateReads(self.values, effects, self.reads.members)
         hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
         changes: list[Change] = []
         try:
@@ -385,10 +381,8 @@ class Recording:
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             return fn(*fakes[0], **fakes[1])
 
-        rules = object_types, self._leaves, self._progress
-        parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
-        autograd = AutogradRecorder(*parts[:5])
-        calls = CallRecorder(*parts, autograd.finish)
+        autograd = AutogradRecorder(self.ops)
+        calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
         questions = functools.partial(watch_questions, self.ops)
         modules = [saved.module for saved in self.model.saved_modules]
         with scopes.activate(self.builder.state):

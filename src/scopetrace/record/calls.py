@@ -44,7 +44,6 @@ from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
-from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import NESTED
 from scopetrace.record.values import ValueTable
 
@@ -57,24 +56,17 @@ class CallRecorder:
 
     def __init__(
         self,
-        builder: TapeBuilder,
-        values: ValueTable,
         ops: OpRecorder,
-        reads: ReadRecorder,
-        model: Model,
         object_types: frozenset[type],
         leaves: list[Target],
         progress: Progress | None,
         at_end: Callable[[], None],
     ) -> None:
         """`at_end` is called where the traced callable has returned, for what others put on the tape there."""
-        self._reads = reads
-        self._builder = builder
-        self._values = values
-        self._ops = ops
-        self._model = model
+        self._ops, self._builder, self._reads = ops, ops.builder, ops.reads
+        self._values, self._model = ops.values, ops.values.model
         self._object_types = object_types
-        self.templates = Templates(values, object_types, notes_objects=not leaves)
+        self.templates = Templates(ops.values, object_types, notes_objects=not leaves)
         self.result_types: frozenset[type] = frozenset()
         """The classes of the objects with tensors in the result of the root call."""
         self._leaves = leaves

@@ -41,7 +41,6 @@ from scopetrace._compat.questions import attention_kernels, autocast_enabled
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
 from scopetrace._compat.tensors import (
     RECURRENT,
-    FakeFactory,
     FakeTensor,
     is_inference_of,
     is_symbolic,
@@ -51,12 +50,11 @@ from scopetrace._compat.tensors import (
     storage_id,
 )
 from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
-from scopetrace.infer.inference import Inference, Inferred
+from scopetrace.infer.inference import Inferred
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.collectives import CollectiveRecorder, Finish
 from scopetrace.record.data import DataReader
 from scopetrace.record.flex_attention import FlexRecorder
@@ -78,23 +76,17 @@ class OpRecorder:
 
     def __init__(
         self,
-        builder: TapeBuilder,
         values: ValueTable,
         reads: ReadRecorder,
-        factory: FakeFactory,
-        inference: Inference,
         run_graph: RunGraph,
         *,
         specialize: bool = False,
     ) -> None:
         self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
-        self.values = values
-        self.reads = reads
-        self.builder = builder
+        self.values, self.reads = values, reads
+        self.builder, self.factory, self.inference = values.builder, values.factory, values.inference
         self._by_id = values.by_id
-        self.factory = factory
-        self.inference = inference
-        self.exact = builder.tape.exact_autograd
+        self.exact = self.builder.tape.exact_autograd
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
         self._specialize = specialize
@@ -107,19 +99,19 @@ class OpRecorder:
     @functools.cached_property
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
-        return DataReader(self.builder, self.values, self.reads, self.factory, specialize=self._specialize)
+        return DataReader(self.values, self.reads, specialize=self._specialize)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
         """Records collectives."""
-        recorder = CollectiveRecorder(self.builder, self.values, self.recorded, self._pending)
+        recorder = CollectiveRecorder(self.values, self.recorded, self._pending)
         self._at_end.enter_context(recorder.finishing())
         return recorder
 
     @functools.cached_property
     def transforms(self) -> TransformRecorder:
         """Records ops inside of torch.vmap, grad and their kind."""
-        return TransformRecorder(self.builder, self.values, self.record)
+        return TransformRecorder(self.values, self.record)
 
     def finishing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, at whose end collectives that are under way are finished."""
@@ -192,7 +184,7 @@ class OpRecorder:
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
         recorder = FlexRecorder if hop is torch.ops.higher_order.flex_attention else BodyRecorder
-        return recorder(self.builder, self.values, self.factory, hop, args, self.run_callable).run()
+        return recorder(self.values, hop, args, self.run_callable).run()
 
     def run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""

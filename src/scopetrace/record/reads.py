@@ -37,8 +37,6 @@ from scopetrace.ir.guards import (
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
-from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import Model
 from scopetrace.record.values import ValueTable
 
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
@@ -48,11 +46,9 @@ FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 class ReadRecorder:
     """Puts what the forward reads on the tape."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable, model: Model) -> None:
-        self._builder = builder
-        self._values = values
-        self._model = model
-        self._guards = builder.tape.guards
+    def __init__(self, values: ValueTable) -> None:
+        self._builder, self._values, self._model = values.builder, values, values.model
+        self._guards = self._builder.tape.guards
         self._known: set[Any] = set()
         """The places of reads, and of flags with the answers."""
         self._grad = questions.grad_enabled()
