@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import scopetrace as st
-from scopetrace.record import python_values
+from scopetrace.watch import questions
 
 QUESTIONS = """
 x.dtype==torch.float32  x.dtype is torch.float32  x.dtype.is_floating_point  x.is_floating_point()
@@ -141,7 +141,7 @@ def test_such_a_question_is_in_files(tmp_path):
 
 def test_what_scopetrace_asks_of_storages_takes_no_look_at_who_asks(monkeypatch):
     asked = []
-    monkeypatch.setattr(python_values, "asked_by_model", lambda *way: asked.append(way))
+    monkeypatch.setattr(questions, "asked_by_model", lambda *way: asked.append(way))
     monkeypatch.setenv("SCOPETRACE_CHECK", "0")  # checks ask as anybody does
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True)).eval()
     assert st.trace(model, torch.ones(2, 4)).graph_module is not None

@@ -21,7 +21,7 @@ LAYERS = {
     "files": "traces as files: a zip archive of JSON and tensors",
     "infer": "the result of an op without running it",
     "record": "running the callable: ops, values, module calls",
-    "watch": "what a forward reads and changes of Python, and what that means for calls",
+    "watch": "what a forward asks of torch, reads and changes of Python, and what that means for calls",
     "autograd": "what training steps need, by torch's own engine: backward, checkpoints, hooks, optimizers",
     "session": "one recording, put together: RecordedTape",
     "functionalization": "no op writes: FunctionalTape and the write-back beside it",

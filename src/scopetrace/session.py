@@ -59,7 +59,6 @@ from scopetrace.errors import (
     DynamicShapeError,
     InputMismatchError,
     RandomStateError,
-    ScopetraceError,
     TraceError,
     UnsupportedOpError,
 )
@@ -89,15 +88,17 @@ from scopetrace.record.dynamic_shapes import (
     refuse_shared,
     symbolic_strides,
 )
-from scopetrace.record.explanations import explain, explained
+from scopetrace.record.explanations import errors_explained, explained
+from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
 from scopetrace.record.leaks import refuse_leak
 from scopetrace.record.maybe_views import expect_copies
-from scopetrace.record.model import Model, named_arguments, signature_of_forward
+from scopetrace.record.model import Model, named_arguments
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
+from scopetrace.watch.questions import watch_questions
 from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
 
@@ -209,13 +210,10 @@ class Recording:
         self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
-        self.reads = ReadRecorder(self.builder, self.values, model)
+        self.reads = ReadRecorder(self.values)
         self.ops = OpRecorder(
-            self.builder,
             self.values,
             self.reads,
-            self.factory,
-            inference,
             lambda body, args: NodeRunner(body, builder).run(*args),
             specialize=specialize,
         )
@@ -248,8 +246,7 @@ class Recording:
         guessed = differentiates is None and ("backward" in names or {"autograd", "grad"} <= names)
         if guessed:
             self.builder.differentiates = self.tape.exact_autograd = self.ops.exact = True
-        examples = [self.values.examples[value] for value in tape.inputs]
-        reads = StateReads(self.builder, self.model, effects.reach, self.reads.members, examples, effects.objects)
+        reads = StateReads(self.values, effects, self.reads.members)
         hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
         changes: list[Change] = []
         try:
@@ -281,15 +278,16 @@ class Recording:
             if n.name not in dynamic
         ]
         self._refuse(forward, others)
-        self._break_reference_cycles()
+        # break reference cycles, which Python's garbage collector would take a tenth of a trace to free
+        self.builder.phase = None
+        self.model.contents.clear()
         if self.builder.regions and not self.builder.differentiated:  # their backward may be a part of the program
             keep_regions(tape, self.builder.regions)
         if tape.backwards:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        judging = functools.partial(self._differs, examples), functools.partial(self._data_of, examples)
-        return Run(tape, changes, bound, reads.was_read, *judging)
+        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of)
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
@@ -326,41 +324,35 @@ class Recording:
             return type(x)([self._as_given(item) for item in x])
         return {key: self._as_given(item) for key, item in x.items()} if type(x) is dict else x
 
-    def _example_run(self, tape: RecordedTape, inputs: list[torch.Tensor]) -> ExampleRun:
-        by_input = dict(zip(tape.inputs, inputs, strict=True))
+    def _example_run(self, tape: RecordedTape, seed: int = 0) -> ExampleRun:
+        """Of a recording, on the example inputs; with a seed, on random ones like them."""
+        inputs = self.values.examples.values()
+        by_input = {v: random_like(t, seed) if seed else t for v, t in zip(tape.inputs, inputs, strict=True)}
         return ExampleRun(tape, self.factory.shape_env, by_input, lambda *_: None, self.values.is_state)
 
-    def _data_of(self, examples: list[torch.Tensor], value: Value) -> torch.Tensor | None:
+    def _data_of(self, value: Value) -> torch.Tensor | None:
         """What a value is for the example inputs; None where tensors have no data, or sizes are dynamic."""
         try:
-            return None if is_symbolic(value.fake) else self._example_run(self.tape, examples).tensor(value)
+            return None if is_symbolic(value.fake) else self._example_run(self.tape).tensor(value)
         except NoRealValue:
             return None
 
-    def _differs(self, examples: list[torch.Tensor], other: RecordedTape) -> bool:
+    def _differs(self, other: RecordedTape) -> bool:
         """Whether two recordings give other results, for the example inputs and for random ones like them.
 
         True where it cannot be told, since tensors have no data.
         """
         try:
             for seed in range(3):
-                inputs = [t if seed == 0 else random_like(t, seed) for t in examples]
-                results = []
-                for tape in (self.tape, other):
-                    run = self._example_run(tape, inputs)
-                    results.append([run.tensor(v) for v in leaves(tape.outputs, Value)])
-                first, second = results
+                tapes = self.tape, other
+                runs = [(self._example_run(tape, seed), tape.outputs) for tape in tapes]
+                first, second = [[run.tensor(v) for v in leaves(outputs, Value)] for run, outputs in runs]
                 with eager():
                     if len(first) != len(second) or not all(map(torch.equal, first, second)):
                         return True
         except NoRealValue:
             return True
         return False
-
-    def _break_reference_cycles(self) -> None:
-        """Python's garbage collector would take a tenth of a trace to free them."""
-        self.builder.phase = None
-        self.model.contents.clear()
 
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:
@@ -389,17 +381,17 @@ class Recording:
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             return fn(*fakes[0], **fakes[1])
 
-        rules = object_types, self._leaves, self._progress
-        parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
-        autograd = AutogradRecorder(*parts[:5])
-        calls = CallRecorder(*parts, autograd.finish)
+        autograd = AutogradRecorder(self.ops)
+        calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
+        questions = functools.partial(watch_questions, self.ops)
+        modules = [saved.module for saved in self.model.saved_modules]
         with scopes.activate(self.builder.state):
             with (
-                self._errors_explained(),
+                errors_explained(self.builder, self.ops),
                 self._unseeded(),
                 self.builder.noting_errors(),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
-                observing(calls, autograd, [saved.module for saved in self.model.saved_modules]) as is_observed,
+                observing(calls, autograd, questions, modules) as is_observed,
                 self.reads.watching(effects.reach.names),
                 reads.watching(is_observed),
                 dispatching_to(self.ops.mode, self.factory.mode),
@@ -408,8 +400,8 @@ class Recording:
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
-            for tensor in self.values.foreign:
-                tensor.refuse_change()
+            if self.values.foreign:
+                refuse_changes(self.values.foreign)
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
             missed = (calls.result_types | tensor_holders(fakes)) - object_types
@@ -447,9 +439,9 @@ class Recording:
         tape = self.tape
         if self.builder.deferred:
             raise self.builder.deferred[0]
-        for tensor in self.values.foreign:
-            tensor.refuse_change()
-            tensor.refuse_write(tape, self.values.foreign)
+        if self.values.foreign:
+            refuse_changes(self.values.foreign)
+            refuse_writes(self.values.foreign, tape)
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device
@@ -491,9 +483,8 @@ class Recording:
     ) -> None:
         """Append the placeholders: the tensors in order, then the dynamic numbers, and set the tape's arguments."""
         tape, taken = self.tape, set[str]()
-        named = named_arguments(forward, args, kwargs)
-        leaves = self._leaves_of(named)
-        dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes, named, [leaf for _, leaf in leaves])
+        leaves = self._leaves_of(named_arguments(forward, args, kwargs))
+        dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes, [leaf for _, leaf in leaves])
         fakes: dict[int, torch.Tensor] = {}
         numbers: list[tuple[str, Any]] = []
 
@@ -547,32 +538,17 @@ class Recording:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         spec: Any,
-        named: list[tuple[str, Any]],
         leaves: list[Any],
     ) -> DynamicShapes | None:
-        """The symbols of the inputs; `named` are the arguments, and `leaves` what is in them."""
+        """The symbols of the inputs; `leaves` are what is in the arguments."""
         if not spec:
             return None
-        try:
-            arguments, variadic = arguments_of(signature_of_forward(forward), args, kwargs)
-        except ValueError:  # built-in callables have no signature
-            arguments, variadic = dict(named), set()
-        specs = read_dynamic_shapes(spec, arguments, variadic, self.object_types)
+        specs = read_dynamic_shapes(spec, *arguments_of(forward, args, kwargs), self.object_types)
         refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], leaves)
         dynamic = DynamicShapes(self.factory.shape_env, specs)
         self.tape.sizes = dynamic.rules
         dynamic.rules.dynamic_shapes = spec
         return dynamic
-
-    @contextlib.contextmanager
-    def _errors_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except ScopetraceError:
-            raise
-        except Exception as error:
-            explain(error, self.builder, self.ops)
-            raise
 
     @contextlib.contextmanager
     def _unseeded(self) -> Iterator[None]:

@@ -22,9 +22,6 @@ from torch.overrides import TorchFunctionMode
 Handler = Callable[..., Any]
 """Answers a call of a function. It gets the function, by which it may ask torch, and the arguments."""
 
-On = Callable[[Callable[..., Any], Handler], None]
-"""Enters a handler for a function of torch: a method, `Tensor.data.__get__`, `Tensor.data.__set__`, `torch.tensor`."""
-
 depth: Callable[[], int] = torch._C._len_torch_function_stack
 """How many modes of torch functions are active."""
 _pop, _push = torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
@@ -36,15 +33,18 @@ class FunctionMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._handlers: dict[Any, tuple[Handler, Callable[..., Any]]] = {}  # with what it asks
+        self.handlers: dict[Any, tuple[Handler, Callable[..., Any]]] = {}  # with what it asks
 
     def on(self, func: Callable[..., Any], handler: Handler) -> None:
-        """Let a handler answer calls of `func`. Where there is one already, the new one gets that as the function."""
-        before = self._handlers.get(func)
-        self._handlers[func] = handler, func if before is None else functools.partial(before[0], before[1])
+        """Let a handler answer calls of a function of torch: a method, `Tensor.data.__get__`, `torch.tensor`.
+
+        Where there is one already, the new one gets that as the function.
+        """
+        before = self.handlers.get(func)
+        self.handlers[func] = handler, func if before is None else functools.partial(before[0], before[1])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entry = self._handlers.get(func)
+        entry = self.handlers.get(func)
         if entry is not None:
             handler, ask = entry
             return handler(ask, *args, **(kwargs or {}))
@@ -73,12 +73,11 @@ def _put_back(modes: list[Any]) -> None:
         _push(mode)
 
 
-def after(tell: Callable[..., Any], is_observed: Callable[[], bool]) -> Handler:
-    """Lets torch answer, after `tell` was called with the arguments where `is_observed()`."""
+def after(tell: Callable[..., Any]) -> Handler:
+    """Lets torch answer, after `tell` was called with the arguments."""
 
     def handler(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_observed():
-            tell(*args, **kwargs)
+        tell(*args, **kwargs)
         return ask(*args, **kwargs)
 
     return handler

@@ -36,9 +36,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.function_mode import Handler, On, after
-from scopetrace._compat.ops import eager, is_recording
-from scopetrace._compat.questions import Condition, Replace
+from scopetrace._compat.function_mode import Handler, after
+from scopetrace._compat.ops import eager
+from scopetrace._compat.replaced import Interception
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT
@@ -147,26 +147,22 @@ def node_number(t: torch.Tensor) -> int:
     return -1 if t.grad_fn is None else sequence_number(t.grad_fn)
 
 
-def report_hooks(replace: Replace, on: On, listener: Any, is_observed: Condition) -> None:
+def report_hooks(torch_calls: Interception, listener: Any) -> None:
     """Tell `listener` of hooks, `requires_grad` and `grad`, first."""
     tensor: Any = torch.Tensor
-
-    def recording() -> bool:
-        return is_recording() and is_observed()
-
     for name in _METHODS:
-        on(getattr(tensor, name), after(lambda t, *_, method=name, **__: listener.on_hook(t, method), is_observed))
+        torch_calls.on(getattr(tensor, name), after(lambda t, *_, method=name, **__: listener.on_hook(t, method)))
     for name in ("grad_fn", "is_leaf"):
-        on(getattr(tensor, name).__get__, _history(name, listener, is_observed))
-    _report_flags(on, listener, recording)
-    _report_gradients(replace, on, listener, recording)
-    _report_saved_tensors_hooks(replace, listener, is_observed)
-    _report_regions(replace, listener, is_observed)
+        torch_calls.on(getattr(tensor, name).__get__, _history(name, listener), torch_calls.in_forward)
+    _report_flags(torch_calls, listener)
+    _report_gradients(torch_calls, listener)
+    _report_saved_tensors_hooks(torch_calls, listener)
+    _report_regions(torch_calls, listener)
 
 
-def _history(name: str, listener: Any, is_observed: Condition) -> Handler:
+def _history(name: str, listener: Any) -> Handler:
     def get(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
-        file = asker() if is_recording() and is_observed() else ""
+        file = asker()
         asked = bool(file) and not file.startswith(SCOPETRACE)  # a trace inside this one
         if asked and t.requires_grad:
             listener.on_graph(t)
@@ -182,96 +178,91 @@ def _history(name: str, listener: Any, is_observed: Condition) -> Handler:
     return get
 
 
-def _report_flags(on: On, listener: Any, is_observed: Condition) -> None:
+def _report_flags(torch_calls: Interception, listener: Any) -> None:
     """`requires_grad` of a tensor."""
 
     def require(t: torch.Tensor, requires_grad: bool = True) -> None:
         listener.on_requires_grad(t, requires_grad)
 
     def detach_(ask: Callable[..., Any], t: torch.Tensor) -> torch.Tensor:
-        return ask(t) if not is_observed() or listener.on_detach(t) else t
+        return ask(t) if listener.on_detach(t) else t
 
     tensor: Any = torch.Tensor
     for func in (tensor.requires_grad_, tensor.requires_grad.__set__):
-        on(func, after(require, is_observed))
+        torch_calls.on(func, after(require), torch_calls.in_forward)
     for func in (tensor.detach_, torch.detach_):
-        on(func, detach_)
+        torch_calls.on(func, detach_, torch_calls.in_forward)
 
 
-def _report_gradients(replace: Replace, on: On, listener: Any, is_observed: Condition) -> None:
+def _report_gradients(torch_calls: Interception, listener: Any) -> None:
     """The `grad` of tensors."""
     grad: Any = torch.Tensor.grad
-    outer: Any = torch.optim.Optimizer.zero_grad
 
     def get_grad(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
         frame = asking_frame()
         code = frame and frame.f_code
-        if frame is not None and code is _ZERO_GRAD and frame.f_locals["set_to_none"] and is_observed():
+        if frame is not None and code is _ZERO_GRAD and frame.f_locals["set_to_none"]:
             return t  # whatever it is: it is set to None next
         takes = code is not None and (code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS))
-        asked = is_observed() and (takes or not asker().startswith(NOT_THE_MODEL))
+        asked = takes or not asker().startswith(NOT_THE_MODEL)
         recorded = listener.gradients.get(t) if asked else NotImplemented
         return ask(t, *args) if recorded is NotImplemented else recorded
 
-    def set_grad(ask: Callable[..., Any], t: torch.Tensor, new: Any = None) -> None:
-        if not (is_observed() and listener.gradients.set(t, new)):
+    def set_grad(_: Callable[..., Any], t: torch.Tensor, new: Any = None) -> None:
+        if not listener.gradients.set(t, new):
             grad.__set__(t, new)
 
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        if not (is_observed() and set_to_none):
-            return outer(self, set_to_none)
-        listener.gradients.on_zero_grad(self)
-        for p in [p for group in self.param_groups for p in group["params"]]:
+    def zero_grad(ask: Callable[..., Any], optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            return ask(optimizer, set_to_none)
+        listener.gradients.on_zero_grad(optimizer)
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
             p.grad = None  # without a look at what it was
 
-    on(grad.__get__, get_grad)
+    torch_calls.on(grad.__get__, get_grad, torch_calls.in_forward)
     for func in (grad.__set__, grad.__delete__):
-        on(func, set_grad)
-    replace(torch.optim.Optimizer, "zero_grad", zero_grad)
+        torch_calls.on(func, set_grad, torch_calls.in_forward)
+    torch_calls.replace(torch.optim.Optimizer, "zero_grad", zero_grad, torch_calls.in_forward)
 
 
 _ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 
 
-def _report_saved_tensors_hooks(replace: Replace, listener: Any, is_observed: Condition) -> None:
+def _report_saved_tensors_hooks(torch_calls: Interception, listener: Any) -> None:
     """`with saved_tensors_hooks`: those of users and of regions under checkpointing stay off.
 
     Those of torch itself, such as `save_on_cpu`, leave values and gradients as they are.
     """
-    enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
     marks: dict[int, Any] = {}
 
-    def __enter__(self: Any) -> None:
-        if is_observed():
-            marks[id(self)] = listener.mark()
-        if not is_observed() or not _stays_off(self):
-            enter(self)
+    def enter(ask: Callable[..., Any], hooks: Any) -> None:
+        marks[id(hooks)] = listener.mark()
+        if not _stays_off(hooks):
+            ask(hooks)
 
-    def __exit__(self: Any, *error: Any) -> None:
-        mark = marks.pop(id(self), None)
-        if mark is None or not _stays_off(self):
-            leave(self, *error)
+    def leave(ask: Callable[..., Any], hooks: Any, *error: Any) -> None:
+        mark = marks.pop(id(hooks), None)
+        if mark is None or not _stays_off(hooks):
+            ask(hooks, *error)
         if mark is not None and not any(error):
-            if _is_users(self):
+            if _is_users(hooks):
                 listener.leave_saved_tensors_hooks(mark)
-            elif isinstance(self, torch.autograd.graph.save_on_cpu):
+            elif isinstance(hooks, torch.autograd.graph.save_on_cpu):
                 listener.leave_offloading(mark)
 
-    replace(_saved_tensors_hooks, "__enter__", __enter__)
-    replace(_saved_tensors_hooks, "__exit__", __exit__)
+    torch_calls.replace(_saved_tensors_hooks, "__enter__", enter)
+    torch_calls.replace(_saved_tensors_hooks, "__exit__", leave, when=lambda: bool(marks))
 
 
-def _report_regions(replace: Replace, listener: Any, is_observed: Condition) -> None:
+def _report_regions(torch_calls: Interception, listener: Any) -> None:
     """Regions of `torch.utils.checkpoint(use_reentrant=False)`."""
 
-    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
-        return _reported_region(listener, run, args, kwargs) if is_observed() else run(*args, **kwargs)
+    def region(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        return _reported_region(listener, run, args, kwargs)
 
-    name = CURRENT.checkpoint_generator
-    run = getattr(torch.utils.checkpoint, name)
     for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
         if module is not None:
-            replace(module, name, region)
+            torch_calls.replace(module, CURRENT.checkpoint_generator, region)
 
 
 def _is_users(hooks: Any) -> bool:
@@ -387,25 +378,24 @@ def first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torc
 # Training steps ------------------------------------------------------------------------------------------------------
 
 
-def report_steps(stack: contextlib.ExitStack, replace: Replace, listener: Any, is_observed: Condition) -> None:
-    """Tell of optimizers, scalers and schedulers until the stack ends."""
-    _report_optimizers(stack, replace, listener, is_observed)
-    _report_scalers(replace, listener, is_observed)
-    _report_schedulers(replace, listener, is_observed)
-    _put_scalers_back(stack, replace, listener, is_observed)
+def report_steps(torch_calls: Interception, listener: Any) -> None:
+    """Tell of optimizers, scalers and schedulers until the trace ends."""
+    _report_optimizers(torch_calls, listener)
+    _report_scalers(torch_calls, listener)
+    _report_schedulers(torch_calls, listener)
+    _put_scalers_back(torch_calls, listener)
 
 
-def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: Any, is_observed: Condition) -> None:
+def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
     """Optimizers that are made, and the steps of all."""
-    make, hooks = torch.optim.Optimizer.__init__, hooks_of_all_optimizers()
+    hooks = hooks_of_all_optimizers()
 
-    def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if is_observed():
-            listener.gradients.on_optimizer(self)
+    def init(make: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(optimizer, *args, **kwargs)
+        listener.gradients.on_optimizer(optimizer)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not is_observed():
+        if not torch_calls.in_forward():
             return None
         is_named = len(args) < 2  # the optimizer is the first
         closure = kwargs.get("closure") if is_named else args[1]
@@ -415,57 +405,52 @@ def _report_optimizers(stack: contextlib.ExitStack, replace: Replace, listener: 
         return (args, {**kwargs, "closure": run}) if is_named else ((args[0], run, *args[2:]), kwargs)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if is_observed():
+        if torch_calls.in_forward():
             listener.gradients.after_step(optimizer)
 
-    replace(torch.optim.Optimizer, "__init__", init)
-    stack.callback(register_optimizer_step_pre_hook(before_step).remove)
-    stack.callback(register_optimizer_step_post_hook(after_step).remove)
+    torch_calls.replace(torch.optim.Optimizer, "__init__", init, torch_calls.in_forward)
+    torch_calls.stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+    torch_calls.stack.callback(register_optimizer_step_post_hook(after_step).remove)
 
 
-def _tell_before(replace: Replace, owner: Any, name: str, tell: Callable[..., None], is_observed: Condition) -> None:
-    """Call `tell` with the arguments of a method before it runs."""
-    run, handler = getattr(owner, name), after(tell, is_observed)
-    replace(owner, name, lambda *args, **kwargs: handler(run, *args, **kwargs))
-
-
-def _report_scalers(replace: Replace, listener: Any, is_observed: Condition) -> None:
+def _report_scalers(torch_calls: Interception, listener: Any) -> None:
     """Scalers of gradients."""
-    scaler = torch.amp.GradScaler
-    begin, decide = scaler._lazy_init_scale_growth_tracker, scaler._maybe_opt_step
 
-    def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
-        with eager() if is_observed() else contextlib.nullcontext():
-            begin(self, device)
-        if is_observed():
-            listener.gradients.on_scaler(self)
+    def begin(ask: Callable[..., None], scaler: torch.amp.GradScaler, device: torch.device) -> None:
+        with eager():
+            ask(scaler, device)
+        listener.gradients.on_scaler(scaler)
 
-    def decides(
-        self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
+    def step(
+        _: Callable[..., Any],
+        scaler: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        if not is_observed():
-            return decide(self, optimizer, state, *args, **kwargs)
-        overflows = state["found_inf_per_device"].values()
-        step = functools.partial(optimizer.step, *args, **kwargs)
-        return listener.gradients.on_scaled_step(optimizer, overflows, step)
+        run = functools.partial(optimizer.step, *args, **kwargs)
+        return listener.gradients.on_scaled_step(optimizer, state["found_inf_per_device"].values(), run)
 
-    replace(scaler, "_lazy_init_scale_growth_tracker", begins)
-    replace(scaler, "_maybe_opt_step", decides)
-    _tell_before(replace, scaler, "scale", lambda self, *_, **__: listener.gradients.on_scaler(self), is_observed)
+    tell = after(lambda scaler, *_, **__: listener.gradients.on_scaler(scaler))
+    handlers: dict[str, Handler] = {"_lazy_init_scale_growth_tracker": begin, "_maybe_opt_step": step, "scale": tell}
+    for name, handler in handlers.items():
+        torch_calls.replace(torch.amp.GradScaler, name, handler, torch_calls.in_forward)
 
 
-def _report_schedulers(replace: Replace, listener: Any, is_observed: Condition) -> None:
+def _report_schedulers(torch_calls: Interception, listener: Any) -> None:
     """Schedulers of learning rates, by what their `step` calls, since that may be bound before the trace."""
 
-    def tell(scheduler: Any) -> None:
+    def tell(scheduler: Any, *_: Any, **__: Any) -> None:
         listener.gradients.on_python_step(scheduler, scheduler.optimizer)
 
-    _tell_before(replace, ReduceLROnPlateau, "_is_better", lambda scheduler, *_, **__: tell(scheduler), is_observed)
-    _tell_before(replace, _enable_get_lr_call, "__init__", lambda _, scheduler: tell(scheduler), is_observed)
+    torch_calls.replace(ReduceLROnPlateau, "_is_better", after(tell), torch_calls.in_forward)
+    tell_second = after(lambda _, scheduler: tell(scheduler))
+    torch_calls.replace(_enable_get_lr_call, "__init__", tell_second, torch_calls.in_forward)
 
 
-def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, listener: Any, is_observed: Condition) -> None:
-    """What a scaler has noted of optimizers since its last `update()` is put back when the stack ends."""
+def _put_scalers_back(torch_calls: Interception, listener: Any) -> None:
+    """What a scaler has noted of optimizers since its last `update()` is put back when the trace ends."""
     used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
 
     def note(scaler: torch.amp.GradScaler, *_: Any) -> None:
@@ -482,5 +467,5 @@ def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, listener: A
         if left and kind is None:
             listener.gradients.on_begun_scaler("GradScaler.update is not called after unscale_ or step")
 
-    _tell_before(replace, torch.amp.GradScaler, "_check_scale_growth_tracker", note, is_observed)
-    stack.push(put_back)
+    torch_calls.replace(torch.amp.GradScaler, "_check_scale_growth_tracker", after(note), torch_calls.in_forward)
+    torch_calls.stack.push(put_back)

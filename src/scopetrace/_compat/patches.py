@@ -36,16 +36,16 @@ from torch.overrides import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.function_mode import FunctionMode, after, without_mode
+from scopetrace._compat.function_mode import after, without_mode
 from scopetrace._compat.gradients import report_hooks, report_steps
 from scopetrace._compat.ops import (
     device_at_once,
     in_transform,
-    is_recording,
     short_way,
     without_transforms,
 )
 from scopetrace._compat.questions import Condition, Replace
+from scopetrace._compat.replaced import Interception
 from scopetrace._compat.replaced import replacing as replacing
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
@@ -60,47 +60,42 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 
 @contextlib.contextmanager
-def observing(observer: Any, autograd: Any, modules: Iterable[torch.nn.Module]) -> Iterator[Condition]:
+def observing(
+    observer: Any,
+    autograd: Any,
+    watch_questions: Callable[[Interception], None],
+    modules: Iterable[torch.nn.Module],
+) -> Iterator[Condition]:
     """Tell observers what this thread does inside, and tell models that they are being exported. Gives `is_observed`.
 
     Args:
         observer: a `CallRecorder` of room `record`, which is told unless it is paused.
         autograd: an `AutogradRecorder` of room `autograd`, which is told unless `observer` is paused.
+        watch_questions: enters what answers questions.
         modules: those whose direct calls of `forward` are reported.
     """
-    thread = threading.get_ident()
-
-    def in_tracing_thread() -> bool:
-        return threading.get_ident() == thread
-
-    def is_observed() -> bool:
-        return threading.get_ident() == thread and not observer.paused
-
-    def recording() -> bool:
-        return is_recording() and is_observed()
-
     with contextlib.ExitStack() as stack:
         _prepare(stack, modules)
-        replace, mode = stack.enter_context(replacing()), FunctionMode()
-        _report_module_calls(stack, replace, observer, is_observed, modules)
-        _report_backward(replace, mode, autograd, is_observed)
-        _report_custom_functions(replace, autograd, is_observed)
-        _report_modes(replace, observer, is_observed)
-        report_hooks(replace, mode.on, autograd, is_observed)
-        _report_seeding(replace, observer, recording)
-        _report_object_collectives(replace, observer, is_observed)
-        index_with_symbols(mode.on, is_observed)
-        behave_as_numbers(replace, is_observed)
-        _report_transforms(replace, autograd, is_observed)
-        report_steps(stack, replace, autograd, recording)
-        observer.watch_questions(replace, mode.on, in_tracing_thread, is_observed)
-        _call_higher_order_ops(replace, is_observed, observer.on_nested_region)
-        short_way(replace)
-        device_at_once(replace)
-        without_mode(replace, mode)
-        _not_compiling(replace)
-        stack.enter_context(mode.active())
-        yield is_observed
+        torch_calls = Interception(stack, lambda: observer.paused)
+        _report_module_calls(torch_calls, observer, modules)
+        _report_backward(torch_calls, autograd)
+        _report_custom_functions(torch_calls, autograd)
+        _report_modes(torch_calls, observer)
+        report_hooks(torch_calls, autograd)
+        _report_seeding(torch_calls, observer)
+        _report_object_collectives(torch_calls, observer)
+        index_with_symbols(torch_calls)
+        behave_as_numbers(torch_calls)
+        _report_transforms(torch_calls, autograd)
+        report_steps(torch_calls, autograd)
+        watch_questions(torch_calls)
+        _call_higher_order_ops(torch_calls, observer.on_nested_region)
+        short_way(torch_calls.put)
+        device_at_once(torch_calls.put)
+        without_mode(torch_calls.put, torch_calls.mode)
+        _not_compiling(torch_calls.put)
+        stack.enter_context(torch_calls.mode.active())
+        yield torch_calls.is_observed
 
 
 def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) -> None:
@@ -127,22 +122,17 @@ def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) ->
 # Module calls --------------------------------------------------------------------------------------------------------
 
 
-def _report_module_calls(
-    stack: contextlib.ExitStack,
-    replace: Replace,
-    observer: Any,
-    is_observed: Condition,
-    modules: Iterable[torch.nn.Module],
-) -> None:
+def _report_module_calls(torch_calls: Interception, observer: Any, modules: Iterable[torch.nn.Module]) -> None:
     """Give modules a `_call_impl` and a `forward` of their own that report, until the stack ends.
 
     `_call_impl` rather than `__call__`, which Python takes from the class. Hooks are no way: they turn off the fast
     path of `nn.TransformerEncoderLayer`. Classes stay as they are. A module that the forward makes, or copies, is seen
     where it is called first: each call asks `torch._C._get_tracing_state` before it looks for `forward`.
     """
-    call_impl, ask, forwards = _call_impl(observer, is_observed), torch._C._get_tracing_state, dict[Any, Any]()
+    is_observed, forwards = torch_calls.is_observed, dict[Any, Any]()
+    call_impl, ask = _call_impl(observer, is_observed), torch._C._get_tracing_state
     entries = list[tuple[torch.nn.Module, str, Any, Any]]()
-    stack.callback(_take_back, entries)
+    torch_calls.stack.callback(_take_back, entries)
 
     def give(module: torch.nn.Module, name: str, function: Callable[..., Any]) -> None:
         attributes = vars(module)
@@ -171,7 +161,7 @@ def _report_module_calls(
     for module in modules:
         give(module, "_call_impl", call_impl)
         give_forward(module, "forward")
-    replace(torch._C, "_get_tracing_state", tracing_state)
+    torch_calls.put(torch._C, "_get_tracing_state", tracing_state)
 
 
 _CALL_IMPL, _WRAPPED_CALL_IMPL = torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__
@@ -263,84 +253,80 @@ def _forget_compiled(module: Any) -> None:
 # Autograd, seeds, storages -------------------------------------------------------------------------------------------
 
 
-def _report_backward(replace: Replace, mode: FunctionMode, observer: Any, is_observed: Condition) -> None:
-    """`mode` is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
+def _report_backward(torch_calls: Interception, observer: Any) -> None:
+    """The mode is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
 
-    def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
-        def run(
-            outputs: Any, grads: Any, keep: bool, create_graph: bool, inputs: Any = (), *args: Any, **kw: Any
-        ) -> Any:
-            if not is_observed():
-                return outer(outputs, grads, keep, create_graph, inputs, *args, **kw)
-            accumulates = kw.pop("accumulate_grad", False)
+    def run(
+        outer: Callable[..., Any],
+        outputs: Any,
+        grads: Any,
+        keep: bool,
+        create_graph: bool,
+        inputs: Any = (),
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        accumulates = kw.pop("accumulate_grad", False)
 
-            def differentiate(by: Sequence[torch.Tensor]) -> Any:
-                return outer(outputs, grads, keep, create_graph, tuple(by), *args, **kw) if by else ()
+        def differentiate(by: Sequence[torch.Tensor]) -> Any:
+            return outer(outputs, grads, keep, create_graph, tuple(by), *args, **kw) if by else ()
 
-            outputs, grads = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, grads))
-            how = {"accumulates": accumulates, "create_graph": create_graph, "keeps_graph": keep}
-            with mode.active():
-                return observer.gradients.on_backward(differentiate, outputs, grads, inputs, **how)
-
-        return run
+        outputs, grads = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, grads))
+        how = {"accumulates": accumulates, "create_graph": create_graph, "keeps_graph": keep}
+        with torch_calls.mode.active():
+            return observer.gradients.on_backward(differentiate, outputs, grads, inputs, **how)
 
     for module in (torch.autograd, torch.autograd.graph):  # each has imported it under its name
-        replace(module, "_engine_run_backward", reported(module._engine_run_backward))
+        torch_calls.replace(module, "_engine_run_backward", run)
 
     def make_dual(*_: Any, **__: Any) -> None:
         if not in_transform():
             observer.on_forward_ad()
 
-    mode.on(torch._C._VariableFunctions._make_dual, after(make_dual, is_observed))
+    torch_calls.on(torch._C._VariableFunctions._make_dual, after(make_dual))
 
 
-def _report_transforms(replace: Replace, observer: Any, is_observed: Condition) -> None:
+def _report_transforms(torch_calls: Interception, observer: Any) -> None:
     """Transforms such as torch.vmap wrap what stands for a parameter in autograd's graph of the forward."""
 
-    def reported(wrap: Callable[..., Any]) -> Callable[..., Any]:
-        def run(t: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(t, torch.Tensor) and is_observed():
-                with without_transforms():
-                    t = observer.gradients.differentiated(t)
-            return wrap(t, *args, **kwargs)
+    def wrapped(wrap: Callable[..., Any], t: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(t, torch.Tensor):
+            with without_transforms():
+                t = observer.gradients.differentiated(t)
+        return wrap(t, *args, **kwargs)
 
-        return run
-
-    replace(vmap, "_add_batch_dim", reported(vmap._add_batch_dim))  # type: ignore[attr-defined]
-    replace(eager_transforms, "_wrap_tensor_for_grad", reported(eager_transforms._wrap_tensor_for_grad))
+    torch_calls.replace(vmap, "_add_batch_dim", wrapped)
+    torch_calls.replace(eager_transforms, "_wrap_tensor_for_grad", wrapped)
 
 
-def _report_modes(replace: Replace, observer: Any, is_observed: Condition) -> None:
+def _report_modes(torch_calls: Interception, observer: Any) -> None:
     """Modes that see ops below autograd, where a trace has only their metadata.
 
     Those of selective checkpointing stay off: what they keep is asked of their policy where a region runs again.
     """
-    enter, leave = TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
     off: set[int] = set()
 
-    def __enter__(self: TorchDispatchMode) -> Any:
-        kind = type(self)
-        if is_observed() and kind.__module__ == torch.utils.checkpoint.__name__:
-            off.add(id(self))
-            return self
-        if is_observed() and not kind.__module__.startswith(_QUIET_MODES):
+    def enter(ask: Callable[..., Any], mode: TorchDispatchMode) -> Any:
+        kind = type(mode)
+        if kind.__module__ == torch.utils.checkpoint.__name__:
+            off.add(id(mode))
+            return mode
+        if not kind.__module__.startswith(_QUIET_MODES):
             observer.on_dispatch_mode(kind.__name__)
-        return enter(self)
+        return ask(mode)
 
-    def __exit__(self: TorchDispatchMode, *error: Any) -> Any:
-        if id(self) in off:
-            return off.remove(id(self))
-        return leave(self, *error)
+    def leave(ask: Callable[..., Any], mode: TorchDispatchMode, *error: Any) -> Any:
+        return off.remove(id(mode)) if id(mode) in off else ask(mode, *error)
 
-    replace(TorchDispatchMode, "__enter__", __enter__)
-    replace(TorchDispatchMode, "__exit__", __exit__)
+    torch_calls.replace(TorchDispatchMode, "__enter__", enter)
+    torch_calls.replace(TorchDispatchMode, "__exit__", leave, when=lambda: bool(off))
 
 
 _QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "scopetrace.")
 """Modules whose modes change no results, and tell Python nothing as `FlopCounterMode` does."""
 
 
-def _report_custom_functions(replace: Replace, observer: Any, is_observed: Condition) -> None:
+def _report_custom_functions(torch_calls: Interception, observer: Any) -> None:
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
     Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.15
@@ -349,13 +335,13 @@ def _report_custom_functions(replace: Replace, observer: Any, is_observed: Condi
     outer = torch._C._FunctionBase.__dict__["apply"]
     applying = 0
 
-    def make_node(self: Any) -> None:
-        if is_observed() and not applying:
+    def make_node(_: Callable[..., Any], node: Any) -> None:
+        if not applying:
             observer.on_unseen_function()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal applying
-        if not is_observed():
+        if not torch_calls.is_observed():
             return outer.__get__(None, cls)(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
             return _reentrant(observer, *args)
@@ -372,10 +358,10 @@ def _report_custom_functions(replace: Replace, observer: Any, is_observed: Condi
         finally:
             applying -= 1
 
-    replace(BackwardCFunction, "__init__", make_node)
+    torch_calls.replace(BackwardCFunction, "__init__", make_node)
     for owner in (_SingleLevelFunction, torch.autograd.Function):
         if vars(owner).get("apply", outer) is outer:
-            replace(owner, "apply", classmethod(apply))
+            torch_calls.put(owner, "apply", classmethod(apply))
 
 
 def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -396,42 +382,33 @@ def _reentrant(observer: Any, function: Callable[..., Any], keeps_rng: bool, *ar
         return function(*args)
 
 
-def _report_seeding(replace: Replace, observer: Any, is_observed: Condition) -> None:
+def _report_seeding(torch_calls: Interception, observer: Any) -> None:
     """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward sets it.
 
     `torch.manual_seed`, `torch.seed` and the functions of `torch.cuda` tell all GPUs, which `_lazy_call` does.
     """
 
-    def reported(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if is_observed() and asked_by_model(_SEEDING):
-                observer.on_seed()
-            return fn(*args, **kwargs)
-
-        return call
+    def seed(*_: Any, **__: Any) -> None:
+        if asked_by_model(_SEEDING):
+            observer.on_seed()
 
     for module, name in ((torch.cuda.random, "_lazy_call"), (torch, "set_rng_state"), (torch.random, "set_rng_state")):
-        replace(module, name, reported(getattr(module, name)))
+        torch_calls.replace(module, name, after(seed), torch_calls.in_forward)
 
 
 _SEEDING = prefixes(TORCH_DIRECTORY, "random.py", "cuda/random.py", "_compile.py", "_dynamo/", "utils/_contextlib.py")
 
 
-def _report_object_collectives(replace: Replace, observer: Any, is_observed: Condition) -> None:
+def _report_object_collectives(torch_calls: Interception, observer: Any) -> None:
     """`dist.broadcast_object_list` and its kind send pickled objects as tensors. All ask for the device of these."""
-    if not torch.distributed.is_available():
-        return
-    c10d = torch.distributed.distributed_c10d
-    ask = c10d._get_object_coll_device
 
-    def device(group: Any = None) -> str:
+    def device(*_: Any) -> None:
         frame = asking_frame()
-        if is_observed() and frame is not None:
+        if frame is not None:
             observer.on_object_collective(f"torch.distributed.{frame.f_code.co_name}")
-        return ask(group)
 
-    replace(c10d, "_get_object_coll_device", device)
+    if torch.distributed.is_available():
+        torch_calls.replace(torch.distributed.distributed_c10d, "_get_object_coll_device", after(device))
 
 
 # Batch norm ----------------------------------------------------------------------------------------------------------
@@ -467,28 +444,22 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 _subgraphs: Any = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
 
 
-def _call_higher_order_ops(
-    replace: Replace, is_observed: Condition, on_nested_region: Callable[[Callable[[], Any]], Any]
-) -> None:
+def _call_higher_order_ops(torch_calls: Interception, on_nested_region: Callable[[Callable[[], Any]], Any]) -> None:
     """Let `torch.cond` and its kind call their op, and `on_nested_region` a function under `nested_compile_region`.
 
     They compile their callables first, which finds what these close over; the recorder finds that itself.
     """
-    compile_and_call, region = utils._hop_compile_and_call, _subgraphs.invoke_subgraph_placeholder
 
-    def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        if not is_observed():
-            return compile_and_call(fn, args, kwargs)
+    def call(_: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
         if not callable(args[0]):  # the predicate of cond, the one op whose operands are still nested
             args = _flat_operands(*args)
         return fn(*args, **(kwargs or {}))
 
-    def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(fn, *args, **kwargs)
-        return on_nested_region(run) if is_observed() else region(fn, *args, **kwargs)
+    def call_region(_: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return on_nested_region(functools.partial(fn, *args, **kwargs))
 
-    replace(utils, "_hop_compile_and_call", call)
-    replace(_subgraphs, "invoke_subgraph_placeholder", call_region)
+    torch_calls.replace(utils, "_hop_compile_and_call", call)
+    torch_calls.replace(_subgraphs, "invoke_subgraph_placeholder", call_region)
 
 
 def _flat_operands(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> tuple[Any, ...]:

@@ -7,11 +7,14 @@ whether the thread that traces calls it, and else does what it replaced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from scopetrace._compat.ops import to_undo
-from scopetrace._compat.questions import MISSING, Replace
+from scopetrace._compat.function_mode import FunctionMode, Handler
+from scopetrace._compat.ops import is_recording, to_undo
+from scopetrace._compat.questions import MISSING, Condition, Replace
 from scopetrace._compat.versions import CURRENT
 
 REPLACED = {
@@ -89,3 +92,49 @@ def replacing() -> Iterator[Replace]:
 
     with to_undo(put_back):
         yield replace
+
+
+class Interception:
+    """Lets handlers answer in the place of torch in the thread that traces, until the stack ends.
+
+    A handler gets what it stands for, by which it may ask torch, and the arguments. It is called where `when()`: by
+    default, where recording is not paused.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, is_paused: Condition) -> None:
+        thread = threading.get_ident()
+        self.stack = stack
+        self.put = stack.enter_context(replacing())
+        """Sets an attribute."""
+        self.mode = FunctionMode()
+        stack.callback(self.mode.handlers.clear)  # they lead to it, and to the tape
+
+        def in_tracing_thread() -> bool:
+            return threading.get_ident() == thread
+
+        def is_observed() -> bool:
+            return threading.get_ident() == thread and not is_paused()
+
+        def in_forward() -> bool:
+            return is_recording() and is_observed()
+
+        self.in_tracing_thread, self.is_observed, self.in_forward = in_tracing_thread, is_observed, in_forward
+
+    def replace(self, owner: Any, name: str, handler: Handler, when: Condition | None = None) -> None:
+        """Let a handler answer in the place of a function of a module or class."""
+        ask, is_heard = getattr(owner, name), when or self.is_observed
+
+        @functools.wraps(ask)
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            return handler(ask, *args, **kwargs) if is_heard() else ask(*args, **kwargs)
+
+        self.put(owner, name, answered)
+
+    def on(self, func: Callable[..., Any], handler: Handler, when: Condition | None = None) -> None:
+        """Let a handler answer calls of a function of tensors."""
+        is_heard = when or self.is_observed
+
+        def answered(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return handler(ask, *args, **kwargs) if is_heard() else ask(*args, **kwargs)
+
+        self.mode.on(func, answered)

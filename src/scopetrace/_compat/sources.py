@@ -36,7 +36,7 @@ PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 _COMPAT = prefixes(Path(__file__).parent)
 _OVERRIDES = prefixes(TORCH_DIRECTORY, "overrides.py")
-_ANSWERS = prefixes(Path(__file__).parents[1], "record/python_values.py")
+_ANSWERS = prefixes(Path(__file__).parents[1], "watch/questions.py")
 _ON_THE_WAY = (*_COMPAT, *_ANSWERS, *_OVERRIDES, *prefixes(TORCH_DIRECTORY, "utils/_device.py"))
 
 

@@ -8,70 +8,61 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.function_mode import On
-from scopetrace._compat.questions import Condition, Replace
+from scopetrace._compat.replaced import Interception
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbols import Symbolic
 
 _PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def behave_as_numbers(replace: Replace, is_observed: Condition) -> None:
+def behave_as_numbers(torch_calls: Interception) -> None:
     """`isinstance` and `__class__` say to the model's code what they say of Python's numbers."""
+    is_observed = torch_calls.is_observed
 
     def get(self: Any, name: str) -> Any:
         if name == "__class__" and is_observed() and asked_by_model():
             return _PYTHON_TYPES.get(type(self), type(self))
         return object.__getattribute__(self, name)
 
-    for cls in _PYTHON_TYPES:
-        replace(cls, "__getattribute__", get)
-    _behave_as_bool(replace, is_observed)
-    round_: Any = torch.SymInt.__round__
-
-    def rounded(self: torch.SymInt, ndigits: int | None = None) -> Any:
+    def rounded(ask: Callable[..., Any], number: torch.SymInt, ndigits: int | None = None) -> Any:
         """Torch's gives the number itself for negative `ndigits` too."""
-        is_same = not is_observed() or ndigits is None or ndigits >= 0
-        return round_(self, ndigits) if is_same else round(int(self), ndigits)
+        return ask(number, ndigits) if ndigits is None or ndigits >= 0 else round(int(number), ndigits)
 
-    replace(torch.SymInt, "__round__", rounded)
-
-
-def _behave_as_bool(replace: Replace, is_observed: Condition) -> None:
-    """SymBool equals numbers as bool does, and is an index."""
-    same, differs = torch.SymBool.__eq__, torch.SymBool.__ne__
-
-    def equal(self: Any, other: Any) -> Any:
-        if not is_observed() or isinstance(other, torch.SymBool):
-            return same(self, other)
+    def equal(ask: Callable[..., Any], number: Any, other: Any) -> Any:
+        """As of a bool, which equals numbers."""
+        if isinstance(other, torch.SymBool):
+            return ask(number, other)
         if isinstance(other, bool):
-            return self if other else torch.sym_not(self)
-        return self + 0 == other
+            return number if other else torch.sym_not(number)
+        return number + 0 == other
 
-    def unequal(self: Any, other: Any) -> Any:
-        return torch.sym_not(equal(self, other)) if is_observed() else differs(self, other)
+    def unequal(_: Callable[..., Any], number: torch.SymBool, other: Any) -> Any:
+        return torch.sym_not(number == other)
 
-    replace(torch.SymBool, "__eq__", equal)
-    replace(torch.SymBool, "__ne__", unequal)
-    replace(torch.SymBool, "__index__", lambda self: int(bool(self)))
+    for cls in _PYTHON_TYPES:
+        torch_calls.put(cls, "__getattribute__", get)
+    torch_calls.replace(torch.SymInt, "__round__", rounded)
+    torch_calls.replace(torch.SymBool, "__eq__", equal)
+    torch_calls.replace(torch.SymBool, "__ne__", unequal)
+    torch_calls.put(torch.SymBool, "__index__", lambda self: int(bool(self)))
 
 
 _SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
 
 
-def index_with_symbols(on: On, is_observed: Condition) -> None:
+def index_with_symbols(torch_calls: Interception) -> None:
     """Handle indexing, `torch.tensor` and `ctc_loss`: C++ asks for the values of symbolic integers."""
 
     def getitem(ask: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
-        if not (is_observed() and any(isinstance(item, torch.SymInt) for item in items)):
+        if not any(isinstance(item, torch.SymInt) for item in items):
             return ask(t, index)
         selected, rest = _select_symbols(t, items)
         is_whole = all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in rest)
         return selected if is_whole else ask(selected, rest)
 
     def tensor(ask: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        symbolic = is_observed() and any(isinstance(a, Symbolic) for a in tree_leaves(data))
+        symbolic = any(isinstance(a, Symbolic) for a in tree_leaves(data))
         frame = asking_frame() if symbolic else None
         if frame is not None and frame.f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
             data, symbolic = 1, False  # only its dtype matters there: that of a whole number
@@ -81,13 +72,13 @@ def index_with_symbols(on: On, is_observed: Condition) -> None:
         def as_tensor(lengths: Any) -> Any:
             return torch._refs.tensor(lengths, device="cpu") if isinstance(lengths, (list, tuple)) else lengths
 
-        if is_observed() and any(isinstance(n, Symbolic) for n in tree_leaves((args, kwargs))):
+        if any(isinstance(n, Symbolic) for n in tree_leaves((args, kwargs))):
             args, kwargs = tuple(map(as_tensor, args)), {name: as_tensor(x) for name, x in kwargs.items()}
         return ask(*args, **kwargs)
 
-    on(torch.ctc_loss, ctc_loss)
-    on(torch.tensor, tensor)
-    on(torch.Tensor.__getitem__, getitem)
+    torch_calls.on(torch.ctc_loss, ctc_loss)
+    torch_calls.on(torch.tensor, tensor)
+    torch_calls.on(torch.Tensor.__getitem__, getitem)
 
 
 def _select_symbols(t: torch.Tensor, items: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:

@@ -18,7 +18,6 @@ from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import requires_grad_of, set_requires_grad
 from scopetrace.ir.guards import Asked
 from scopetrace.ir.tape import Value
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
@@ -36,10 +35,8 @@ class _Flagged:
 class FlagRecorder:
     """Records what one forward sets `requires_grad` of, among the tensors that are not fake."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder) -> None:
-        self._builder = builder
-        self._values = values
-        self._reads = reads
+    def __init__(self, values: ValueTable, reads: ReadRecorder) -> None:
+        self._builder, self._values, self._reads = values.builder, values, reads
         self._flagged: dict[int, _Flagged] = {}  # by the id of the tensor
 
     def set(self, t: torch.Tensor, required: bool) -> None:

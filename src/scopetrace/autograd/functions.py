@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.higher_order import APPLY_BY_GRADIENTS
-from scopetrace._compat.tensors import FakeFactory, base_of, requires_grad_of, run_fake
+from scopetrace._compat.tensors import base_of, requires_grad_of, run_fake
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards.reach import names_of
 from scopetrace.ir.segment import TapeSegment, body_tape, captured
@@ -45,13 +45,11 @@ class FunctionRecorder(BodyRecorder):
         self,
         cls: Any,
         arguments: tuple[Any, ...],
-        builder: TapeBuilder,
         values: ValueTable,
-        factory: FakeFactory,
         recorded: Callable[[Any, Any], Any],
     ) -> None:
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-        super().__init__(builder, values, factory, _apply, (None, None, *tensors), recorded)
+        super().__init__(values, _apply, (None, None, *tensors), recorded)
         self.name, self._path = cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
         self._arguments = arguments
         self._forward, self._backward = _parts_of(cls)

@@ -52,9 +52,8 @@ from scopetrace.ir.guards import Asked, GradientOfInput, HasGradient, OfInput, O
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
+from scopetrace.record.builder import Assumptions, Retrace
 from scopetrace.record.explanations import sparse_gradient
-from scopetrace.record.model import Model
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
@@ -104,21 +103,11 @@ class _OptimizerStep:
 class GradientRecorder:
     """Records what one forward does with gradients; `_compat.gradients` tells it of that."""
 
-    def __init__(
-        self,
-        builder: TapeBuilder,
-        values: ValueTable,
-        reads: ReadRecorder,
-        model: Model,
-        flags: FlagRecorder,
-    ) -> None:
-        self._builder = builder
-        self._flags = flags
-        self._tape = builder.tape
-        self._values = values
-        self._reads = reads
-        self._model = model
-        self._phases = PhaseRecorder(builder, values)
+    def __init__(self, values: ValueTable, reads: ReadRecorder, flags: FlagRecorder) -> None:
+        self._builder, self._values, self._model = values.builder, values, values.model
+        self._reads, self._flags = reads, flags
+        self._tape = self._builder.tape
+        self._phases = PhaseRecorder(values)
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep

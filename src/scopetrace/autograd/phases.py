@@ -21,7 +21,6 @@ import torch
 from scopetrace._compat.gradients import current_node, is_function, nodes_of, sequence_number
 from scopetrace._compat.ops import in_transform, unwrapped
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, flat
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.values import ValueTable
 
 OTHER = Phase("other")
@@ -30,9 +29,8 @@ OTHER = Phase("other")
 class PhaseRecorder:
     """Gives the ops of one recording their phases."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable) -> None:
-        self._builder = builder
-        self._values = values
+    def __init__(self, values: ValueTable) -> None:
+        self._builder, self._values = values.builder, values
         self._known: dict[tuple[int, str], Phase] = {}  # one for each place, by which the graph knows them
         self._ended: tuple[int, dict[int, Any]] | None = None
         """The number of the node that ended last, and by the id of each gradient that it gave, where that goes to."""

@@ -26,26 +26,17 @@ from scopetrace.autograd.gradients import GradientRecorder
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Phase
 from scopetrace.ops.history import can_require_grad, is_cut, is_view
-from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.python_values import refuse_flag
-from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import CHECKPOINT
-from scopetrace.record.values import ValueTable
+from scopetrace.watch.questions import refuse_flag
 
 
 class AutogradRecorder:
     """Records what one forward does with autograd; `_compat.patches` tells it of that."""
 
-    def __init__(
-        self, builder: TapeBuilder, values: ValueTable, ops: OpRecorder, reads: ReadRecorder, model: Model
-    ) -> None:
-        self._builder = builder
-        self._values = values
-        self._ops = ops
-        self._reads = reads
-        self._model = model
+    def __init__(self, ops: OpRecorder) -> None:
+        self._ops, self._builder, self._reads = ops, ops.builder, ops.reads
+        self._values, self._model = ops.values, ops.values.model
         self._checkpointed: list[CheckpointedRegion] = []
         self._open_regions: list[CheckpointedRegion] = []
 
@@ -57,11 +48,11 @@ class AutogradRecorder:
     @functools.cached_property
     def gradients(self) -> GradientRecorder:
         """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._builder, self._values, self._reads, self._model, self._flags)
+        return GradientRecorder(self._values, self._reads, self._flags)
 
     @functools.cached_property
     def _flags(self) -> FlagRecorder:
-        return FlagRecorder(self._builder, self._values, self._reads)
+        return FlagRecorder(self._values, self._reads)
 
     def _used(self) -> list[GradientRecorder | FlagRecorder]:
         return [self.__dict__[name] for name in ("gradients", "_flags") if name in self.__dict__]
@@ -106,9 +97,7 @@ class AutogradRecorder:
             self._builder.made_nodes.append((next_sequence_number(), phase))
             return NotImplemented
         with paused():
-            return FunctionRecorder(
-                cls, args, self._builder, self._values, self._ops.factory, self._ops.run_callable
-            ).run()
+            return FunctionRecorder(cls, args, self._values, self._ops.run_callable).run()
 
     def on_unseen_function(self) -> None:
         """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""

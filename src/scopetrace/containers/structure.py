@@ -528,9 +528,8 @@ class Watch:
         effects = []
         for path, x, before in self._before:
             after = open_container(x, self._object_types) or []
-            if [key for key, _ in after] != [key for key, _ in before] or not all(
-                map(_same, [a for _, a in after], [b for _, b in before])
-            ):
+            pairs = zip(after, before, strict=False)
+            if len(after) != len(before) or not all(key == old and _same(a, b) for (key, a), (old, b) in pairs):
                 parts = [part for key, child in after for part in self.argument_parts(child, (key,))]
                 effects.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types), parts))
         return effects

@@ -117,7 +117,7 @@ class Inference:
             number = cache.numbers.setdefault(facts, _new_number())
         return number
 
-    def key_now(self, value: Value) -> int | None:
+    def current_key(self, value: Value) -> int | None:
         """As `key_of` of its tensor.
 
         `value.key` is out of date after `requires_grad_()`, or where a function that makes a tensor got
@@ -169,7 +169,7 @@ class Inference:
             kind = type(x)
             key.append(kind)  # 1, 1.0 and True are equal
             if kind is Value:
-                number = self.key_now(x)
+                number = self.current_key(x)
                 if number is None:
                     return False
                 key.append(number)

@@ -58,7 +58,7 @@ from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import Sharing
 from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
 from scopetrace.record.model import argument_names, more_keywords
-from scopetrace.record.uses import takes_by_key
+from scopetrace.watch.uses import takes_by_key
 
 Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""

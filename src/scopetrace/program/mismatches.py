@@ -15,7 +15,7 @@ from scopetrace.ir.guards import Asked, Flag, Guard, OfFunctions
 from scopetrace.ir.scopes import source_of, walk_frames
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.write_back import Number, resolved
-from scopetrace.record.uses import catches_errors
+from scopetrace.watch.uses import catches_errors
 
 
 def _other_strides(tape: ProgramTape, inputs: Sequence[Any], number: Number) -> str | None:

@@ -26,9 +26,7 @@ import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.function_mode import On
 from scopetrace._compat.ops import eager, paused
-from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.tensors import storage_id, version_of
 from scopetrace.containers.structure import (
     OpaqueContainer,
@@ -46,8 +44,6 @@ from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
-from scopetrace.record.python_values import PythonValues, report_questions
-from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import NESTED
 from scopetrace.record.values import ValueTable
 
@@ -60,24 +56,17 @@ class CallRecorder:
 
     def __init__(
         self,
-        builder: TapeBuilder,
-        values: ValueTable,
         ops: OpRecorder,
-        reads: ReadRecorder,
-        model: Model,
         object_types: frozenset[type],
         leaves: list[Target],
         progress: Progress | None,
         at_end: Callable[[], None],
     ) -> None:
         """`at_end` is called where the traced callable has returned, for what others put on the tape there."""
-        self._reads = reads
-        self._builder = builder
-        self._values = values
-        self._ops = ops
-        self._model = model
+        self._ops, self._builder, self._reads = ops, ops.builder, ops.reads
+        self._values, self._model = ops.values, ops.values.model
         self._object_types = object_types
-        self.templates = Templates(values, object_types, notes_objects=not leaves)
+        self.templates = Templates(ops.values, object_types, notes_objects=not leaves)
         self.result_types: frozenset[type] = frozenset()
         """The classes of the objects with tensors in the result of the root call."""
         self._leaves = leaves
@@ -139,24 +128,24 @@ class CallRecorder:
         builder = self._builder
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
-        template = self.templates.of
         call = Call(
             module=module,
             fqn=fqn,
             index=index,
             parent=builder.call,
             scope=scope,
-            args=tuple([template(a) for a in args]),
-            kwargs={name: template(a) for name, a in kwargs.items()},
-            start=len(builder.tape.ops),
+            args=(),
+            kwargs={},
+            start=-1,
             frames=builder.frames() if builder.call is not None else (),
             attributes=plain_attributes(current_attributes(module)) if module is not None else {},
             position=self._next,
             module_type=self.class_of(module) if module is not None else None,
             replaced=self._model.replaced(module) if module is not None else (),
         )
+        call.args, call.kwargs = self.templates.of((args, kwargs), call)
+        call.start = len(builder.tape.ops)
         self._next += 1
-        self.templates.belong_to(call)
         builder.tape.calls.append(call)
         return call
 
@@ -180,8 +169,7 @@ class CallRecorder:
                 kinds = self._object_types | self.result_types
                 map_structure(self._values.detach_result_alias, out, torch.Tensor, kinds)
                 self._at_end()
-            call.outputs = self.templates.of(out)
-            self.templates.belong_to(call)
+            call.outputs = self.templates.of(out, call)
             if len(self._values.same) > same:
                 self._values.leave(same, call.outputs)
             return out
@@ -231,13 +219,9 @@ class CallRecorder:
         )
         self._builder.deferred.append(error)
 
-    def mark(self) -> tuple[int, int]:
-        """This place in the program."""
-        return self._builder.mark()
-
     def on_nested_region(self, run: Callable[[], Any]) -> Any:
         """A function under `torch.compiler.nested_compile_region` is called."""
-        mark = self.mark()
+        mark = self._builder.mark()
         out = run()
         self._builder.end_region(NESTED, mark)
         return out
@@ -257,11 +241,6 @@ class CallRecorder:
             op=op,
             hint="exchange them outside of the forward, and give it what it needs as an argument",
         )
-
-    def watch_questions(self, replace: Replace, on: On, in_tracing_thread: Condition, is_observed: Condition) -> None:
-        """Hear what Python asks of tensors and of torch; `here()` says whether this thread traces, paused or not."""
-        PythonValues(self._builder, self._ops, in_tracing_thread, is_observed).watch(replace, on)
-        report_questions(replace, on, self._reads, is_observed)
 
 
 @contextlib.contextmanager
@@ -356,15 +335,13 @@ class Templates:
         """The calls whose templates have some."""
         self._knows_all = notes_objects
 
-    def of(self, x: Any) -> Any:
-        """The template of a value of the user; `belong_to` says of which call it is."""
-        return map_structure(self._values.value_of, x, torch.Tensor, self._object_types, self._note)
-
-    def belong_to(self, call: Call) -> None:
-        """The templates that were made last are those of `call`."""
+    def of(self, x: Any, call: Call) -> Any:
+        """The template of what a call takes or gives."""
+        template = map_structure(self._values.value_of, x, torch.Tensor, self._object_types, self._note)
         if self._noted:
             self._noted.clear()
             self._unsettled.append(call)
+        return template
 
     def settle(self, kinds: Collection[type]) -> bool:
         """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""

@@ -23,7 +23,6 @@ from scopetrace._compat.gradients import saved_storages
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import leaves
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.values import ValueTable
 
 Tensors = list[torch.Tensor]
@@ -43,16 +42,13 @@ class CollectiveRecorder:
 
     def __init__(
         self,
-        builder: TapeBuilder,
         values: ValueTable,
         recorded: Callable[[Callable[[], Any]], Any],
         pending: dict[int, Finish],
     ) -> None:
         """`recorded` calls a function and records the ops in it; `pending` gets what is under way, by storage."""
-        self._pending = pending
-        self._builder = builder
-        self._values = values
-        self._recorded = recorded
+        self._builder, self._values = values.builder, values
+        self._recorded, self._pending = recorded, pending
         self._works: list[Any] = []  # torch keeps only the C++ part of a work handle
         self._started: dict[Finish, None] = {}
 

@@ -25,14 +25,13 @@ from scopetrace._compat.ops import eager, is_collective, is_op, is_random, schem
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.shape_env import WatchedShapeEnv, evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace._compat.tensors import FakeFactory, FakeTensor, known_data, storage_id
+from scopetrace._compat.tensors import FakeTensor, known_data, storage_id
 from scopetrace.errors import DataDependentError
 from scopetrace.guards.reach import names_of
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.guards import Asked
 from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat, map_argument
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
@@ -71,14 +70,9 @@ class NoRealValue(Exception):
 class DataReader:
     """Answers what Python asks of the data of tensors."""
 
-    def __init__(
-        self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, factory: FakeFactory, *, specialize: bool
-    ) -> None:
-        self._builder = builder
-        self._values = values
-        self._reads = reads
-        self._factory = factory
-        self._specialize = specialize
+    def __init__(self, values: ValueTable, reads: ReadRecorder, *, specialize: bool) -> None:
+        self._builder, self._values, self._factory = values.builder, values, values.factory
+        self._reads, self._specialize = reads, specialize
 
     @functools.cached_property
     def _example(self) -> ExampleRun:

@@ -29,6 +29,7 @@ from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import Children, open_container
 from scopetrace.errors import DynamicShapeError
 from scopetrace.ir.conditions import DynamicInput, SizeRules
+from scopetrace.record.model import named_arguments, signature_of_forward
 
 Spec = tuple[str, Any, Any]
 """The path of a tensor or a whole number in the arguments, itself, and what `dynamic_shapes` says of it: of a number a
@@ -126,13 +127,15 @@ def _check_limits(spec: DimSpec, value: int, where: str) -> None:
         raise DynamicShapeError(f"{where} is {value} in the example, outside of {_range(spec)}")
 
 
-def arguments_of(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], set[str]]:
+def arguments_of(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """The arguments by name, in the order of torch.export's `dynamic_shapes`, and the names of `*args` and `**kwargs`.
 
     What is passed for these is in a tuple and in a dict.
     """
+    try:
+        signature = signature_of_forward(forward)
+    except ValueError:  # built-in callables have no signature
+        return dict(named_arguments(forward, args, kwargs)), set()
     arguments = signature.bind(*args, **kwargs).arguments
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return arguments, {name for name in arguments if signature.parameters[name].kind in kinds}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
+from collections.abc import Iterator
 
 import torch
 
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE
 from scopetrace.containers.structure import leaves_with_path
-from scopetrace.errors import DataDependentError, OpError, TraceError, UnsupportedOpError
+from scopetrace.errors import DataDependentError, OpError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.formatting import short_repr
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import Call, Value
@@ -19,14 +21,21 @@ from scopetrace.record.model import named_arguments
 from scopetrace.record.ops import OpRecorder
 
 
-def explain(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> None:
-    """Raise the TraceError that says what an error of the forward means, or add its place to it as a note."""
-    meant = explained(error, builder, ops) or _refused(error, builder)
-    if meant is not None:
-        meant.stands_for(error, f"  torch: {_first_line(error)}")
-        raise meant from error
-    place = _place(error, builder)
-    error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
+@contextlib.contextmanager
+def errors_explained(builder: TapeBuilder, ops: OpRecorder) -> Iterator[None]:
+    """Inside, an error of the forward becomes the TraceError that says what it means, or gets its place as a note."""
+    try:
+        yield
+    except ScopetraceError:
+        raise
+    except Exception as error:
+        meant = explained(error, builder, ops) or _refused(error, builder)
+        if meant is not None:
+            meant.stands_for(error, f"  torch: {_first_line(error)}")
+            raise meant from error
+        place = _place(error, builder)
+        error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
+        raise
 
 
 def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceError | None:

@@ -16,8 +16,8 @@ import torch
 from scopetrace._compat.tensors import without_dispatch
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.guards import NO_CALL
-from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, RecordedTape
+from scopetrace.record.builder import place_of
 
 _LIFTED = torch.ops.aten.lift_fresh_copy.default
 _HINT = "keep it as a tensor alone, self.a = torch.from_numpy(a).clone() in __init__, and change it by ops of torch"
@@ -29,31 +29,30 @@ class ForeignTensor(NamedTuple):
     op: Op
     tensor: torch.Tensor
     data: torch.Tensor
-    """Its bytes then: u8[n]."""
+    """Its bytes when the op read it: u8[n]."""
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor, op: Op) -> ForeignTensor:
-        """With the data that it has now."""
-        return cls(op, tensor, _data_of(tensor))
 
-    def refuse_change(self) -> None:
-        """Raise UnsupportedOpError where Python has changed the data since the op read it."""
-        if not torch.equal(_data_of(self.tensor), self.data):
-            _refuse(self.op, "the forward changes a NumPy array in whose memory this tensor lies")
+def refuse_changes(tensors: Sequence[ForeignTensor]) -> None:
+    """Raise UnsupportedOpError where Python has changed the data of one since its op read it."""
+    for op, t, data in tensors:
+        if not torch.equal(data_of(t), data):
+            _refuse(op, "the forward changes a NumPy array in whose memory this tensor lies")
 
-    def refuse_write(self, tape: RecordedTape, all_of_them: Sequence[ForeignTensor]) -> None:
-        """Raise UnsupportedOpError where an op writes to the memory, and the forward may read it as an array."""
-        lifted = (o.result for o in tape.ops if o.target is _LIFTED and o.args[0] is self.op.result)
-        if next(lifted, self.op.result).storage in tape.written_storages():  # lifted: what `torch.from_numpy` gave
-            start, stop = _bytes_of(self.tensor)
-            others = [_bytes_of(other.tensor) for other in all_of_them if other is not self]
+
+def refuse_writes(tensors: Sequence[ForeignTensor], tape: RecordedTape) -> None:
+    """Raise UnsupportedOpError where an op writes to the memory of one, and the forward may read it as an array."""
+    written = tape.written_storages()
+    for op, t, _ in tensors:
+        lifted = (o.result for o in tape.ops if o.target is _LIFTED and o.args[0] is op.result)
+        if next(lifted, op.result).storage in written:  # lifted: what `torch.from_numpy` gave
+            start, stop = _bytes_of(t)
+            others = [_bytes_of(other.tensor) for other in tensors if other.op is not op]
             if any(a < stop and start < b for a, b in (*others, *_arrays_read(tape))):
-                _refuse(self.op, "the forward writes to this tensor, which lies in the memory of a NumPy array")
+                _refuse(op, "the forward writes to this tensor, which lies in the memory of a NumPy array")
 
 
 def _refuse(op: Op, what: str) -> None:
-    where = {"module": str(op.scope), "source": source_of(op.frames)}
-    raise UnsupportedOpError(f"{what}: {op.name}", op="torch.from_numpy", **where, hint=_HINT)
+    raise UnsupportedOpError(f"{what}: {op.name}", **{**place_of(op), "op": "torch.from_numpy"}, hint=_HINT)
 
 
 def is_foreign(t: torch.Tensor) -> bool:
@@ -62,7 +61,8 @@ def is_foreign(t: torch.Tensor) -> bool:
     return is_plain and not t.untyped_storage().resizable()
 
 
-def _data_of(t: torch.Tensor) -> torch.Tensor:
+def data_of(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: u8[n]."""
     with without_dispatch(), torch.no_grad():
         return t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 

@@ -19,13 +19,12 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.higher_order import fake_results
 from scopetrace._compat.ops import in_transform
-from scopetrace._compat.tensors import FakeFactory, run_fake, unbacked_symint, without_dispatch
+from scopetrace._compat.tensors import run_fake, unbacked_symint, without_dispatch
 from scopetrace.errors import ControlFlowError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
 from scopetrace.ir.tape import BodyTape, Op, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.values import ValueTable, body_error
 
 _hops = torch.ops.higher_order
@@ -36,16 +35,12 @@ class BodyRecorder:
 
     def __init__(
         self,
-        builder: TapeBuilder,
         values: ValueTable,
-        factory: FakeFactory,
         hop: Any,
         args: tuple[Any, ...],
         recorded: Callable[[Any, Any], Any],
     ) -> None:
-        self.builder = builder
-        self.values = values
-        self.factory = factory
+        self.builder, self.values, self.factory = values.builder, values, values.factory
         self.hop = hop
         self.name = str(hop)
         """What the scopes of its bodies are in."""

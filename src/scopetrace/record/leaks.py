@@ -33,44 +33,33 @@ def refuse_leak(x: Any, path: str, *, is_result: bool) -> None:
 
     Of arguments, only attributes of objects count. A result may be no iterator either.
     """
-    what = f"{path} is a {type(x).__name__}"
+    kind = type(x)
+    what = f"{path} is a {kind.__name__}"
     if is_result and isinstance(x, Iterator):
         raise OpaqueOutputError(
             f"{what}, which can be gone through once and computes later",
             hint="return a list or tuple of what it gives",
         )
     leak = _leak(x, _referents) if is_result and not isinstance(x, torch.Tensor) else None
+    attributes = {} if isinstance(x, (torch.nn.Module, type)) else getattr(x, "__dict__", {})
+    name = next((name for name, value in attributes.items() if _leak(value, parts_of) is not None), None)
     if leak is not None and isinstance(x, (Set, ValuesView)):
-        raise OpaqueOutputError(
-            f"{what} with tensors in it, which has no order or keys that a trace could keep",
-            hint="return a list, tuple or dict",
-        )
-    _refuse_attributes(x, path)
-    if leak is not None:
+        problem = f"{what} with tensors in it, which has no order or keys that a trace could keep"
+        hint = "return a list, tuple or dict"
+    elif name is not None and isinstance(x, torch.Tensor):
+        problem = f"{what}, a tensor subclass, whose parts (.{name}) a trace does not follow"
+        hint = "pass and return the tensors in it"
+    elif name is not None:
+        problem = f"{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
+        problem += "and scopetrace cannot see inside objects of this type"
+        hint = "make it a dataclass, or register it with torch.utils._pytree.register_pytree_node"
+    elif leak is not None:
         held = "a tensor" if isinstance(leak, torch.Tensor) else "the storage of a tensor"
-        raise OpaqueOutputError(
-            f"{what} that holds {held}, which no call of a trace can make again",
-            hint="return the tensors that are in it",
-        )
-
-
-def _refuse_attributes(x: Any, path: str) -> None:
-    if isinstance(x, (torch.nn.Module, type)):
+        problem = f"{what} that holds {held}, which no call of a trace can make again"
+        hint = "return the tensors that are in it"
+    else:
         return
-    kind = type(x)
-    attributes = getattr(x, "__dict__", {}).items()
-    name = next((name for name, value in attributes if _leak(value, parts_of) is not None), None)
-    if name is not None and isinstance(x, torch.Tensor):
-        raise OpaqueOutputError(
-            f"{path} is a {kind.__name__}, a tensor subclass, whose parts (.{name}) a trace does not follow",
-            hint="pass and return the tensors in it",
-        )
-    if name is not None:
-        raise OpaqueOutputError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
-            "and scopetrace cannot see inside objects of this type",
-            hint="make it a dataclass, or register it with torch.utils._pytree.register_pytree_node",
-        )
+    raise OpaqueOutputError(problem, hint=hint)
 
 
 def _leak(x: Any, parts: Callable[[Any], Iterable[Any]]) -> Any:

@@ -208,7 +208,7 @@ class Model:
         return self._saved.get(id(module))
 
     def bound_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that attributes of the modules are now, with the attributes' names in the model."""
+        """The current tensors of the modules' attributes, with the attributes' names in the model."""
         for saved in self.saved_modules:
             for table in (current_attributes(saved.module), saved.live[2]):
                 for name, t in table.items():
@@ -262,7 +262,7 @@ class ModuleSnapshot:
             contents.add(f"{name}'s hook", hook)
 
     def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
-        """Parameters, buffers and other attributes, by name, as they are now."""
+        """Parameters, buffers and other attributes, by name, as they currently are."""
         if isinstance(self.module, torch.jit.ScriptModule):  # in C++
             return dict(self.module.named_parameters(recurse=False)), dict(self.module.named_buffers(recurse=False))
         return self.live[1], self.live[2], self.contents

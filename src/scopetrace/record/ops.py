@@ -41,7 +41,6 @@ from scopetrace._compat.questions import attention_kernels, autocast_enabled
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
 from scopetrace._compat.tensors import (
     RECURRENT,
-    FakeFactory,
     FakeTensor,
     is_inference_of,
     is_symbolic,
@@ -51,12 +50,11 @@ from scopetrace._compat.tensors import (
     storage_id,
 )
 from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
-from scopetrace.infer.inference import Inference, Inferred
+from scopetrace.infer.inference import Inferred
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.collectives import CollectiveRecorder, Finish
 from scopetrace.record.data import DataReader
 from scopetrace.record.flex_attention import FlexRecorder
@@ -78,23 +76,17 @@ class OpRecorder:
 
     def __init__(
         self,
-        builder: TapeBuilder,
         values: ValueTable,
         reads: ReadRecorder,
-        factory: FakeFactory,
-        inference: Inference,
         run_graph: RunGraph,
         *,
         specialize: bool = False,
     ) -> None:
         self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
-        self.values = values
-        self.reads = reads
-        self._builder = builder
+        self.values, self.reads = values, reads
+        self.builder, self.factory, self.inference = values.builder, values.factory, values.inference
         self._by_id = values.by_id
-        self.factory = factory
-        self.inference = inference
-        self.exact = builder.tape.exact_autograd
+        self.exact = self.builder.tape.exact_autograd
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
         self._specialize = specialize
@@ -107,19 +99,19 @@ class OpRecorder:
     @functools.cached_property
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
-        return DataReader(self._builder, self.values, self.reads, self.factory, specialize=self._specialize)
+        return DataReader(self.values, self.reads, specialize=self._specialize)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
         """Records collectives."""
-        recorder = CollectiveRecorder(self._builder, self.values, self.recorded, self._pending)
+        recorder = CollectiveRecorder(self.values, self.recorded, self._pending)
         self._at_end.enter_context(recorder.finishing())
         return recorder
 
     @functools.cached_property
     def transforms(self) -> TransformRecorder:
         """Records ops inside of torch.vmap, grad and their kind."""
-        return TransformRecorder(self._builder, self.values, self.record)
+        return TransformRecorder(self.values, self.record)
 
     def finishing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, at whose end collectives that are under way are finished."""
@@ -136,7 +128,7 @@ class OpRecorder:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
         if interrupts.pending:
             interrupts.act()
-        builder = self._builder
+        builder = self.builder
         outer, builder.op_frames = builder.op_frames, builder.frames()
         try:
             if in_transform():
@@ -153,7 +145,7 @@ class OpRecorder:
         if dtype is None:
             return self.record(func, args, kwargs)
         rule, casts = autocast_rule(func, device)
-        before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
+        before, self.builder.autocast = self.builder.autocast, Autocast(device, dtype, casts)
         try:
             casts_inside = func in CASTS_INSIDE or (func in RECURRENT and device == "cuda")
             if casts_inside and any(t.dtype is not torch.float64 for t in tensors_in((args, kwargs))):
@@ -162,38 +154,37 @@ class OpRecorder:
                 return self.record(func, args, kwargs)
             return self.recorded(lambda: rule(*args, **kwargs))
         finally:
-            self._builder.autocast = before
+            self.builder.autocast = before
 
     def _casts_inside(self, func: Any, device: str) -> UnsupportedOpError:
         hint = f"put it under torch.autocast({device!r}, enabled=False), and cast its inputs"
         if facts_of(func).is_fast_path:
             hint = "call torch.backends.mha.set_fastpath_enabled(False), so that torch.nn runs its parts"
         problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
-        return UnsupportedOpError(problem, op=str(func), **self.where(), hint=hint)
+        return self.builder.refusal(problem, op=str(func), hint=hint)
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind arrive."""
         if hop in CHECKPOINTS:
-            mark = self._builder.mark()
+            mark = self.builder.mark()
             out = self.run_callable(args[0], args[1:])
-            self._builder.end_region(CHECKPOINTS[0], mark)
+            self.builder.end_region(CHECKPOINTS[0], mark)
             return out
         if hop is custom_function_call:
-            self._builder.expect_history("a transform such as torch.vmap runs")
+            self.builder.expect_history("a transform such as torch.vmap runs")
             return self.recorded(lambda: function_in_transform(args))
         kernel = eager_kernel(hop)
         if hop not in FORMS and kernel and any(map(callable, args)) and not _requires_grad(args, kwargs):
             return self.recorded(lambda: kernel(*args, **kwargs))
         if hop not in FORMS or kwargs:
-            raise UnsupportedOpError(
+            raise self.builder.refusal(
                 "a higher-order op that is not recorded" + (f" with {', '.join(kwargs)}" if hop in FORMS else ""),
                 op=str(hop),
-                **self.where(),
                 hint="write the branch or loop so that Python decides it"
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
         recorder = FlexRecorder if hop is torch.ops.higher_order.flex_attention else BodyRecorder
-        return recorder(self._builder, self.values, self.factory, hop, args, self.run_callable).run()
+        return recorder(self.values, hop, args, self.run_callable).run()
 
     def run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""
@@ -203,15 +194,11 @@ class OpRecorder:
 
     def recorded(self, run: Callable[[], Any]) -> Any:
         """What `run` returns; the ops that it calls are recorded."""
-        outer, self._builder.op_frames = self._builder.op_frames, None
+        outer, self.builder.op_frames = self.builder.op_frames, None
         try:
             return with_mode(self.mode, run)
         finally:
-            self._builder.op_frames = outer
-
-    def where(self) -> dict[str, str | None]:
-        """Module and source line of the op that is being recorded, as arguments of an error."""
-        return self._builder.where()
+            self.builder.op_frames = outer
 
     # ---------------------------------------------------------------- the path of an op
 
@@ -226,9 +213,9 @@ class OpRecorder:
             out = facts.rewrite(self, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        decomposes = facts.is_composite and self._builder.differentiates and not in_transform()  # which decomposes it
+        decomposes = facts.is_composite and self.builder.differentiates and not in_transform()  # which decomposes it
         if decomposes and _requires_grad(args, kwargs):
-            refuse_lost_dropout(self._builder, func, args)
+            refuse_lost_dropout(self.builder, func, args)
             return self.recorded(lambda: run_parts(func, *args, **kwargs))
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
             return args[0]
@@ -258,7 +245,7 @@ class OpRecorder:
         func = call.facts.func
         answer = self.data.answer(func, call.args, call.kwargs)
         if answer is NotImplemented and func is _aten.is_nonzero.default and call.python_arguments[0][0].numel() == 1:
-            with self._builder.run_by_torch(func):
+            with self.builder.run_by_torch(func):
                 number = self.recorded(call.python_arguments[0][0].item)
             return self.data.is_true(func, number)
         return answer
@@ -266,31 +253,30 @@ class OpRecorder:
     # ---------------------------------------------------------------- arguments
 
     def _is_set_to_itself(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a tensor gets the memory that it has, `x.set_(x)`; what gets another shape is prepared for it."""
-        if facts.func is _aten.set_.source_Tensor:
-            if self.values.are_one_view(*args):
-                return True
-            self._refuse_memory_given_away(*args)
-        self._detach_reshaped_aliases(facts, args, kwargs)
-        return False
+        """Whether a tensor gets the memory that it has, `x.set_(x)`.
 
-    def _detach_reshaped_aliases(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Aliases that Python made outside of the dispatcher get values of their own before their shape changes."""
+        Of what gets another shape, aliases that Python made outside of the dispatcher get values of their own.
+        """
+        sets_memory = facts.func is _aten.set_.source_Tensor
+        if sets_memory and self.values.are_one_view(*args):
+            return True
+        if sets_memory:
+            self._refuse_memory_given_away(*args)
         for position, name in facts.written:
             a = args[position] if position < len(args) else kwargs.get(name)
             for t in a if isinstance(a, (list, tuple)) else (a,):
                 if isinstance(t, FakeTensor):
-                    if facts.func is not _aten.set_.source_Tensor:
+                    if not sets_memory:
                         self._refuse_lost_shape(t, str(facts.func))
                     self.values.detach_alias(t)
+        return False
 
     def _refuse_memory_given_away(self, t: torch.Tensor, source: torch.Tensor) -> None:
         """A tensor gets the memory of another. That one counts as the same tensor from then on, and stays there."""
         if self._given_away.get(self.values.value_of(t).storage, id(t)) != id(t):
-            raise UnsupportedOpError(
+            raise self.builder.refusal(
                 "a tensor gets other memory after another tensor has got its memory, as where two are swapped",
                 op="Tensor.set_",
-                **self.where(),
                 hint="swap the values: keep a clone() of one, and use copy_",
             )
         self._given_away[self.values.value_of(source).storage] = id(t)
@@ -298,10 +284,9 @@ class OpRecorder:
     def _refuse_lost_shape(self, t: torch.Tensor, op: str) -> None:
         """Autograd would go on with the shape that a tensor had before an op without autograd changed it."""
         if self.exact and requires_grad_of(t) and not _grad_enabled():
-            raise UnsupportedOpError(
+            raise self.builder.refusal(
                 "a tensor that requires grad changes its shape in place under no_grad",
                 op=op,
-                **self.where(),
                 hint="use the op that gives a view, such as x.t() in place of x.t_()",
             )
 
@@ -313,11 +298,11 @@ class OpRecorder:
         except ForeignTensorError as error:
             if not self.exact:
                 raise
-            self._builder.expect_backward("backward reads what a composite op has saved")
+            self.builder.expect_backward("backward reads what a composite op has saved")
             raise ForeignTensorError(
                 error.problem,
                 op=str(facts.func),
-                **self.where(),
+                **self.builder.where(),
                 hint="torch made it inside an op and reads it in backward, or another thread did: take gradients "
                 "outside of the forward, and make tensors in its thread",
             ) from None
@@ -325,7 +310,7 @@ class OpRecorder:
             if value.storage in self._pending:
                 self._pending[value.storage]()
         if facts.func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
-            self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
+            self.builder.tape.uses_absolute_offset.add(call.args[0].storage)
         if facts.takes_one_dtype:
             call.refuse_other_dtypes(self._builder)
         return call
@@ -357,9 +342,17 @@ class OpRecorder:
             return None
         return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
 
-    def _append_inferred(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None]) -> Any:
+    def _append_inferred(
+        self,
+        call: OpCall,
+        outputs: Outputs,
+        fakes: list[torch.Tensor | None],
+        written: tuple[Value, ...] = (),
+        tracked: tuple[Value, ...] = (),
+    ) -> Any:
         """Put the op on the tape with results that were made without running it."""
-        self._append(call, outputs.contained(self.values.new_inferred(outputs, fakes, call.inputs)))
+        results = self.values.new_inferred(outputs, fakes, call.inputs)
+        self._append(call, outputs.contained(results), written, None, tracked)
         if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
             return call.python_tensor(fakes[0])
         return outputs.contained(fakes)
@@ -371,7 +364,7 @@ class OpRecorder:
             raise RandomStateError(
                 "an op draws from a random generator of its own, which no graph can hold",
                 op=str(call.facts.func),
-                **self.where(),
+                **self.builder.where(),
                 hint="draw from torch's default generator, or outside of the model",
             )
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
@@ -382,7 +375,7 @@ class OpRecorder:
             self.reads.on_default_device(kwargs.get("device"))
         if call.facts.is_new and isinstance(outputs, Value):
             self.values.new_tensors.append(outputs.fake)
-        self._builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)
+        self.builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)
 
     # ---------------------------------------------------------------- results of torch
 
@@ -426,7 +419,7 @@ class OpRecorder:
         )
         self._append(call, results, written, unbacked, before.tracked)
         if self.exact and next_sequence_number() > first:
-            self._builder.made_nodes.append((first, self._builder.tape.ops[-1]))
+            self.builder.made_nodes.append((first, self.builder.tape.ops[-1]))
         if moved:
             self.values.follow(tensors_in(call.python_arguments), before.fakes, str(facts.func))
         return call.python_tensor(out) if returned else out
@@ -434,17 +427,16 @@ class OpRecorder:
     def _append_cached(
         self, call: OpCall, key: Any, undeclared: Sequence[str], tracked: tuple[Value, ...] | None
     ) -> Any:
-        """Put an op that torch has just run on the tape as the next one of equal metadata; None where that runs too.
+        """Put an op on the tape with the results of one of equal metadata; None where torch has to run it.
 
-        `tracked` is None for an op that has written nothing.
+        `tracked` is None for an op that writes nothing.
         """
-        cached = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
-        if cached is None:
+        if tracked is not None and not self._is_known_update(call, undeclared):
             return None
-        if tracked is None:
-            return self._append_inferred(call, *cached)
-        is_known = self._is_known_update(call, undeclared)
-        return self._append_update(call, *cached, undeclared, tracked) if is_known else None
+        cached = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        if cached is None or tracked is None:
+            return None if cached is None else self._append_inferred(call, *cached)
+        return self._append_inferred(call, *cached, tuple(dict.fromkeys(call.all_written(undeclared))), tracked)
 
     def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
@@ -460,15 +452,11 @@ class OpRecorder:
             with torch.no_grad() if unseen else contextlib.nullcontext():
                 is_known = self._changes_only_values(call, target.fake, key)
             return self._append_in_place(call, target) if is_known else None
-        if not self._is_known_update(call, undeclared):
-            return None
-        cached = self.inference.cached(key, facts.func, call.args, call.kwargs, call.inputs)
-        if cached is None:
-            return None
-        for v in dict.fromkeys(call.written(facts.written)):
-            torch.autograd.graph.increment_version(v.fake)
         tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
-        return self._append_update(call, *cached, undeclared, tuple(tracked))
+        out = self._append_cached(call, key, undeclared, tuple(tracked))
+        for v in dict.fromkeys(call.written(facts.written) if out is not None else ()):
+            torch.autograd.graph.increment_version(v.fake)
+        return out
 
     def _is_known_update(self, call: OpCall, undeclared: Sequence[str]) -> bool:
         """Whether the results of an op that writes beside them follow from metadata."""
@@ -476,19 +464,6 @@ class OpRecorder:
         if not (facts.updates or (undeclared and not facts.written)):
             return False
         return not (facts.is_custom or any(map(is_inference_of, call.fakes())) or call.overlaps(undeclared))
-
-    def _append_update(
-        self,
-        call: OpCall,
-        outputs: Outputs,
-        fakes: list[torch.Tensor | None],
-        undeclared: Sequence[str],
-        tracked: tuple[Value, ...],
-    ) -> Any:
-        written = tuple(dict.fromkeys(call.all_written(undeclared)))
-        results = self.values.new_inferred(outputs, fakes, call.inputs)
-        self._append(call, outputs.contained(results), written, None, tracked)
-        return outputs.contained(fakes)
 
     def _append_in_place(self, call: OpCall, target: Value) -> Any:
         fake = target.fake
@@ -506,7 +481,7 @@ class OpRecorder:
         compared = facts.is_custom and self.factory.mode.propagate_real_tensors
         has_history = self.exact and any(map(requires_grad_of, tensors_in((args, kwargs))))
         with (
-            self._builder.run_by_torch(facts.func),
+            self.builder.run_by_torch(facts.func),
             self.factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
             self.data.real_tensors(call.inputs) if compared else contextlib.nullcontext(),
             self._below_autograd(call) if has_history else contextlib.nullcontext(),
@@ -577,7 +552,7 @@ class OpRecorder:
         for value in written:
             same_memory = self.values.in_storage(value.storage)
             if any(v.fake is not value.fake for v in same_memory):
-                self._builder.expect_history("an op writes to a view of a tensor that requires grad")
+                self.builder.expect_history("an op writes to a view of a tensor that requires grad")
             if any(v.autograd_placeholder for v in same_memory):
                 self.factory.give_history(value.fake)
             for v in same_memory:

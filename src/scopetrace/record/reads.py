@@ -1,7 +1,7 @@
 """What the forward asks: torch and the process, for facts of tensors, flags and environment variables; its objects.
 
 Data flow:
-    facts of tensors, flags of torch, environment variables -> `record.python_values` -> Read, once for each
+    facts of tensors, flags of torch, environment variables -> `watch.questions` -> Read, once for each
     ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Guard of that state
     ops that gave a view and give a copy otherwise, such as `reshape` -> the strides of the inputs, where that matters
     an attribute of a class -> Watched, in its place meanwhile -> by owner, where it was first read or written
@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.guards import (
     NO_CALL,
-    Asked,
     Flag,
     Guard,
     OfInput,
@@ -38,8 +37,6 @@ from scopetrace.ir.guards import (
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
-from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import Model
 from scopetrace.record.values import ValueTable
 
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
@@ -49,16 +46,14 @@ FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 class ReadRecorder:
     """Puts what the forward reads on the tape."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable, model: Model) -> None:
-        self._builder = builder
-        self._values = values
-        self._model = model
-        self._guards = builder.tape.guards
+    def __init__(self, values: ValueTable) -> None:
+        self._builder, self._values, self._model = values.builder, values, values.model
+        self._guards = self._builder.tape.guards
         self._known: set[Any] = set()
         """The places of reads, and of flags with the answers."""
         self._grad = questions.grad_enabled()
         self.contiguous: list[tuple[Value, int, Frames]] = []
-        """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
+        """What `contiguous()` gave back as it was, the number of ops before it, and the frames."""
         self._blocks: list[int | None] = []
         """Of each open block that switches autograd, its first op where it sets what is set anyway; else None."""
         self._hidden: list[range] = []
@@ -144,14 +139,9 @@ class ReadRecorder:
         return is_users(frame.f_code.co_filename)
 
     def drop_inner_flags(self) -> None:
-        """After the forward: a flag that was another one then had been set by the forward itself."""
-        self._guards[:] = [
-            r for r in self._guards if type(r.source) is not Flag or r.source.current(NO_CALL) == r.value
-        ]
-
-    def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
-        """A question to an object of Python, which `ask(*args)` asks again."""
-        self.note_once(name, answer, Asked(ask, args))
+        """After the forward: a flag that has another value than it was read with was set by the forward itself."""
+        stays = [g for g in self._guards if type(g.source) is not Flag or g.source.current(NO_CALL) == g.value]
+        self._guards[:] = stays
 
     def on_failed(self, error: Exception) -> None:
         """A question to a tensor has raised this."""
@@ -398,7 +388,7 @@ _VIEWS_OR_COPIES = frozenset(
 def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -> dict[int, Frames]:
     """The positions of these inputs, with the frames of the op.
 
-    `contiguous` has what `x.contiguous()` gave back, the number of ops then, and the frames.
+    `contiguous` has what `x.contiguous()` gave back, the number of ops before it, and the frames.
     """
     has_writes = any(op.writes for op in tape.ops)
     last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes} if has_writes else {}

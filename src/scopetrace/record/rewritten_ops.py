@@ -17,7 +17,7 @@ from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import attention_kernels, default_dtype
 from scopetrace._compat.tensors import is_symbolic, run_parts, runs_in_python
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import DynamicShapeError, UnsupportedOpError
+from scopetrace.errors import DynamicShapeError
 from scopetrace.ops.functional_variants import drops_between_layers
 from scopetrace.record.builder import TapeBuilder
 
@@ -108,10 +108,9 @@ def _attention(ops: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_batched(ops: Any, *_: Any) -> Any:
-    raise UnsupportedOpError(
+    raise ops.builder.refusal(
         "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)",
         op="torch.autograd.grad",
-        **ops.where(),
         hint="take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time",
     )
 

@@ -18,7 +18,6 @@ from scopetrace._compat.gradients import next_sequence_number
 from scopetrace._compat.ops import BelowAutograd, unwrapped, without_transforms
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of
 from scopetrace.ir.tape import map_argument
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
@@ -37,11 +36,9 @@ Python as the operand of a transform's backward."""
 class TransformRecorder:
     """Records the ops that arrive while a transform is active."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable, record: Callable[..., Any]) -> None:
+    def __init__(self, values: ValueTable, record: Callable[..., Any]) -> None:
         """`record` puts one op on the tape."""
-        self._builder = builder
-        self._values = values
-        self._record = record
+        self._builder, self._values, self._record = values.builder, values, record
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let torch transform an op, and record what is left of it. Returns what it gives to the model."""

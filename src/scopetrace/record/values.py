@@ -35,7 +35,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Op, Value
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.foreign_memory import ForeignTensor, is_foreign
+from scopetrace.record.foreign_memory import ForeignTensor, data_of, is_foreign
 from scopetrace.record.model import Model
 
 _aten = torch.ops.aten
@@ -73,15 +73,12 @@ class ValueTable:
     """
 
     def __init__(self, builder: TapeBuilder, factory: FakeFactory, inference: Inference, model: Model) -> None:
-        self._inference = inference
+        self.builder, self.factory, self.inference, self.model = builder, factory, inference, model
         self.by_id: dict[int, Value] = {}
         """By the id of a tensor. Only good where the tensor still has the storage of its value; see `value_of`."""
         self.examples: dict[Value, torch.Tensor] = {}
         """The example inputs by their placeholders."""
-        self._builder = builder
         self._tape = builder.tape
-        self._factory = factory
-        self._model = model
         self._by_storage: dict[int, list[Value]] = {}
         self._keep: list[torch.Tensor | torch.UntypedStorage] = []  # their ids must not be used again in this trace
         self.same: list[tuple[Value, Value]] = []
@@ -108,7 +105,7 @@ class ValueTable:
 
     def new_result(self, t: torch.Tensor, slot: int = 0) -> Value:
         """As `new`, with the storage and key of the tensor."""
-        return self.new(t, slot, storage_id(t), self._inference.key_of(t))
+        return self.new(t, slot, storage_id(t), self.inference.key_of(t))
 
     def new_results(self, out: Any, slot: int = 0) -> Any:
         """What an op returned, with a new value in place of each tensor."""
@@ -118,7 +115,7 @@ class ValueTable:
 
     def new_same(self, t: torch.Tensor, slot: int, before: Value) -> Value:
         """As `new`, where the op returns a tensor that it was given, the value of which is `before`."""
-        value = self.new(t, slot, before.storage, self._inference.key_now(before))
+        value = self.new(t, slot, before.storage, self.inference.current_key(before))
         self.same.append((value, before))
         return value
 
@@ -151,14 +148,14 @@ class ValueTable:
     def append_op(self, target: Any, args: tuple[Any, ...], out: torch.Tensor) -> Value:
         """Append an op of one result to the tape."""
         value = self.new_result(out)
-        self._builder.append("call_function", target, args, {}, value)
+        self.builder.append("call_function", target, args, {}, value)
         return value
 
     def append_input(self, name: str, fake: torch.Tensor, example: torch.Tensor) -> Value:
         """Append a placeholder. A tensor given twice has two values, and the ops read the first."""
         first = self.by_id.get(id(fake))
         value = self.new_result(fake)
-        self._builder.append("placeholder", name, (), {}, value)
+        self.builder.append("placeholder", name, (), {}, value)
         self._given.add(id(fake))
         self.by_id[id(fake)] = first or value
         self._tape.inputs.append(value)
@@ -167,7 +164,7 @@ class ValueTable:
 
     def append_body_input(self, name: str, x: Any) -> None:
         """Append a placeholder of the body that is being recorded: a new tensor or a number."""
-        self._builder.append("placeholder", name, (), {}, self.new_results(x))
+        self.builder.append("placeholder", name, (), {}, self.new_results(x))
 
     # ---------------------------------------------------------------- values of tensors
 
@@ -180,14 +177,14 @@ class ValueTable:
         value = self.by_id.get(id(t))
         if value is not None and not _lies_elsewhere(t, value):
             return value
-        if isinstance(t, FakeTensor) and (t.fake_mode is self._factory.mode or self._model.owner(t) is None):
+        if isinstance(t, FakeTensor) and (t.fake_mode is self.factory.mode or self.model.owner(t) is None):
             value = self._alias(t)
         elif type(t) in (torch.Tensor, FakeTensor) or isinstance(t, torch.nn.Parameter):
             value = self._adopt(t)
         else:
             raise UnsupportedOpError(
                 f"a {type(t).__module__}.{type(t).__name__} reached the trace",
-                **self._builder.where(),
+                **self.builder.where(),
                 hint="pass plain tensors; tensor subclasses cannot be traced",
             )
         self.by_id[id(t)] = value
@@ -220,7 +217,7 @@ class ValueTable:
 
     def fake_of(self, t: torch.Tensor) -> torch.Tensor:
         """The fake tensor of this trace for a known tensor; `t` itself where it is one."""
-        if isinstance(t, FakeTensor) and t.fake_mode is self._factory.mode:
+        if isinstance(t, FakeTensor) and t.fake_mode is self.factory.mode:
             return t
         return self.by_id[id(unwrapped(t))].fake
 
@@ -234,7 +231,7 @@ class ValueTable:
 
         Raises ControlFlowError for a tensor of the body of a higher-order op.
         """
-        if not isinstance(t, FakeTensor) and self._model.owner(t) is not None:
+        if not isinstance(t, FakeTensor) and self.model.owner(t) is not None:
             return self.value_of(t)
         value = self.by_id.get(id(t))
         if value is None and isinstance(t, FakeTensor) and storage_id(t) in self._of_bodies:
@@ -243,10 +240,10 @@ class ValueTable:
 
     def _alias(self, t: FakeTensor) -> Value:
         """The value of a fake tensor that no op returned, as C++ makes for factories and autograd."""
-        if t.fake_mode is not self._factory.mode:
-            raise ForeignTensorError("a fake tensor of another trace was used", **self._builder.where(), hint=_FOREIGN)
+        if t.fake_mode is not self.factory.mode:
+            raise ForeignTensorError("a fake tensor of another trace was used", **self.builder.where(), hint=_FOREIGN)
         self._refuse_replaced(t)
-        real = self._factory.real_of(t)
+        real = self.factory.real_of(t)
         if real is not None and storage_id(t) not in self._by_storage:
             self.value_of(real)
         same_memory = self.in_storage(storage_id(t))
@@ -264,32 +261,32 @@ class ValueTable:
             return value if shared else self.append_op(_aten.detach.default, (value,), t)
         if not same_memory:
             raise ForeignTensorError(
-                "a tensor was used whose making was not recorded", **self._builder.where(), hint=_FOREIGN
+                "a tensor was used whose making was not recorded", **self.builder.where(), hint=_FOREIGN
             )
         base = same_memory[-1]
         if base.fake.dtype != t.dtype:
-            raise UnsupportedOpError("a view of another dtype was made outside the dispatcher", **self._builder.where())
+            raise UnsupportedOpError("a view of another dtype was made outside the dispatcher", **self.builder.where())
         return self.append_op(_aten.as_strided.default, (base, list(t.size()), list(t.stride()), t.storage_offset()), t)
 
     def _adopt(self, real: torch.Tensor) -> Value:
         """The value of a parameter, buffer or attribute of the model, or of a constant from a closure or global."""
-        owner = self._model.owner(real)
+        owner = self.model.owner(real)
         if owner is not None:
             name = owner[0]
             self._tape.owners[name] = owner[1:]
             self._tape.attributes[name] = real
         else:
-            wanted = self._model.state_names.get(id(real), "")
-            name = self._tape.add_constant(real, self._model.tensor_names, wanted)
-        fake = self._factory.from_real(real)
+            wanted = self.model.state_names.get(id(real), "")
+            name = self._tape.add_constant(real, self.model.tensor_names, wanted)
+        fake = self.factory.from_real(real)
         if owner is None:
             self._refuse_replaced(fake)
         self._keep.append(real)
         value = self.new_result(fake)
         value.real = real
-        self._builder.append("get_attr", name, (), {}, value)
+        self.builder.append("get_attr", name, (), {}, value)
         if is_foreign(real):
-            self.foreign.append(ForeignTensor.of(real, value.op))
+            self.foreign.append(ForeignTensor(value.op, real, data_of(real)))
         return value
 
     def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
@@ -297,7 +294,7 @@ class ValueTable:
         source = self.by_id.get(id(real))
         if source is None:
             source = self.by_id[id(real)] = self._adopt(real)
-        new = self._inference.like(source.fake)
+        new = self.inference.like(source.fake)
         self.append_op(_aten.lift_fresh_copy.default, (source,), new)
         self.new_tensors.append(new)
         return new
@@ -326,24 +323,18 @@ class ValueTable:
         """
         if isinstance(t, FakeTensor):
             return t
-        if torch.is_grad_enabled() and not t.requires_grad and t.is_floating_point() and self._model.owner(t):
+        if torch.is_grad_enabled() and not t.requires_grad and t.is_floating_point() and self.model.owner(t):
             return self.value_of(t).fake
         value = self.by_id.get(id(t)) if self._replaced else None
         return t if value is None or value.real is not None else value.fake
 
-    def add_data_alias(self, source: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
-        """`alias`, which is `source.data`: for autograd a tensor of its own, as `detach()` gives."""
-        if isinstance(alias, FakeTensor):
-            self.append_op(_aten.detach.default, (self.value_of(source),), alias)
-        return alias
-
     def is_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor is an input, or real: of the model, or from a closure or global."""
-        return self.is_given(t) or self._model.owner(unwrapped(t)) is not None
+        return self.is_given(t) or self.model.owner(unwrapped(t)) is not None
 
     def is_state(self, t: torch.Tensor) -> bool:
         """Whether a real tensor belongs to an optimizer: its state, or a setting such as the learning rate."""
-        return id(t) in self._model.state_names
+        return id(t) in self.model.state_names
 
     def is_given(self, t: torch.Tensor) -> bool:
         """Whether a tensor was there before the forward ran."""
@@ -375,7 +366,7 @@ class ValueTable:
         offset, size, stride, dtype = layout
         changed = value.fake
         with without_dispatch(), in_inference_mode(is_inference_of(changed)), torch.no_grad():
-            before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
+            before = self.factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
         value.key = None
         for same in self.in_storage(value.storage):
             if same.fake is changed:
@@ -391,27 +382,26 @@ class ValueTable:
         Raises UnsupportedOpError where Python would go on to see the sizes and strides that a tensor had before.
         """
         for t, fake in zip(tensors, fakes, strict=True):
-            before, now = self.by_id[id(t)], self.by_id[id(fake)]
-            if t is fake or before is now:
+            before, current = self.by_id[id(t)], self.by_id[id(fake)]
+            if t is fake or before is current:
                 continue
             if _shape_of(t) != _shape_of(fake):
-                owner = self._model.owner(t)
+                owner = self.model.owner(t)
                 name = owner[0] if owner else "a constant"
-                raise UnsupportedOpError(
+                raise self.builder.refusal(
                     f"{name}, a tensor of the model, gets other sizes or strides in place",
                     op=op,
-                    **self._builder.where(),
                     hint="bind a new tensor: `self.name = self.name.t()`",
                 )
             self._replaced.add(before.storage)
-            self.by_id[id(t)] = now
+            self.by_id[id(t)] = current
 
     def _refuse_replaced(self, t: torch.Tensor) -> None:
         """A tensor that Python made without an op from one of the model's lies in the storage that it had at first."""
         if self._replaced and storage_id(t) in self._replaced:
             raise UnsupportedOpError(
                 "a tensor of the model got other memory, and is read in a way that shows the memory before",
-                **self._builder.where(),
+                **self.builder.where(),
                 hint="read the tensor itself, or its detach()",
             )
 

@@ -68,7 +68,9 @@ from scopetrace.ir.guards import (
 from scopetrace.ir.scopes import Frames, Ran, source_of
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import RECURRENT, Model, is_torchs
+from scopetrace.record.model import RECURRENT, is_torchs
+from scopetrace.record.values import ValueTable
+from scopetrace.watch.effects import EffectWatch
 
 Location = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
@@ -86,22 +88,13 @@ _BOOKKEEPERS = {
 class StateReads:
     """Sees what one forward reads of Python's state, and makes the table of it.
 
-    `reach` leads to the functions that it may run, `members` gets the parameters and buffers that it takes from
-    modules, and `examples` are the inputs as they were given.
+    `effects` leads to the functions that it may run, and `members` gets the parameters and buffers that it takes from
+    modules.
     """
 
-    def __init__(
-        self,
-        builder: TapeBuilder,
-        model: Model,
-        reach: Reach,
-        members: dict[int, torch.Tensor],
-        examples: Sequence[torch.Tensor],
-        objects: Sequence[tuple[str, Any]],
-    ) -> None:
-        """`objects` are those with attributes among the arguments, with their names."""
-        self._builder, self._model, self._reach, self._objects = builder, model, reach, objects
-        self._members, self._examples = members, examples
+    def __init__(self, values: ValueTable, effects: EffectWatch, members: dict[int, torch.Tensor]) -> None:
+        self._builder, self._model, self._examples = values.builder, values.model, [*values.examples.values()]
+        self._reach, self._objects, self._members = effects.reach, effects.objects, members
         self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Location]] = {}
         """By id of a module and name, the attributes that were asked for, in order."""
         self._called: dict[int, torch.nn.Module] = {}

@@ -140,34 +140,30 @@ def _tree(code: types.CodeType) -> ast.AST | None:
     """The syntax of a function; None where its source is not there, as in a file, or is not that of the function."""
     if not isinstance(code, types.CodeType):
         return None
-    functions = _functions(code.co_filename).get((code.co_firstlineno, code.co_name == "<lambda>"), [])
+    kind = ast.Lambda if code.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [n for n in _nodes(code.co_filename) if isinstance(n, kind) and _first_line(n) == code.co_firstlineno]
     if len(functions) > 1:  # lambdas of one line
         places = {(line, column) for line, _, column, _ in code.co_positions() if column}
-        functions = [n for n in functions if any((e.lineno, e.col_offset) in places for e in _expressions(n))]
+        functions = [n for n in functions if not places.isdisjoint(map(_start_of, ast.walk(n)))]
     return functions[0] if len(functions) == 1 else None
 
 
 @functools.lru_cache(maxsize=8)
-def _functions(file: str) -> dict[tuple[int, bool], list[ast.AST]]:
-    """The functions of a file, by first line and whether they are lambdas."""
-    functions: dict[tuple[int, bool], list[ast.AST]] = {}
+def _nodes(file: str) -> list[ast.AST]:
+    """The nodes of the syntax tree of a file."""
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
     except (SyntaxError, ValueError):
-        return functions
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            functions.setdefault((_first_line(node), isinstance(node, ast.Lambda)), []).append(node)
-    return functions
+        return []
+
+
+def _start_of(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def _first_line(node: Any) -> int:
     """The line at which Python says that a function begins: that of its first decorator."""
     return int(min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]))
-
-
-def _expressions(function: ast.AST) -> list[ast.expr]:
-    return [n for n in ast.walk(function) if isinstance(n, ast.expr)]
 
 
 def _walk(node: ast.AST, parents: Parents) -> Iterator[tuple[ast.AST, Parents]]:

@@ -13,16 +13,17 @@ and contexts such as `torch.no_grad` ask only to restore what was.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
 from scopetrace._compat import questions
-from scopetrace._compat.function_mode import Handler, On, after
-from scopetrace._compat.ops import eager, is_recording
-from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData, Replace
+from scopetrace._compat.function_mode import Handler, after
+from scopetrace._compat.ops import eager
+from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
+from scopetrace._compat.replaced import Interception
 from scopetrace._compat.sources import (
     NOT_THE_MODEL,
     SCOPETRACE,
@@ -37,7 +38,7 @@ from scopetrace.errors import DataDependentError
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.uses import shows_only
+from scopetrace.watch.uses import shows_only
 
 # Code that asks to restore what was, or to choose between kernels that compute the same.
 _KEEPING_STATE = (
@@ -54,11 +55,17 @@ _FAKE_TENSORS = prefixes(TORCH_DIRECTORY, "_subclasses/")
 _TORCH = prefixes(TORCH_DIRECTORY)
 
 
-def report_questions(replace: Replace, on: On, reads: ReadRecorder, is_observed: Condition) -> None:
+def watch_questions(ops: OpRecorder, torch_calls: Interception) -> None:
+    """Hear what Python asks of tensors and of torch."""
+    PythonValues(ops, torch_calls)
+    _report_questions(torch_calls, ops.reads)
+
+
+def _report_questions(torch_calls: Interception, reads: ReadRecorder) -> None:
     """Let what answers questions tell `reads`, too."""
 
     def asked() -> bool:
-        if not (is_recording() and is_observed()):
+        if not torch_calls.in_forward():
             return False
         frame = asking_frame()
         if frame is not None and frame.f_code.co_filename.startswith(_KEEPING_STATE):
@@ -69,15 +76,13 @@ def report_questions(replace: Replace, on: On, reads: ReadRecorder, is_observed:
             frame = frame.f_back
         return True
 
-    for path, ask in questions.flags.items():
-        replace(torch, path.rpartition(".")[2], _flag(path, ask, reads, asked))
-    for path, ask in questions.PROCESS_GROUP.items():
-        replace(torch.distributed, path.rpartition(".")[2], _flag(path, ask, reads, asked))
+    for path, ask in (*questions.flags.items(), *questions.PROCESS_GROUP.items()):
+        owner, _, name = path.rpartition(".")
+        torch_calls.put(sys.modules[owner], name, _flag(path, ask, reads, asked))
     for name, get in (*questions.methods.items(), *questions.properties.items()):
-        on(get, _fact(name, reads, asked))
-    _report_parameters(replace, reads, is_observed)
-    _report_backends(replace, reads, is_observed)
-    _report_switches(replace, on, reads, is_observed)
+        torch_calls.mode.on(get, _fact(name, reads, asked))
+    _report_properties(torch_calls, reads)
+    _report_switches(torch_calls, reads)
 
 
 def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Condition) -> Callable[..., Any]:
@@ -94,7 +99,7 @@ def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Condit
 
 def _fact(name: str, reads: ReadRecorder, asked: Condition) -> Handler:
     def answered(ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        try:
+        try:  # not by `_may_fail`, whose frame would be between the question and who asks
             answer = ask(t, *args, **kwargs)
         except Exception as error:
             reads.on_failed(error)
@@ -107,86 +112,47 @@ def _fact(name: str, reads: ReadRecorder, asked: Condition) -> Handler:
     return answered
 
 
-def _answer(replace: Replace, cls: type, name: str, answer: Handler) -> None:
-    """Let `answer`, which gets a method and its arguments, answer in its place."""
-    ask = getattr(cls, name)
-
-    def answered(*args: Any) -> Any:
-        return answer(ask, *args)
-
-    replace(cls, name, answered)
-
-
-def _report_parameters(replace: Replace, reads: ReadRecorder, is_observed: Condition) -> None:
-    """`isinstance(x, nn.Parameter)`."""
+def _report_properties(torch_calls: Interception, reads: ReadRecorder) -> None:
+    """`isinstance(x, nn.Parameter)`; `torch.backends.cudnn.enabled` and its kind, where code outside of torch asks."""
 
     def checked(ask: Callable[..., bool], cls: Any, x: Any) -> bool:
         is_parameter = ask(cls, x)
-        if isinstance(x, torch.Tensor) and is_observed() and asked_by_model(()):
+        if isinstance(x, torch.Tensor) and asked_by_model(()):
             reads.on_fact(x, "is_parameter", (), is_parameter)
         return is_parameter
 
-    _answer(replace, type(torch.nn.Parameter), "__instancecheck__", checked)
-
-
-def _report_backends(replace: Replace, reads: ReadRecorder, is_observed: Condition) -> None:
-    """`torch.backends.cudnn.enabled` and its kind, where code outside of torch asks."""
-
     def got(ask: Callable[..., Any], prop: Any, module: Any, cls: type) -> Any:
         answer = ask(prop, module, cls)
-        if is_observed() and asked_by_model(()):
+        if asked_by_model(()):
             name = next((key for key, x in vars(type(module)).items() if x is prop), "")
             reads.on_flag(f"{module.__name__}.{name}", None, answer)
         return answer
 
-    _answer(replace, torch.backends.ContextProp, "__get__", got)
+    torch_calls.replace(type(torch.nn.Parameter), "__instancecheck__", checked)
+    torch_calls.replace(torch.backends.ContextProp, "__get__", got)
 
 
-def _report_switches(replace: Replace, on: On, reads: ReadRecorder, is_observed: Condition) -> None:
+def _report_switches(torch_calls: Interception, reads: ReadRecorder) -> None:
     """What switches autograd or autocast on or off."""
 
-    def set_grad_enabled(switch: Callable[..., None], enabled: bool) -> None:
-        frame = asking_frame()
-        if is_recording() and frame is not None and is_observed():
-            _tell_grad_mode(reads, enabled, frame)
-        switch(enabled)
+    def set_grad_enabled(enabled: bool) -> None:
+        frame = asking_frame()  # from which a mode of the model may have got it
+        while frame is not None and frame.f_code.co_name == "__init__" and frame.f_back is not None:
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_name == "__exit__":
+            reads.on_grad_block_end()
+        elif frame is not None:
+            reads.on_grad_mode(enabled)
 
-    def on_inference(mode: Any) -> None:
-        reads.on_grad_mode(not mode.mode)  # `inference_mode(False)` switches autograd on
-
-    on(questions.switch_grad, set_grad_enabled)
-    _report_block(replace, torch.inference_mode, on_inference, reads.on_grad_block_end, is_observed)
-    autocast = torch.amp.autocast_mode.autocast
-    _report_block(replace, autocast, lambda _: reads.on_autocast(True), lambda: reads.on_autocast(False), is_observed)
-
-
-def _tell_grad_mode(reads: ReadRecorder, enabled: bool, frame: FrameType) -> None:
-    """Tell of a switch of autograd in `frame`, from which a mode of the model may have got it."""
-    while frame.f_code.co_name == "__init__" and frame.f_back is not None:
-        frame = frame.f_back
-    if frame.f_code.co_name == "__exit__":
-        reads.on_grad_block_end()
-    else:
-        reads.on_grad_mode(enabled)
-
-
-def _report_block(
-    replace: Replace, cls: Any, entered: Callable[[Any], None], left: Callable[[], None], is_observed: Condition
-) -> None:
-    """Tell before a block of a context manager begins and ends."""
-
-    def enter(ask: Callable[..., Any], block: Any) -> Any:
-        if is_observed():
-            entered(block)
-        return ask(block)
-
-    def leave(ask: Callable[..., Any], *args: Any) -> Any:
-        if is_observed():
-            left()
-        return ask(*args)
-
-    _answer(replace, cls, "__enter__", enter)
-    _answer(replace, cls, "__exit__", leave)
+    torch_calls.on(questions.switch_grad, after(set_grad_enabled), torch_calls.in_forward)
+    blocks: list[tuple[Any, Callable[..., None], Callable[..., None]]] = [
+        # `inference_mode(False)` switches autograd on
+        (torch.inference_mode, lambda mode: reads.on_grad_mode(not mode.mode), lambda *_: reads.on_grad_block_end()),
+        (torch.autocast, lambda _: reads.on_autocast(True), lambda *_: reads.on_autocast(False)),
+    ]
+    for cls, entered, left in blocks:
+        torch_calls.replace(cls, "__enter__", after(entered))
+        torch_calls.replace(cls, "__exit__", after(left))
 
 
 # Values ------------------------------------------------------------------------------------------------------------
@@ -208,48 +174,47 @@ def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
 class PythonValues:
     """Answers in the place of torch where `is_observed()`; in leaf modules, which run unseen, too."""
 
-    def __init__(
-        self, builder: TapeBuilder, ops: OpRecorder, in_tracing_thread: Condition, is_observed: Condition
-    ) -> None:
-        self._builder, self._ops, self._values = builder, ops, ops.values
-        self._in_tracing_thread, self._is_observed = in_tracing_thread, is_observed
-
-    def watch(self, replace: Replace, on: On) -> None:
-        """Enter the handlers, and replace what no mode sees."""
+    def __init__(self, ops: OpRecorder, torch_calls: Interception) -> None:
+        """Enters the handlers, and replaces what no mode sees."""
+        self._builder, self._ops, self._values = ops.builder, ops, ops.values
+        self._torch_calls, always = torch_calls, torch_calls.mode.on
         tensor: Any = torch.Tensor
+        on = torch_calls.on
         for ask in (tensor.numpy, tensor.__array__, tensor.data_ptr, tensor.share_memory_, tensor.__dlpack__):
-            on(ask, self._may_fail)
+            always(ask, self._may_fail)
         for ask in (tensor.numpy, tensor.__array__):
             on(ask, self._array)
         on(tensor.tolist, self._list)
         on(tensor.__format__, self._format)
-        on(tensor.nbytes.__get__, lambda _, t: t.numel() * t.element_size())  # torch's takes no symbolic sizes
+        always(tensor.nbytes.__get__, lambda _, t: t.numel() * t.element_size())  # torch's takes no symbolic sizes
         on(tensor.__repr__, self._first(self._tell_text))
         for copy in (tensor.__reduce_ex__, tensor.__deepcopy__):
             on(copy, self._first(self._refuse_copy))
         for run in (tensor.apply_, tensor.map_, tensor.map2_):  # which call a function of Python for each element
             on(run, self._first(self._refuse_elements))
         for name, func in VIEW_QUESTIONS.items():
-            on(func, after(functools.partial(self._refuse_base, name), self._is_observed))
+            on(func, after(functools.partial(self._refuse_base, name)))
         on(tensor.__deepcopy__, self._deepcopy)
         texts = [(cls, name) for cls in (torch.SymInt, torch.SymFloat) for name in ("__repr__", "__format__")]
         for cls, name in ((torch.SymInt, "__hash__"), (torch.SymBool, "__repr__"), *texts):
-            _answer(replace, cls, name, self._of_number)
-        for name, answer in (("nbytes", self._nbytes), ("resize_", self._resize), ("data_ptr", self._may_fail)):
-            _answer(replace, torch.UntypedStorage, name, answer)
+            torch_calls.replace(cls, name, self._of_number)
+        storage = torch.UntypedStorage
+        torch_calls.replace(storage, "nbytes", self._nbytes)
+        torch_calls.replace(storage, "resize_", self._resize)
+        torch_calls.replace(storage, "data_ptr", self._may_fail, when=torch_calls.in_tracing_thread)
         on(tensor.data.__get__, self._get_data)
-        on(tensor.data.__set__, self._set_data)
+        on(tensor.data.__set__, self._set_data, torch_calls.in_tracing_thread)
 
     def _may_fail(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return ask(*args, **kwargs)
         except Exception as error:
-            self._builder.raised.append((error, None))
+            self._ops.reads.on_failed(error)
             raise
 
     def _first(self, tell: Callable[[], None]) -> Handler:
         """What torch answers after `tell`, which may refuse, where it is a fake tensor."""
-        return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None, self._is_observed)
+        return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None)
 
     def _refuse_copy(self) -> NoReturn:
         raise self._builder.refusal(
@@ -276,19 +241,20 @@ class PythonValues:
     # ---------------------------------------------------------------- data
 
     def _get_data(self, ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
-        if not self._is_observed():
-            return ask(t, *args)
         source = self._values.data_source(t)
-        return self._values.add_data_alias(source, ask(source, *args))
+        alias = ask(source, *args)
+        if isinstance(alias, FakeTensor):  # for autograd a tensor of its own, as `detach()` gives
+            self._values.append_op(torch.ops.aten.detach.default, (self._values.value_of(source),), alias)
+        return alias
 
     def _set_data(self, ask: Callable[..., Any], t: torch.Tensor, new: Any) -> None:
         """`t.data = new`: recorded as `t.set_(new)` for tensors from outside.
 
         Tensors made in the trace need no op: their storage changes, which `ValueTable.value_of` sees.
         """
-        if not self._in_tracing_thread() or self._builder.running is not None or not isinstance(new, torch.Tensor):
+        builder, values, is_observed = self._builder, self._values, self._torch_calls.is_observed()
+        if builder.running is not None or not isinstance(new, torch.Tensor):
             return ask(t, new)
-        builder, values = self._builder, self._values
         if is_inference_of(values.value_of(t).fake) != is_inference_of(new):
             refuse_flag(
                 builder, "sets `.data` under inference mode of a tensor made outside of it, or reversely", "data"
@@ -296,10 +262,10 @@ class PythonValues:
         if not values.is_outside(t):
             self._leave_data(t, new)
             return ask(t, new)
-        if not self._is_observed() or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
+        if not is_observed or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
             raise builder.refusal(
                 "`.data = ...` of a tensor of the model, or an input, "
-                + ("in a leaf module" if not self._is_observed() else f"that gives it {new.dtype} on {new.device}"),
+                + ("in a leaf module" if not is_observed else f"that gives it {new.dtype} on {new.device}"),
                 op="Tensor.data",
                 hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
             )
@@ -318,16 +284,14 @@ class PythonValues:
 
     def _resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
         """A storage gets another size, in bytes: recorded as the op that Dynamo writes for it."""
-        known = []
-        if self._is_observed() and self._builder.running is None:
-            known = self._values.in_storage(id_of_storage(storage))
+        known = [] if self._builder.running is not None else self._values.in_storage(id_of_storage(storage))
         if not known:
             return resize(storage, size)
         torch.ops.inductor.resize_storage_bytes_(known[0].fake, size)
         return storage
 
     def _nbytes(self, ask: Callable[[Any], int], storage: torch.UntypedStorage) -> int:
-        if self._is_observed() and asked_by_model(_STORAGES):
+        if asked_by_model(_STORAGES):
             values = self._values.in_storage(id_of_storage(storage))
             inputs = [v.fake for v in values if v in self._builder.tape.inputs]
             for t in inputs[:1]:
@@ -335,7 +299,7 @@ class PythonValues:
         return ask(storage)
 
     def _array(self, ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        known = self._ops.data.data_of(t) if self._is_observed() else NotImplemented
+        known = self._ops.data.data_of(t)
         if known is NotImplemented:
             return ask(t, *args, **kwargs)
         with eager():
@@ -345,14 +309,14 @@ class PythonValues:
 
     def _list(self, ask: Callable[..., Any], t: torch.Tensor) -> Any:
         """Of a tensor of the model, whose data C code would take without any op: the numbers of its elements."""
-        if isinstance(t, FakeTensor) or not (self._is_observed() and asked_by_model()):
+        if isinstance(t, FakeTensor) or not asked_by_model():
             return ask(t)
         return [row.tolist() for row in t] if t.dim() > 0 else t.item()
 
     def _deepcopy(self, ask: Callable[..., Any], t: torch.Tensor, memo: dict[Any, Any]) -> Any:
         """Of a tensor of the model that autograd does not know the copy is an op, but where several share memory."""
         is_plain = type(t) is torch.Tensor and t.layout == torch.strided and not t.requires_grad
-        if not (is_plain and self._is_observed()) or id(t) in memo:
+        if not is_plain or id(t) in memo:
             return ask(t, memo)
         copies = memo.setdefault("scopetrace", set())
         storage = t.untyped_storage()
@@ -366,8 +330,6 @@ class PythonValues:
 
     def _format(self, ask: Callable[..., str], t: torch.Tensor, spec: str) -> str:
         """`f"{tensor:.3f}"`; without a number there is no text of that form, and it is that of `repr`."""
-        if not self._is_observed():
-            return ask(t, spec)
         number = NotImplemented if t.dim() > 0 else self._ops.data.number_of(t)
         if number is not NotImplemented:
             return format(number, spec)
@@ -377,7 +339,7 @@ class PythonValues:
 
     def _of_number(self, ask: Callable[..., Any], number: Any, *spec: str) -> Any:
         """`hash`, `repr` or `format` of a symbolic number: of the number itself where the model's own code asks."""
-        if not (self._is_observed() and asked_by_model()):
+        if not asked_by_model():
             return ask(number, *spec)
         known = self._ops.data.number_of(number)
         if known is not NotImplemented:
