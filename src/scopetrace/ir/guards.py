@@ -35,6 +35,7 @@ from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.tensors import parameters_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
+    Attributes,
     content_of,
     extra_attributes,
     form_of,
@@ -429,7 +430,8 @@ class Guard:
     @property
     def is_of_model(self) -> bool:
         """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
-        if not isinstance(self.value, _DATA) or self.source.kind in ("code", "hooks"):
+        is_method = isinstance(self.value, Attributes) and issubclass(self.value.kind, types.MethodType)
+        if not isinstance(self.value, _DATA) or is_method or self.source.kind in ("code", "hooks"):
             return False
         if self.source.kind in ("global", "closure"):
             return True  # only those in the model's code are looked for

@@ -492,6 +492,8 @@ _BY_TABLE = frozenset({"parameters", "named_parameters", "buffers", "named_buffe
 """Methods of nn.Module that go through the tables of parameters and buffers."""
 _OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
 """Methods that name all attributes of an object, and seldom run on one that was there."""
+_AT_DEFINITION = frozenset({"__init_subclass__", "__set_name__", "__class_getitem__"})
+"""Methods that run where a class is defined or named in an annotation, and in no forward."""
 
 
 def _is_state(value: Any) -> bool:
@@ -521,7 +523,8 @@ def _methods(kind: type, names: Set[str], *, is_named: bool) -> list[types.Funct
     """
     methods = list[types.FunctionType | None]()
     for base in filter(is_users_class, kind.__mro__) if is_users_class(kind) else ():
-        special = [name for name in vars(base) if name[:2] == "__" and (is_named or name not in _OF_ALL_ATTRIBUTES)]
+        left_out = _AT_DEFINITION if is_named else _AT_DEFINITION | _OF_ALL_ATTRIBUTES
+        special = [name for name in vars(base) if name[:2] == "__" and name not in left_out]
         for name in (*special, *sorted(vars(base).keys() & names)):
             methods += map(_function_of, functions_of(vars(base)[name]))
     return methods
