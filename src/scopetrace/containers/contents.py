@@ -433,12 +433,16 @@ class Place(NamedTuple):
         """Equal for equal places."""
         return id(self.owner), self.key
 
+    @property
+    def question(self) -> tuple[Any, ...]:
+        """A function with its arguments that gives what it holds; MISSING for nothing."""
+        if type(self.owner) is types.CellType:
+            return content_of, self.owner
+        return dict.get if issubclass(type(self.owner), dict) else getattr, self.owner, self.key, MISSING
+
     def current(self) -> Any:
         """What it holds; MISSING for nothing."""
-        if type(self.owner) is types.CellType:
-            return content_of(self.owner)
-        is_dict = issubclass(type(self.owner), dict)
-        return dict.get(self.owner, self.key, MISSING) if is_dict else getattr(self.owner, self.key, MISSING)
+        return operator.call(*self.question)
 
     def put(self, value: Any) -> None:
         """Let it hold a value; MISSING takes away what it holds."""

@@ -545,14 +545,13 @@ def _same(x: Any, before: Any) -> bool:
     return x is before or (type(x) is type(before) and isinstance(x, (bool, int, float, str)) and x == before)
 
 
-def effect_targets(effects: Sequence[Any], template: Any, arguments: Any) -> list[Any]:
-    """The caller's objects at the `path` of each effect in (args, kwargs), of which `template` is the template."""
+def effect_targets(effects: Sequence[Any], arguments: Any) -> list[Any]:
+    """The caller's objects at the `path` of each effect in (args, kwargs), which have been compared with the trace."""
     targets = []
     for effect in effects:
-        form, x = template, arguments
+        x = arguments
         for key in effect.path:
-            x = dict(open_container(x, (container_type(form),)) or [])[key]
-            form = dict(open_container(form) or [])[key]
+            x = dict(open_container(x, (type(x),)) or [])[key]
         targets.append(x)
     return targets
 

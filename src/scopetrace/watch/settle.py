@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, Guard, OfTensor, source_in
+from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, At, Guard, OfTensor, source_in
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
@@ -329,7 +329,7 @@ def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     caches = {write.path for write in tape.attribute_writes}
     for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
         source = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
-        yield Guard(f"{name}, from which a cache was computed", source.current(NO_CALL), source, (), tape.root.path)
+        yield Guard.of(f"{name}, from which a cache was computed", source, tape.root.path)
 
 
 def _without_tensors(x: Any, stored: Mapping[int, TensorLike]) -> Any:
@@ -390,10 +390,9 @@ def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
     names = {(id(change.holder), change.attribute) for change in changes if change.attribute}
     kept: list[Guard] = []
     for guard in tape.guards:
-        table, cell, key = (getattr(guard.source, name, None) for name in ("table", "cell", "key"))
-        place = Place(table, key) if cell is None else Place(cell, "cell_contents")
         of_tensor = isinstance(guard.source, OfTensor) and (id(guard.source.module), guard.source.name) in names
-        if place.id in entries or of_tensor or _is_absent_one_of(guard, names):
+        is_changed = isinstance(guard.source, At) and guard.source.place.id in entries
+        if is_changed or of_tensor or _is_absent_one_of(guard, names):
             continue
         if guard.source.kind in ("attribute", "global", "closure") and not isinstance(guard.value, torch.Tensor):
             skip = guard.skip | entries
