@@ -105,6 +105,8 @@ class At(Source):
         return "global" if type(self.owner) is dict and "__name__" in self.owner else "attribute"
 
     def current(self, call: CallInputs) -> Any:
+        if type(self.owner) is dict:  # as of most
+            return self.owner.get(self.key, MISSING)
         held = self.place.current()
         # a method of nn.Module is that class: tracers of torch replace its methods for a time
         is_replaced = isinstance(self.owner, type) and held is vars(torch.nn.Module).get(self.key, self)

@@ -137,7 +137,7 @@ class EffectWatch:
             current = vars(holder)
             if current and isinstance(holder, torch.Tensor):
                 current = tags_of(holder)
-            if not same_entries(before, current):
+            if (before or current) and not same_entries(before, current):
                 is_class = isinstance(holder, type)
                 changes = changed_attributes(name, holder, before, current, holder if is_class else vars(holder))
                 yield from (change for change in changes if not (is_class and change.attribute[:2] == "__"))

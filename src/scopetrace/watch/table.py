@@ -192,7 +192,8 @@ class StateReads:
             name = f"{outer}.{key}".removeprefix("self.").lstrip(".")
             if key == ALL_SUBMODULES:
                 outer = name.rpartition(".")[0]
-                yield Guard.of(f"the submodules of {outer or 'the model'}", Submodules(module, outer), path, frames)
+                source: Any = Submodules(module, outer)
+                yield Guard(f"the submodules of {outer or 'the model'}", source.current(NO_CALL), source, frames, path)
                 continue
             if key in MODULE_TABLES:
                 self._members.update({id(t): t for t in module.__dict__[key].values() if t is not None})
@@ -204,7 +205,7 @@ class StateReads:
                 if isinstance(source, At) and source.owner is module.__dict__:
                     held.append((id(value), name, source.owner, key))
                 continue
-            yield Guard.of(name, source, path, frames, self.names)
+            yield Guard(name, snapshot(value, self.names), source, frames, path, names=self.names)
 
     def _read_what_is_not_hidden(self) -> None:
         """Attributes that modules have beside their class, or beside a `__getattr__` of it: those that code names."""
