@@ -538,13 +538,10 @@ class StateCheck:
     def run_numbers(self) -> None:
         """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
         for guard in self._guards:
-            source, value = guard.source, guard.value
-            if not isinstance(source, At) or type(value) not in _NUMBERS or guard.others:
+            source, value, is_number = guard.source, guard.value, type(guard.value) in _NUMBERS
+            if not (is_number and isinstance(source, At) and isinstance(source.owner, dict)) or guard.others:
                 continue
-            if not isinstance(source.owner, dict):
-                continue
-            current = source.owner.get(source.key, MISSING)
-            if current != value:
+            if (current := source.owner.get(source.key, MISSING)) != value:
                 raise StateMismatchError(
                     f"{guard.name}: {value} when traced and {current} now; trace again, or put it back"
                 )
