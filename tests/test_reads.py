@@ -743,6 +743,29 @@ def test_what_equal_layers_read_is_printed_once():
     assert str(type(found)()) == "nothing is fixed"
 
 
+class Sized:
+    """An object of which code asks a size, that of its class, by a method of the class."""
+
+    size = 3
+
+    def __init_subclass__(cls):
+        cls.size = 4
+
+    @classmethod
+    def of(cls):
+        return cls.size
+
+
+def test_what_no_line_is_known_to_read_is_printed_behind_the_table():
+    trace = st.trace(Net(lambda m, x: x * m.sized.of() * m.k, sized=Sized(), k=2.0), (torch.ones(2),))
+    assert "__init_subclass__" not in str(trace.specializations)
+    rows, _, others = str(trace.specializations).partition("also as when traced:")
+    assert "Sized" not in rows.replace("Sized()", "")
+    assert [line.split()[1] for line in rows.splitlines() if line.startswith("attribute")] == ["sized", "k"]
+    assert "Sized.size = 3" in others
+    assert others.count("Sized.of") == 1
+
+
 def test_a_printed_table_names_all_that_a_call_is_checked_for():
     m = net(lambda m, x: m.fc(x) * m.k * SCALE if x.is_contiguous() else x)
     trace = st.trace(m, (X,))

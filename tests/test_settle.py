@@ -406,3 +406,17 @@ def test_a_value_that_is_kept_at_its_first_use(owner, use):
         vars(net.owner)[name] = use(owner()) + 1
         with pytest.raises(st.errors.StateMismatchError, match=f"owner.{name}"):
             tr(x)
+
+
+def test_a_counter_that_a_branch_computes_with_is_read():
+    def forward(m, x):
+        n = m.n
+        m.n += 1
+        return torch.cond(x.sum() > 0, lambda x: x + n, lambda x: x - n, (x,))
+
+    m = Net(forward)
+    tr = st.trace(m, (X,))
+    assert [(effect.name, effect.baked_in) for effect in tr.side_effects] == [("self.n", True)]
+    assert torch.equal(tr(X), m(X))
+    with pytest.raises(st.errors.ScopetraceError):
+        tr(X)

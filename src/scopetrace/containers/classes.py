@@ -10,7 +10,7 @@ So reading a file imports nothing, and a trace prints without the model's code.
 from __future__ import annotations
 
 import enum
-import importlib
+import pkgutil
 import sys
 from typing import Any
 
@@ -78,16 +78,12 @@ _FUNCTIONS = (type(len), type(lambda: None))
 def imported_object(module: str, qualname: str) -> Any:
     """The object of this name. Imports its module; raises TraceFileError where there is none."""
     try:
-        importlib.import_module(module)
-        item = sys.modules[module]
-        for part in qualname.split("."):
-            item = getattr(item, part)
+        return pkgutil.resolve_name(f"{module}:{qualname}")
     except (ImportError, AttributeError, ValueError) as error:
         raise TraceFileError(
             f"a call of this trace needs {module}.{qualname}, which cannot be imported here: {error}; "
             "make the module that defines it importable under the same name"
         ) from error
-    return item
 
 
 def imported_class(kind: type) -> type:

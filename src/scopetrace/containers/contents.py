@@ -111,7 +111,7 @@ def attributes_and_slots(x: Any) -> dict[str, Any]:
 
 def _write_attributes(x: Any, before: dict[str, Any]) -> None:
     for name, old, _ in changed_entries(before, attributes_and_slots(x)):
-        _put_attribute(x, name, old)
+        Place(x, name).put(old)
 
 
 def changed_entries(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
@@ -420,6 +420,49 @@ def _first_difference(traced: dict[Any, Any], current: dict[Any, Any], name: str
 # Put back -------------------------------------------------------------------------------------------------------------
 
 
+class Place(NamedTuple):
+    """Where an object is held."""
+
+    owner: Any
+    """A dict, a class or other object with attributes, the cell of a variable; a list or set for its whole content."""
+    key: Any = MISSING
+    """Of an entry or attribute; MISSING for the whole content."""
+
+    @property
+    def id(self) -> tuple[int, Any]:
+        """Equal for equal places."""
+        return id(self.owner), self.key
+
+    @property
+    def question(self) -> tuple[Any, ...]:
+        """A function with its arguments that gives what it holds; MISSING for nothing."""
+        if type(self.owner) is types.CellType:
+            return content_of, self.owner
+        return dict.get if issubclass(type(self.owner), dict) else getattr, self.owner, self.key, MISSING
+
+    def current(self) -> Any:
+        """What it holds; MISSING for nothing."""
+        return operator.call(*self.question)
+
+    def put(self, value: Any) -> None:
+        """Let it hold a value; MISSING takes away what it holds."""
+        owner, key = self
+        kind: Any = type(owner)
+        if key is MISSING:
+            form = form_of(kind)
+            assert form is not None, "it has content"
+            form.write(owner, value)
+        elif issubclass(kind, dict):
+            base = _base_of(owner)
+            base.pop(owner, key, None) if value is MISSING else base.__setitem__(owner, key, value)
+        else:  # not by methods of its class
+            base = next(base for base in (type, threading.local, object) if issubclass(kind, base))
+            if value is not MISSING:
+                base.__setattr__(owner, key, value)
+            elif key in attributes_and_slots(owner):
+                base.__delattr__(owner, key)
+
+
 class Change(NamedTuple):
     """A value that is not what it was."""
 
@@ -427,20 +470,17 @@ class Change(NamedTuple):
     """In source: `self.n`, `self.stats['n']`; of a list or set, that of the whole."""
     old: Any
     new: Any
-    holder: Any
+    place: Place
+    holder: Any = None
     """The module, object or class that has it; None for a variable."""
-    attribute: str
+    attribute: str = ""
     """The attribute of `holder`; empty where an entry in its value is another one."""
-    put: Callable[[Any], None]
-    """Gives it a value again; MISSING takes it away."""
-    entry: tuple[int, Any] | None = None
-    """The id of what holds it, and the key; None where that is no entry."""
     buffer: bool | None = None
     """Of a buffer that is new or another one, whether it is in the state dict."""
     is_generator: bool = False
     """Whether it is the state of a random generator."""
-    places: Sequence[Callable[[Any], None]] = ()
-    """Of the content of a list or set: each puts another object where it was found."""
+    places: Sequence[Place] = ()
+    """Of the content of a list or set, where that is held."""
 
 
 class _ObjectSnapshot(NamedTuple):
@@ -451,7 +491,7 @@ class _ObjectSnapshot(NamedTuple):
     owner: Any
     before: Any
     form: Form
-    places: list[Callable[[Any], None]]
+    places: list[Place]
 
 
 class Contents:
@@ -469,8 +509,8 @@ class Contents:
         self.classes: dict[type, None] = {}
         """The classes of the objects with attributes."""
 
-    def add(self, name: str, x: Any, holder: Any = None, place: Callable[[Any], None] | None = None) -> None:
-        """Save what `x` holds, and what its items and attributes hold; `place` puts another object in its place."""
+    def add(self, name: str, x: Any, holder: Any = None, place: Place | None = None) -> None:
+        """Save what `x`, which a place holds, has in it, and what its items and attributes have."""
         kind = type(x)
         if kind in ATOMS:
             return
@@ -488,8 +528,8 @@ class Contents:
             self.classes[kind] = None
         for entry, item, part in _items(name, content, form):
             if type(item) not in ATOMS:
-                put = functools.partial(_put_attribute if form.entries == "." else put_entry, x, entry)
-                self.add(part, item, x if form.entries == "." and entry else holder, put if form.entries else None)
+                inner = Place(x, entry) if form.entries else None
+                self.add(part, item, x if form.entries == "." and entry else holder, inner)
         more = extra_attributes(x)
         if more:
             self._saved[id(more)] = _ObjectSnapshot(name, holder, x, dict(more), _EXTRA, [])
@@ -567,49 +607,20 @@ def _entries(saved: _ObjectSnapshot, after: Any) -> Iterator[Change]:
     """The entries of a content that are other objects, or the content as a whole."""
     name, holder, owner, before, form, places = saved
     if not form.entries:
-        put = functools.partial(form.write, owner)
-        entry = (id(owner), None)
-        yield Change(name, before, after, holder, "", put, entry, is_generator=form.is_generator, places=places)
-        return
-    if form.entries == ".":
-        yield from changed_attributes(name, owner, before, after, _put_attribute)
-        return
-    for key, old, new in changed_entries(before, after):
-        put = functools.partial(put_entry, owner, key)
-        yield Change(_name_of_entry(name, form, key), old, new, holder, "", put, (id(owner), key))
+        yield Change(name, before, after, Place(owner), holder, is_generator=form.is_generator, places=places)
+    elif form.entries == ".":
+        yield from changed_attributes(name, owner, before, after, own_dict(owner) if form is _EXTRA else owner)
+    else:
+        for key, old, new in changed_entries(before, after):
+            yield Change(_name_of_entry(name, form, key), old, new, Place(owner, key), holder)
 
 
 def changed_attributes(
-    name: str, owner: Any, before: Mapping[str, Any], after: Mapping[str, Any], put: Callable[[Any, str, Any], None]
+    name: str, holder: Any, before: Mapping[str, Any], after: Mapping[str, Any], owner: Any
 ) -> Iterator[Change]:
-    """The attributes of an object of this name that are others; `put(owner, attribute, value)` puts one back."""
+    """The attributes of an object of this name that are others; they are put back in `owner`, it or its `__dict__`."""
     for key, old, new in changed_entries(before, after):
-        yield Change(f"{name}.{key}", old, new, owner, key, functools.partial(put, owner, key), (id(owner), key))
-
-
-def _put_attribute(owner: Any, key: str, value: Any) -> None:
-    plain: Any = threading.local if isinstance(owner, threading.local) else object  # not by methods of the class
-    if value is not MISSING:
-        plain.__setattr__(owner, key, value)
-    elif key in attributes_and_slots(owner):
-        plain.__delattr__(owner, key)
-
-
-def put_entry(table: Any, key: Any, value: Any) -> None:
-    """Give an entry of a dict a value; MISSING takes it away."""
-    base = _base_of(table)
-    if value is not MISSING:
-        base.__setitem__(table, key, value)
-    else:
-        base.pop(table, key, None)
-
-
-def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Give an attribute of a class, or `cell_contents`, a value; MISSING takes it away."""
-    if value is MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
+        yield Change(f"{name}.{key}", old, new, Place(owner, key), holder, key)
 
 
 _SHOWN, _WIDTH = 8, 60

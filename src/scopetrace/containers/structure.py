@@ -195,35 +195,37 @@ def identifier(path: str, taken: set[str]) -> str:
     return name
 
 
-def open_container(x: Any, object_types: Collection[type] = ()) -> Children | None:
-    """The children of a container, or None for a leaf."""
+def flattened(x: Any, object_types: Collection[type] = ()) -> tuple[type, Any, Children] | None:
+    """Class, context and children of a container, of the user or of a template; None for a leaf.
+
+    `unflattened` is the inverse. The context is what the class needs beside the children.
+    """
     kind = type(x)
     if kind in _PLAIN or isinstance(x, torch.Tensor) or (kind is torch.Size and all(type(n) is int for n in x)):
         return None
     if kind is tuple or kind is list:
-        return [(f"[{i}]", item) for i, item in enumerate(x)]
+        return kind, None, [(f"[{i}]", item) for i, item in enumerate(x)]
     if kind is dict:
-        return [(f"[{key!r}]", item) for key, item in x.items()]
+        return kind, [*x], [(f"[{key!r}]", item) for key, item in x.items()]
     if kind is OpaqueContainer:
-        return list(zip(x.keys, x.items, strict=True))
+        return x.kind, x.context, list(zip(x.keys, x.items, strict=True))
     node = _pytree_node(kind)
     if node is not None:
-        if node.flatten_with_keys_fn is not None:
-            keyed, _ = node.flatten_with_keys_fn(x)
-            return [(str(key), item) for key, item in keyed]
-        items, _ = node.flatten_fn(x)
-        return [(f"[{i}]", item) for i, item in enumerate(items)]
+        items, context = node.flatten_fn(x)  # that of torch's other function is another one for dataclasses
+        keyed = node.flatten_with_keys_fn(x)[0] if node.flatten_with_keys_fn else enumerate(items)
+        keys = [str(key) if node.flatten_with_keys_fn else f"[{key}]" for key, _ in keyed]
+        return kind, None if pytree.is_namedtuple_class(kind) else context, list(zip(keys, items, strict=True))
     if dataclasses.is_dataclass(x) and not isinstance(x, (type, dict, list, set)):  # those hold items too
-        return [(f".{f.name}", getattr(x, f.name)) for f in dataclasses.fields(x) if hasattr(x, f.name)]
-    if kind in object_types:
-        return [(f".{name}", item) for name, item in vars(x).items()]
-    return None
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if hasattr(x, f.name)}
+        others = {name: value for name, value in getattr(x, "__dict__", {}).items() if name not in fields}
+        return kind, others, [(f".{name}", item) for name, item in fields.items()]
+    return (kind, None, [(f".{name}", item) for name, item in vars(x).items()]) if kind in object_types else None
 
 
-def open_like(template: Any, actual: Any) -> Children | None:
-    """The children of a value of the user where the template has a container; None where their classes differ."""
-    kind = container_type(template)
-    return open_container(actual, (kind,)) if type(actual) is kind else None
+def open_container(x: Any, object_types: Collection[type] = ()) -> Children | None:
+    """The children of a container, or None for a leaf."""
+    whole = flattened(x, object_types)
+    return None if whole is None else whole[2]
 
 
 def is_registered(kind: type) -> bool:
@@ -252,17 +254,9 @@ def _empty(kind: type) -> Any:
 
 def close_container(like: Any, items: list[Any]) -> Any:
     """A template's container as `like`, holding `items` in place of its children."""
-    kind = type(like)
-    if kind is tuple or kind is list:
-        return kind(items)
-    if kind is dict:
-        return dict(zip(like, items, strict=True))
-    if kind is torch.Size:  # a Size holds numbers only
-        numbers = all(isinstance(item, (int, torch.SymInt)) for item in items)
-        return torch.Size(items) if numbers else tuple(items)
-    parts = flattened(like, (kind,))
-    assert parts is not None, "it has children"
-    return _unflattened(parts[0], parts[1], [key for key, _ in parts[2]], items)
+    whole = flattened(like, (type(like),))
+    assert whole is not None, "it has children"
+    return _unflattened(whole[0], whole[1], [key for key, _ in whole[2]], items)
 
 
 def _instance(template: Any, items: list[Any]) -> Any:
@@ -272,24 +266,6 @@ def _instance(template: Any, items: list[Any]) -> Any:
     new = _empty(template.kind)
     new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
     return new
-
-
-def flattened(x: Any, object_types: Collection[type] = ()) -> tuple[type, Any, Children] | None:
-    """Class, context and children of a container that is no list, tuple, dict or Size; context is the rest."""
-    kind, children = type(x), open_container(x, object_types)
-    if children is None or kind in (list, tuple, dict, torch.Size):
-        return None
-    if isinstance(x, OpaqueContainer):
-        return x.kind, x.context, children
-    if pytree.is_namedtuple_class(kind):
-        return kind, None, [(f".{name}", item) for name, (_, item) in zip(x._fields, children, strict=True)]
-    node = _pytree_node(kind)
-    if node is not None:
-        return kind, node.flatten_fn(x)[1], children
-    if not dataclasses.is_dataclass(kind):
-        return kind, None, children
-    names = {key[1:] for key, _ in children}
-    return kind, {name: value for name, value in getattr(x, "__dict__", {}).items() if name not in names}, children
 
 
 def unflattened(kind: type, context: Any, children: Children) -> Any:
@@ -303,6 +279,12 @@ def unflattened(kind: type, context: Any, children: Children) -> Any:
 
 def _unflattened(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
     """The inverse of `flattened`; an OpaqueContainer where a class does not take these items and give them back."""
+    if kind is tuple or kind is list:
+        return kind(items)
+    if kind is dict:
+        return dict(zip(context, items, strict=True))
+    if kind is torch.Size:  # which holds numbers only
+        return torch.Size(items) if all(isinstance(item, (int, torch.SymInt)) for item in items) else tuple(items)
     if pytree.is_namedtuple_class(kind):
         return tuple.__new__(kind, items)  # the class's own __new__ may look at the items, as PackedSequence's does
     node = _pytree_node(kind)
@@ -346,32 +328,25 @@ def match(
             raise InputMismatchError(f"{path} was a {word} when traced and is {_short(actual)} now: pass a {word}")
         matches.append((path, actual))
         return
-    inner = open_container(template)
-    if inner is None:
+    whole = flattened(template)
+    if whole is None:
         _match_constant(template, actual, path)
         return
-    children = open_like(template, actual)
-    if children is None:
-        raise InputMismatchError(
-            f"{path} was a {container_type(template).__name__} when traced and is {_short(actual)} now"
-        )
+    container, context, inner = whole
+    current = flattened(actual, (container,)) if type(actual) is container else None
+    if current is None:
+        raise InputMismatchError(f"{path} was a {container.__name__} when traced and is {_short(actual)} now")
+    children = current[2]
     if [key for key, _ in inner] != [key for key, _ in children]:
         is_order = sorted(key for key, _ in inner) == sorted(key for key, _ in children)
         hint = "in the order of the trace, which forward may have read" if is_order else "the same structure"
         raise InputMismatchError(
             f"{path} had {_keys(inner)} when traced and has {_keys(children)} now: pass {hint}, or trace again"
         )
-    _match_context(template, actual, path)
+    if container not in (tuple, list, dict) and is_registered(container):
+        _match_constant(context, current[1], f"the fixed part of {path}")
     for (key, old), (_, new) in zip(inner, children, strict=True):
         match(old, new, leaf, matches, path + key, number)
-
-
-def _match_context(template: Any, actual: Any, path: str) -> None:
-    """What pytree's flattening of a registered container gives beside the children."""
-    node = None if type(template) in (tuple, list, dict) else _pytree_node(container_type(template))
-    if node is not None:
-        fixed = template.context if isinstance(template, OpaqueContainer) else node.flatten_fn(template)[1]
-        _match_constant(fixed, node.flatten_fn(actual)[1], f"the fixed part of {path}")
 
 
 def _match_constant(old: Any, new: Any, path: str) -> None:
@@ -569,14 +544,13 @@ def _same(x: Any, before: Any) -> bool:
     return x is before or (type(x) is type(before) and isinstance(x, (bool, int, float, str)) and x == before)
 
 
-def effect_targets(effects: Sequence[Any], template: Any, arguments: Any) -> list[Any]:
-    """The caller's objects at the `path` of each effect in (args, kwargs), of which `template` is the template."""
+def effect_targets(effects: Sequence[Any], arguments: Any) -> list[Any]:
+    """The caller's objects at the `path` of each effect in (args, kwargs), which have been compared with the trace."""
     targets = []
     for effect in effects:
-        form, x = template, arguments
+        x = arguments
         for key in effect.path:
-            x = dict(open_like(form, x) or [])[key]
-            form = dict(open_container(form) or [])[key]
+            x = dict(open_container(x, (type(x),)) or [])[key]
         targets.append(x)
     return targets
 

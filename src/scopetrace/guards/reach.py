@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from scopetrace.containers.contents import MEMO, content_of, is_library, is_users_class, put_entry, set_attribute
+from scopetrace.containers.contents import MEMO, Place, content_of, is_library, is_users_class
 from scopetrace.containers.weak_cache import weak_cache
 
 
@@ -86,14 +86,12 @@ _LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METH
 _ATTRIBUTE_FLAG = 1 if sys.version_info >= (3, 12) else 0
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 Visit = Callable[..., None]
-Put = Callable[[Any], None]
-"""Puts another object where one was found."""
 
 
 class Reach:
     """Follows names from functions and classes.
 
-    `visit` gets each object that a variable holds: its name, the object, None, and what puts another in its place.
+    `visit` gets each object that a variable holds: its name, the object, None, and the place that holds it.
     """
 
     def __init__(self, visit: Visit) -> None:
@@ -166,7 +164,7 @@ class Reach:
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
                 if not (functions or is_special or callable(member) or hasattr(type(member), "__get__")):
-                    self._visit(f"{base.__name__}.{name}", member, None, functools.partial(setattr, base, name))
+                    self._visit(f"{base.__name__}.{name}", member, None, Place(base, name))
 
     def _name(self, names: set[str] | frozenset[str]) -> None:
         new = names - self.names
@@ -188,23 +186,23 @@ class Reach:
             if (id(table), name) not in self.variables:
                 self.variables[id(table), name] = table, name
                 if name in table:
-                    self._look_at(name, table[name], depth, functools.partial(put_entry, table, name))
+                    self._look_at(name, table[name], depth, Place(table, name))
         for name, attribute in names.dotted:
             module = table.get(name)
             if isinstance(module, types.ModuleType) and not is_library(module.__name__):
                 namespace = vars(module)
                 if attribute in namespace and (id(namespace), attribute) not in self.variables:
                     self.variables[id(namespace), attribute] = namespace, attribute
-                    place = functools.partial(put_entry, namespace, attribute)
-                    self._look_at(f"{module.__name__}.{attribute}", namespace[attribute], depth, place)
+                    value, place = namespace[attribute], Place(namespace, attribute)
+                    self._look_at(f"{module.__name__}.{attribute}", value, depth, place)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self.cells:
                 self.cells[id(cell)] = name, cell
-                self._look_at(name, content_of(cell), depth, functools.partial(set_attribute, cell, "cell_contents"))
+                self._look_at(name, content_of(cell), depth, Place(cell, "cell_contents"))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._look_at(f"a default argument of {function.__name__}", default, depth)
 
-    def _look_at(self, name: str, value: Any, depth: int, place: Put | None = None) -> None:
+    def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
             self.add(value, depth)

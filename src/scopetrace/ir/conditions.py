@@ -8,6 +8,7 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 import textwrap
@@ -298,7 +299,7 @@ class Specialization:
 class Specializations(list[Specialization], Printed):
     """What a trace fixes. As text a line for each kind, name and value, with `*` for the numbers of layers.
 
-    In it stands the line of code that read it first.
+    In it stands the line of code that read it first; after them stand the names of all else that a call is checked for.
     """
 
     def __init__(self, data: Iterable[Specialization] = (), others: Iterable[tuple[str, str]] = ()) -> None:
@@ -308,16 +309,23 @@ class Specializations(list[Specialization], Printed):
 
     def __str__(self) -> str:
         rows: dict[tuple[str, str, str], list[str]] = {}
+        others: dict[str, str] = {}  # by name, its kind
+        for kind, name in sorted(self.others, key=operator.itemgetter(0)):
+            others.setdefault(_of_all_layers(name), kind)
         for s in sorted(self, key=operator.attrgetter("op")):
-            row = s.op, _of_all_layers(s.expression), short_repr(s.value)
-            rows.setdefault(row, []).append(_short_line(s.source or ""))
+            name, value = _of_all_layers(s.expression), short_repr(s.value)
+            if s.op == "attribute" and not s.source:  # of a class, where no line is known to read it
+                others[f"{name} = {value}"] = s.op
+            else:
+                rows.setdefault((s.op, name, value), []).append(_short_line(s.source or ""))
         counts = {row: f"in {len(lines)} places" if len(lines) > 1 else "" for row, lines in rows.items()}
         cells = [(*row, counts[row], next(filter(None, lines), "")) for row, lines in rows.items()]
         text = columns(cells, widest=_WIDEST) if cells else "nothing is fixed"
-        names: dict[str, dict[str, None]] = {}
-        for kind, name in sorted(self.others, key=operator.itemgetter(0)):
-            names.setdefault(kind, {})[_of_all_layers(name)] = None
-        also = [textwrap.fill(f"{kind}: {', '.join(of)}", _WIDTH, subsequent_indent="  ") for kind, of in names.items()]
+        names: dict[str, list[str]] = {}
+        for name, kind in others.items():
+            names.setdefault(kind, []).append(name)
+        wrapped = functools.partial(textwrap.fill, width=_WIDTH, subsequent_indent="  ")
+        also = [wrapped(f"{kind}: {', '.join(of)}") for kind, of in sorted(names.items())]
         return "\n".join([text, "also as when traced:", *also] if also else [text])
 
 

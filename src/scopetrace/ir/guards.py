@@ -35,7 +35,8 @@ from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.tensors import parameters_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
-    content_of,
+    Attributes,
+    Place,
     extra_attributes,
     form_of,
     is_users_class,
@@ -85,29 +86,31 @@ class Source:
 
 
 @dataclasses.dataclass(slots=True)
-class InTable(Source):
-    """An entry of the `__dict__` of a module, an object, a class or a Python file."""
+class At(Source):
+    """A place: in the `__dict__` of a module, object or Python file, a variable around a function, or in a class."""
 
-    table: Any
+    owner: Any
     key: str
+    """Of an attribute of a class, which may inherit it; `cell_contents` for the variable of a cell."""
+
+    @property
+    def place(self) -> Place:
+        """The place."""
+        return Place(self.owner, self.key)
 
     @property
     def kind(self) -> str:
-        return "global" if "__name__" in self.table else "attribute"
+        if type(self.owner) is types.CellType:
+            return "closure"
+        return "global" if type(self.owner) is dict and "__name__" in self.owner else "attribute"
 
     def current(self, call: CallInputs) -> Any:
-        return self.table.get(self.key, MISSING)
-
-
-@dataclasses.dataclass(frozen=True)
-class InClosure(Source):
-    """A variable of a function around the one that read it."""
-
-    cell: types.CellType
-    kind = "closure"
-
-    def current(self, call: CallInputs) -> Any:
-        return content_of(self.cell)
+        if type(self.owner) is dict:  # as of most
+            return self.owner.get(self.key, MISSING)
+        held = self.place.current()
+        # a method of nn.Module is that class: tracers of torch replace its methods for a time
+        is_replaced = isinstance(self.owner, type) and held is vars(torch.nn.Module).get(self.key, self)
+        return torch.nn.Module if is_replaced else held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,27 +124,14 @@ class InTables(Source):
         return next((table[self.key] for table in self.tables if self.key in table), MISSING)
 
 
-def source_in(module: torch.nn.Module, key: str) -> InTable | InTables:
+def source_in(module: torch.nn.Module, key: str) -> At | InTables:
     """Where a module has an attribute, without asking the module for it: its properties compute, and may keep it."""
     tables = [module.__dict__, *[t for t in map(module.__dict__.get, MODULE_TABLES) if isinstance(t, dict)]]
-    return next((InTable(t, key) for t in tables if key in t), InTables(tuple(tables), key))
+    return next((At(t, key) for t in tables if key in t), InTables(tuple(tables), key))
 
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that hold what `__getattr__` looks for, in its order."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OfClass(Source):
-    """What a class has under a name, itself or from those that it inherits from."""
-
-    owner: type
-    key: str
-
-    def current(self, call: CallInputs) -> Any:
-        member = getattr(self.owner, self.key, MISSING)
-        # a method of nn.Module is that class: tracers of torch replace its methods for a time
-        return torch.nn.Module if member is vars(torch.nn.Module).get(self.key, self) else member
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,6 +407,13 @@ class Guard:
     skip: frozenset[tuple[int, Any]] = frozenset()
     """Entries that do not count: the id of what holds them, and their key."""
 
+    @classmethod
+    def of(
+        cls, name: str, source: Source, module: str, frames: Frames = (), names: frozenset[str] | None = None
+    ) -> Guard:
+        """One of what is there now."""
+        return cls(name, snapshot(source.current(NO_CALL), names), source, frames, module, names=names)
+
     def current(self, call: CallInputs = NO_CALL) -> Any:
         """What is there now, as a snapshot."""
         return snapshot(self.source.current(call), self.names, self.skip)
@@ -429,7 +426,8 @@ class Guard:
     @property
     def is_of_model(self) -> bool:
         """Whether it is data, rather than an object, function or hook, that the model's code read, not torch's."""
-        if not isinstance(self.value, _DATA) or self.source.kind in ("code", "hooks"):
+        is_method = isinstance(self.value, Attributes) and issubclass(self.value.kind, types.MethodType)
+        if not isinstance(self.value, _DATA) or is_method or self.source.kind in ("code", "hooks"):
             return False
         if self.source.kind in ("global", "closure"):
             return True  # only those in the model's code are looked for
@@ -501,21 +499,11 @@ def unchanged(guard: Guard, known: set[int]) -> list[Probe]:
         return [((ask, *args), answer)] if isinstance(answer, (int, torch.dtype)) else whole  # text is new each time
     if guard.others or not is_same(guard):
         return whole
-    if isinstance(source, InTable | InClosure | OfClass):
-        current = source.current(NO_CALL)
-        inside = list(_content(guard, current, known))
+    if isinstance(source, At):
+        inside = list(_content(guard, source.current(NO_CALL), known))
         certain = [probe for probe in inside if probe is not None]
-        return [_is_there(source, current), *certain] if len(certain) == len(inside) else whole
+        return [(source.place.question, source.place.current()), *certain] if len(certain) == len(inside) else whole
     return list(_of_source(source, traced)) or whole
-
-
-def _is_there(source: InTable | InClosure | OfClass, current: Any) -> Probe:
-    """That a source goes on to have the same object."""
-    if isinstance(source, InTable):
-        return (source.table.get, source.key, MISSING), current
-    if isinstance(source, InClosure):
-        return (content_of, source.cell), current
-    return (getattr, source.owner, source.key, MISSING), getattr(source.owner, source.key, MISSING)
 
 
 def _of_source(source: Any, traced: Any) -> Iterator[Probe]:
@@ -624,10 +612,10 @@ def numbers_read(
     return [number for x, name, path in arguments for number in inside(x, ArgumentNumber(name, 0, path, ()), [])]
 
 
-def check_numbers(numbers: Sequence[ArgumentNumber], template: Any, arguments: Any) -> None:
+def check_numbers(numbers: Sequence[ArgumentNumber], arguments: Any) -> None:
     """Raise InputMismatchError where an object among the arguments, (args, kwargs), has another number."""
     inside = [n for n in numbers if n.attributes]
-    for number, x in zip(inside, effect_targets(inside, template, arguments), strict=True):
+    for number, x in zip(inside, effect_targets(inside, arguments), strict=True):
         current = functools.reduce(lambda part, key: getattr(part, key, None), number.attributes, x)
         if type(current) is not type(number.value) or current != number.value:
             raise InputMismatchError(

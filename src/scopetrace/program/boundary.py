@@ -40,8 +40,8 @@ from scopetrace.containers.structure import (
 from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.guards import (
     MISSING,
+    At,
     CallInputs,
-    InTable,
     OfInput,
     OfTensor,
     check,
@@ -236,9 +236,9 @@ class CallBoundary:
         if self._written and (self._enables_grad or torch.is_grad_enabled()):
             self._check_gradients(inputs)
         if isinstance(self.tape.outputs, Returned):
-            inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
+            inputs.containers = effect_targets(self.tape.outputs.effects, (args, kwargs))
         if self._objects:
-            objects = effect_targets(self._objects, self.tape.args, (args, kwargs))
+            objects = effect_targets(self._objects, (args, kwargs))
             inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
         self.state.refresh()
         if self._sharing is not None:
@@ -295,7 +295,7 @@ class CallBoundary:
             tape.sizes.check(tensors, numbers)
         self._check_overlaps(tensors)
         if tape.argument_numbers:
-            check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
+            check_numbers(tape.argument_numbers, (args, kwargs))
         return [*tensors, *numbers]
 
     def _check_overlaps(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -538,11 +538,10 @@ class StateCheck:
     def run_numbers(self) -> None:
         """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
         for guard in self._guards:
-            source, value = guard.source, guard.value
-            if not isinstance(source, InTable) or type(value) not in _NUMBERS or guard.others:
+            source, value, is_number = guard.source, guard.value, type(guard.value) in _NUMBERS
+            if not (is_number and isinstance(source, At) and isinstance(source.owner, dict)) or guard.others:
                 continue
-            current = source.table.get(source.key, MISSING)
-            if current != value:
+            if (current := source.owner.get(source.key, MISSING)) != value:
                 raise StateMismatchError(
                     f"{guard.name}: {value} when traced and {current} now; trace again, or put it back"
                 )

@@ -27,11 +27,11 @@ from scopetrace.containers.contents import (
     ATOMS,
     Change,
     Contents,
+    Place,
     attributes_and_slots,
     changed_entries,
     content_of,
     is_users_class,
-    put_entry,
     same_entries,
     write_dict,
 )
@@ -256,7 +256,7 @@ class ModuleSnapshot:
         self.contents = {k: x for k, x in module_dict.items() if type(x) not in ATOMS and k not in _NOT_OWN} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
-            contents.add(f"{name}.{key}", x, module, functools.partial(put_entry, module_dict, key))
+            contents.add(f"{name}.{key}", x, module, Place(module_dict, key))
         self.hooks = {table: module_dict[table].copy() for table in _HOOK_TABLES if module_dict.get(table)} or _EMPTY
         for hook in [hook for table in HOOKS for hook in self.hooks.get(table, _EMPTY).values()]:
             contents.add(f"{name}'s hook", hook)
@@ -275,11 +275,9 @@ class ModuleSnapshot:
                 changes += self._changes(table, old)
                 write_dict(table, old)
         if type(self.module) is not self.kind:  # as of a module that gets a parametrization
-            put = functools.partial(setattr, self.module, "__class__")
-            changes.append(
-                Change(f"{self.name}.__class__", self.kind, type(self.module), self.module, "__class__", put)
-            )
-            put(self.kind)
+            place = Place(self.module, "__class__")
+            changes.append(Change(f"{self.name}.__class__", self.kind, type(self.module), place, *place))
+            place.put(self.kind)
         unsaved = self.live[0].get("_non_persistent_buffers_set")
         if unsaved is not None and unsaved != self.unsaved:
             unsaved.clear()
@@ -292,8 +290,7 @@ class ModuleSnapshot:
             table, old = module_dict.get(name), self.hooks.get(name, {})
             if (table or old) and isinstance(table, dict) and not same_entries(table, old):
                 if name in HOOKS:
-                    put = functools.partial(write_dict, table)
-                    yield Change(f"{HOOKS[name]} of {self.name}", old, dict(table), self.module, name, put)
+                    yield Change(f"{HOOKS[name]} of {self.name}", old, dict(table), Place(table), self.module, name)
                 write_dict(table, old)
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
@@ -302,9 +299,8 @@ class ModuleSnapshot:
         for name, before, after in changed_entries(old, table):
             if name in bookkeeping or (compiles and name[0] == "_"):
                 continue
-            put = functools.partial(put_entry, table, name)
             buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
-            yield Change(f"{self.name}.{name}", before, after, self.module, name, put, (id(table), name), buffer)
+            yield Change(f"{self.name}.{name}", before, after, Place(table, name), self.module, name, buffer)
 
 
 def is_torchs(module: torch.nn.Module) -> bool:

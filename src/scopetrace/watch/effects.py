@@ -17,18 +17,15 @@ from typing import Any
 import torch
 
 from scopetrace._compat.gradients import hooks_of
-from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import parameters_of, tags_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
     Change,
+    Place,
     changed_attributes,
-    content_of,
     form_of,
-    put_entry,
     same,
     same_entries,
-    set_attribute,
     snapshot,
 )
 from scopetrace.containers.structure import leaves_with_path, object_classes
@@ -71,20 +68,21 @@ class EffectWatch:
             if module is not None:
                 self._contents.add(name, getattr(module.random, "__self__", None))  # somebody may replace it
         tensors = [*inputs, *zip(model.names_of_tensors(model.tensors), model.tensors, strict=True)]
-        self._tagged: list[tuple[str, Any, dict[str, Any]]] = [
+        self._holders: list[tuple[str, Any, dict[str, Any]]] = [
             (name, t, tags_of(t) if vars(t) else _NO_TAGS) for name, t in tensors
         ]
-        """Tensors and functions with the attributes that users have set on them."""
-        for path, t, tags in self._tagged:
+        """Tensors, classes and functions, with their names and the attributes that users have set on them."""
+        for path, t, tags in self._holders:
             for name, x in tags.items():
                 self._contents.add(f"{path}.{name}", x, t)
         self._follow(fn)
         if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
             self._follow_hooks()
-        self._variables = [(table, name, table.get(name, MISSING)) for table, name in self.reach.variables.values()]
-        self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
-        self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes]
-        self._tagged += [
+        variables = [(f"globals()[{name!r}]", Place(table, name)) for table, name in self.reach.variables.values()]
+        variables += [(f"closure {name}", Place(cell, "cell_contents")) for name, cell in self.reach.cells.values()]
+        self._variables = [(name, place, place.current()) for name, place in variables]
+        self._holders += [(kind.__name__, kind, dict(vars(kind))) for kind in self.reach.classes]
+        self._holders += [
             (f.__name__, f, dict(tags) if (tags := vars(f)) else _NO_TAGS) for f in self.reach.functions.values()
         ]
 
@@ -124,36 +122,25 @@ class EffectWatch:
 
     def restore(self) -> list[Change]:
         """Put all back as it was, and say what had changed, by value."""
-        changes = [*self._model.restore(), *self._of_variables(), *self._of_classes(), *self._of_tags()]
+        changes = [*self._model.restore(), *self._of_variables(), *self._of_attributes()]
         for change in changes:
-            change.put(change.old)
+            change.place.put(change.old)
         return [*self._contents.restore(), *(c for c in changes if not same(snapshot(c.old), snapshot(c.new)))]
 
     def _of_variables(self) -> Iterator[Change]:
-        for table, name, old in self._variables:
-            new = table.get(name, MISSING)
-            if new is not old:
-                put = functools.partial(put_entry, table, name)
-                yield Change(f"globals()[{name!r}]", old, new, None, "", put, (id(table), name))
-        for name, cell, old in self._cells:
-            new = content_of(cell)
-            if new is not old:
-                put = functools.partial(set_attribute, cell, "cell_contents")
-                yield Change(f"closure {name}", old, new, None, "", put, (id(cell), None))
+        for name, place, old in self._variables:
+            if (new := place.current()) is not old:
+                yield Change(name, old, new, place)
 
-    def _of_classes(self) -> Iterator[Change]:
-        for kind, before in self._classes:
-            if not same_entries(vars(kind), before):
-                changes = changed_attributes(kind.__name__, kind, before, vars(kind), set_attribute)
-                yield from (change for change in changes if change.attribute[:2] != "__")
-
-    def _of_tags(self) -> Iterator[Change]:
-        for path, t, before in self._tagged:
-            current = vars(t)
-            if current and isinstance(t, torch.Tensor):
-                current = tags_of(t)
-            if current or before:
-                yield from changed_attributes(path, t, before, current, lambda t, key, x: put_entry(vars(t), key, x))
+    def _of_attributes(self) -> Iterator[Change]:
+        for name, holder, before in self._holders:
+            current = vars(holder)
+            if current and isinstance(holder, torch.Tensor):
+                current = tags_of(holder)
+            if (before or current) and not same_entries(before, current):
+                is_class = isinstance(holder, type)
+                changes = changed_attributes(name, holder, before, current, holder if is_class else vars(holder))
+                yield from (change for change in changes if not (is_class and change.attribute[:2] == "__"))
 
 
 def refuse_tags(tape: RecordedTape, results: Iterable[Value]) -> None:

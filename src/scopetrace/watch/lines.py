@@ -78,25 +78,16 @@ class _Value:
 
 
 def _getter(change: Change) -> Callable[[], Any]:
-    owner, *key = getattr(change.put, "args", (None,))
+    owner, key = change.place
     if isinstance(change.holder, torch.nn.Module) and change.attribute:
         return lambda: _of_module(change.holder, change.attribute)
     if change.is_generator:
         form = form_of(type(owner))
         return lambda: pickle.dumps(form.read(owner)) if form is not None else None
+    if key is not MISSING:
+        return change.place.current
     if change.places and type(owner) is list:  # which may have a stand-in there
-        get = _in_place(*getattr(change.places[0], "args", ()))
-        return lambda: _ids(get())
-    return _in_place(owner, *key)
-
-
-def _in_place(owner: Any, *key: Any) -> Callable[[], Any]:
-    if key and isinstance(owner, dict):
-        return lambda: dict.get(owner, key[0], MISSING)
-    if key:
-        return lambda: getattr(owner, key[0], MISSING)
-    if isinstance(owner, types.CellType):
-        return lambda: owner.cell_contents
+        return lambda: _ids(change.places[0].current())
     return lambda: _ids(owner)
 
 

@@ -33,7 +33,7 @@ def holds_when_filled(cold: ProgramTape, filled: ProgramTape, stored: Mapping[in
 
 
 class _Match:
-    def __init__(self, first: ProgramTape, second: ProgramTape, stored: Mapping[int, Value]) -> None:
+    def __init__(self, first: Tape, second: Tape, stored: Mapping[int, Value]) -> None:
         self._first, self._second, self._stored = first, second, stored
         self._now: dict[int, int] = {}
         """By id of a fake tensor of the second program, that of the first; `to` may return what it takes."""
@@ -97,7 +97,7 @@ class _Match:
         if isinstance(second, Value):
             return isinstance(first, Value) and self._now.get(id(second.fake)) == id(first.fake)
         if isinstance(second, Tape):
-            return isinstance(first, Tape) and _are_same_bodies(first, second)
+            return isinstance(first, Tape) and _Match(first, second, {}).run()
         if isinstance(second, Symbolic):
             return type(first) is type(second) and str(first.node.expr) == str(second.node.expr)
         if isinstance(second, (list, tuple)):
@@ -115,21 +115,10 @@ class _Match:
         of_first, of_second = (leaves(tape.outputs, (Value, *Symbolic)) for tape in (first, second))
         if len(of_first) != len(of_second) or not self._same(of_first, of_second):
             return False
-        written = [[(w.path, w.value) for w in tape.attribute_writes] for tape in (first, second)]
+        writes = [tape.attribute_writes if isinstance(tape, ProgramTape) else [] for tape in (first, second)]
+        written = [[(write.path, write.value) for write in of_tape] for of_tape in writes]
         by_path = dict(written[0])
         return all(path in by_path and self._same(by_path[path], value) for path, value in written[1])
-
-
-def _are_same_bodies(first: Tape, second: Tape) -> bool:
-    names: dict[Value, int] = {}
-    told = []
-    for tape in (first, second):
-        names.clear()
-        for op in tape.ops:
-            for v in op.values():
-                names.setdefault(v, len(names))
-        told.append([(op.kind, str(op.target), [names.get(v) for v in op.inputs()]) for op in tape.ops])
-    return told[0] == told[1]
 
 
 def _are_equal_tensors(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:

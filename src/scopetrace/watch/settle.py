@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from scopetrace.containers.contents import (
     ATTRIBUTES,
     Attributes,
     Change,
+    Place,
     TensorLike,
     attributes_and_slots,
     entries_of,
@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, Guard, OfTensor, source_in
+from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, At, Guard, OfTensor, source_in
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
@@ -76,7 +76,7 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
     runs, lefts, lines = [first], [_left_by(first)], dict[str, str]()
     matter = set[str]()
     for _ in range(0 if any(map(_advances, first.changes)) else _RUNS - 1):
-        with _state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
+        with _watched_state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
             run = _if_it_runs(again)
         lines |= noted
         if never or run is None:
@@ -119,7 +119,7 @@ def _if_it_runs(again: Callable[[], Run]) -> Run | None:
 
 def _advances(change: Change) -> bool:
     """Whether an iterator gave an item: it gives another one to each call, and to each run."""
-    return is_iterator(_owner(change))
+    return is_iterator(change.place.owner)
 
 
 # The state that a run left --------------------------------------------------------------------------------------------
@@ -173,42 +173,43 @@ def random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _put_back(lefts: list[list[_Left]]) -> Iterator[None]:
-    """After it, what the runs changed is as before, also the order of entries."""
-    changes = [left.change for run in lefts for left in run]
-    tables = [(table, entries_of(table)) for table in map(_owner, changes) if isinstance(table, dict)]
+def _state(lefts: list[list[_Left]]) -> Iterator[None]:
+    """Inside, Python's state is what the runs left; after it, as before, also the order of entries."""
+    all_left = [left for run in lefts for left in run]
+    owners = [left.change.place.owner for left in all_left]
+    tables = [(table, entries_of(table)) for table in owners if isinstance(table, dict)]
     try:
+        for left in all_left:
+            left.change.place.put(left.value)
         yield
     finally:
-        for change in reversed(changes):
-            change.put(change.old)
+        for left in reversed(all_left):
+            left.change.place.put(left.change.old)
         for table, entries in tables:
             write_dict(table, entries)
 
 
 @contextlib.contextmanager
-def _state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
-    """Inside, Python's state is what the runs left, with stand-ins. Gives the names of those that were asked."""
+def _watched_state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
+    """As `_state`, with stand-ins. Gives the names of those that were asked."""
     asked: list[str] = []
-    replaced: list[tuple[Callable[[Any], None], Any]] = []
-    with _put_back(lefts):
+    replaced: list[tuple[Place, Any]] = []
+    with _state(lefts):
         for change, value in _last(lefts):
-            ask = functools.partial(asked.append, change.name)
+            owner, watched = change.place.owner, stand_in(value, functools.partial(asked.append, change.name))
             if not _is_content(change):
-                change.put(stand_in(value, ask))
+                change.place.put(watched)
                 continue
-            change.put(value)
-            watched = stand_in(value, ask)
-            for place in change.places if type(_owner(change)) is list else ():
-                replaced.append((place, _owner(change)))
-                place(watched)
-            if type(_owner(change)) is not list or not change.places:  # nobody can see what is asked of it
-                ask()
+            for place in change.places if type(owner) is list else ():
+                replaced.append((place, owner))
+                place.put(watched)
+            if type(owner) is not list or not change.places:  # nobody can see what is asked of it
+                asked.append(change.name)
         try:
             yield asked
         finally:
             for place, owner in reversed(replaced):
-                place(owner)
+                place.put(owner)
 
 
 def _last(lefts: list[list[_Left]]) -> list[tuple[Change, Any]]:
@@ -222,21 +223,7 @@ def _last(lefts: list[list[_Left]]) -> list[tuple[Change, Any]]:
 
 def _is_content(change: Change) -> bool:
     """Whether it is of the content of a list or set as a whole."""
-    return change.entry is not None and change.entry[1] is None and not isinstance(_owner(change), types.CellType)
-
-
-def _owner(change: Change) -> Any:
-    """The container or variable that has it; None where that is not known."""
-    return getattr(change.put, "args", (None,))[0]
-
-
-@contextlib.contextmanager
-def _plain_state(lefts: list[list[_Left]]) -> Iterator[None]:
-    """Inside, Python's state is what the runs left, with plain values."""
-    with _put_back(lefts):
-        for left in (left for run in lefts for left in run):
-            left.change.put(left.value)
-        yield
+    return change.place.key is MISSING and change.attribute not in HOOKS
 
 
 # What it means -------------------------------------------------------------------------------------------------------
@@ -293,7 +280,7 @@ def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -
     for count in range(1, len(runs)):
         if count < len(lefts) and not is_same_program(tape, runs[count].tape):
             continue
-        with _plain_state(lefts[:count]):
+        with _state(lefts[:count]):
             for i, guard in enumerate(tape.guards):
                 if guard.source.kind in ("attribute", "global", "closure", "tensor") and not same(
                     guard.value, current := guard.current()
@@ -342,7 +329,7 @@ def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     caches = {write.path for write in tape.attribute_writes}
     for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
         source = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
-        yield Guard(f"{name}, from which a cache was computed", source.current(NO_CALL), source, (), tape.root.path)
+        yield Guard.of(f"{name}, from which a cache was computed", source, tape.root.path)
 
 
 def _without_tensors(x: Any, stored: Mapping[int, TensorLike]) -> Any:
@@ -399,21 +386,19 @@ def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> Recorded
 
 def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
     """Take what was changed out of the table of what a call is checked for."""
-    entries = frozenset(change.entry for change in changes if change.entry is not None)
+    entries = frozenset(change.place.id for change in changes)
     names = {(id(change.holder), change.attribute) for change in changes if change.attribute}
     kept: list[Guard] = []
     for guard in tape.guards:
-        table = getattr(guard.source, "table", None)
-        cell = getattr(guard.source, "cell", None)
-        key = getattr(guard.source, "key", None)
         of_tensor = isinstance(guard.source, OfTensor) and (id(guard.source.module), guard.source.name) in names
-        if (id(table), key) in entries or (id(cell), None) in entries or of_tensor or _is_absent_one_of(guard, names):
+        is_changed = isinstance(guard.source, At) and guard.source.place.id in entries
+        if is_changed or of_tensor or _is_absent_one_of(guard, names):
             continue
         if guard.source.kind in ("attribute", "global", "closure") and not isinstance(guard.value, torch.Tensor):
             skip = guard.skip | entries
             raw = guard.source.current(NO_CALL)
             if skip and form_of(type(raw)) is not None:
-                if id(raw) in {number for number, key in entries if key is None}:
+                if id(raw) in {number for number, key in entries if key is MISSING}:
                     continue
                 guard = dataclasses.replace(guard, skip=skip, value=snapshot(raw, guard.names, skip))
         kept.append(guard)

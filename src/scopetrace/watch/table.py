@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Condition, flag
+from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Condition
 from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace.containers.contents import (
     ATTRIBUTES,
@@ -48,13 +48,11 @@ from scopetrace.ir.guards import (
     MODULE_TABLES,
     NO_CALL,
     Asked,
+    At,
     CallInputs,
     Flag,
     Guard,
-    InClosure,
-    InTable,
     InTables,
-    OfClass,
     OfFunctions,
     OfModules,
     OfTensor,
@@ -153,15 +151,15 @@ class StateReads:
         self._called = self._called_modules()
         self._used = self._called | self._taken_modules()
         attributes = list(self._attributes(held))
-        variables = list(ran.guards(tape.root.path))
+        path, variables = tape.root.path, list(ran.guards(tape.root.path))
         objects = [*self._objects]
         while isinstance(fn, functools.partial):
-            attributes += [self._variable(name, fn.keywords, name) for name in fn.keywords]
+            attributes += [Guard.of(name, At(fn.keywords, name), path, names=self.names) for name in fn.keywords]
             objects += [(f"args[{i}]", x) for i, x in enumerate(fn.args)]
             fn = fn.func
         owner = getattr(fn, "__self__", fn)
         objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
-        of_objects = [Guard(n, snapshot(x, self.names), InTable({n: x}, n), names=self.names) for n, x in objects]
+        of_objects = [Guard.of(name, At({name: x}, name), "", names=self.names) for name, x in objects]
         others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
         return [*variables, *attributes, *others, *self._of_members(held)]
 
@@ -171,11 +169,7 @@ class StateReads:
             tables = [(s.fqn, t) for s in self._model.saved_modules for t in s.live[1:3]]
             places = [(f"{fqn}.{key}".lstrip("."), table, key) for fqn, table in tables for key in table]
             name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
-            yield Guard(name, _shared(places), Asked(_shared, (places,)), (), path)
-
-    def _variable(self, name: str, table: dict[str, Any], key: str) -> Guard:
-        value = snapshot(table[key], self.names)
-        return Guard(name, value, InTable(table, key), (), self._builder.tape.root.path, names=self.names)
+            yield Guard.of(name, Asked(_shared, (places,)), path)
 
     @property
     def names(self) -> frozenset[str] | None:
@@ -201,8 +195,8 @@ class StateReads:
             value = source.current(NO_CALL)
             if isinstance(value, torch.Tensor):
                 self._members[id(value)] = value
-                if isinstance(source, InTable) and source.table is module.__dict__:
-                    held.append((id(value), name, source.table, key))
+                if isinstance(source, At) and source.owner is module.__dict__:
+                    held.append((id(value), name, source.owner, key))
                 continue
             yield Guard(name, snapshot(value, self.names), source, frames, path, names=self.names)
 
@@ -240,23 +234,21 @@ class StateReads:
         for aspect in OfModules.ASPECTS:
             modules = called if aspect == "hooks" else named
             source = OfModules(modules, aspect, self.names, frozenset(name for _, name in changed))
-            yield Guard(f"{aspect} of the modules", snapshot(source.current(NO_CALL)), source, (), path)
-        yield Guard("hooks of all modules", ALL_MODULES.current(NO_CALL), ALL_MODULES, (), path)
+            yield Guard.of(f"{aspect} of the modules", source, path)
+        yield Guard.of("hooks of all modules", ALL_MODULES, path)
         for name, module in named:
             if isinstance(module, torch.fx.GraphModule):  # its class has another forward after each recompile()
                 code = Asked(operator.attrgetter("code"), (module,), kind="code")
-                yield Guard(f"{name}.code".removeprefix("self."), module.code, code, (), path)
+                yield Guard.of(f"{name}.code".removeprefix("self."), code, path)
         scripted = [m for m in self._used.values() if isinstance(m, torch.jit.ScriptModule)]
         if scripted:
-            modes = Asked(_modes_of, (scripted,))
-            yield Guard("training of scripted modules", modes.current(NO_CALL), modes, (), path)
+            yield Guard.of("training of scripted modules", Asked(_modes_of, (scripted,)), path)
         for key in MODULE_TABLES[:2]:
             of = [
                 (s.fqn if s else "", m) for m, k, _ in self._read.values() if k == key for s in (self._model.saved(m),)
             ]
-            keys = Asked(_keys_of, (of, key, changed))
             if of:
-                yield Guard(f"{key[1:]}()", keys.current(NO_CALL), keys, (), path)
+                yield Guard.of(f"{key[1:]}()", Asked(_keys_of, (of, key, changed)), path)
 
     # ---------------------------------------------------------------- tensors
 
@@ -307,8 +299,7 @@ class StateReads:
             if key in used or owner is None:
                 continue
             fqn, holder, attribute = owner
-            source = OfTensor(holder, attribute, "metadata")
-            yield Guard(fqn, source.current(NO_CALL), source, (), root)
+            yield Guard.of(fqn, OfTensor(holder, attribute, "metadata"), root)
 
     def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
         """Where each tensor of the model is that several places hold, if its id is in `used`."""
@@ -366,75 +357,58 @@ class RanFunctions:
         A method counts where its class is that of something held, or is named, and some of the code names it.
         """
         known = {id(function): function for function in self.functions.values()}
-        new, values = known, [*held]
+        new, values, level = known, [*held], 0
         kinds = dict.fromkeys([call.module_type for call in self._tape.calls if call.module_type], False)
         """The classes of what is held, and whether code names them: then it may make one."""
-        for _ in range(_LEVELS):
-            names = {name for function in new.values() for name in names_of(function.__code__).all}
-            for function in new.values():
-                values += _named(function)
-            items = [*itertools.chain.from_iterable(map(_with_items, values))]
-            self._by_getters.update(*(names_by(x) for x in items if type(x) is operator.attrgetter))
-            names |= self._by_getters
-            kinds |= dict.fromkeys(map(type, items), False)
-            kinds |= {x: True for x in items if isinstance(x, type)}
+        while new or not level:
+            values += [x for function in new.values() for x in _named(function)]
+            is_near, level = level < _LEVELS, level + 1  # any further, only what is named itself
+            items = [*itertools.chain.from_iterable(map(_with_items, values))] if is_near else values
             functions = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
-            for kind, is_named in kinds.items():
-                functions += _methods(kind, names, is_named=is_named)
-            new = {id(f): f for f in functions if f is not None and f.__code__ in self._reach.functions}
-            new = {key: function for key, function in new.items() if key not in known}
-            known, values = known | new, []
-        self._kinds = kinds
-        while new:  # any further, only what is named itself
-            items = [x for function in new.values() for x in _named(function)]
+            if is_near:
+                self._by_getters.update(*(names_by(x) for x in items if type(x) is operator.attrgetter))
+                kinds |= dict.fromkeys(map(type, items), False)
             kinds |= {x: True for x in items if isinstance(x, type)}
-            further = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
-            users = [f for f in further if f is not None and not is_library(home_of(f))]
-            new = {id(f): f for f in users if id(f) not in known}
+            if is_near:
+                names = self._by_getters.union(*(names_of(function.__code__).all for function in new.values()))
+                functions += [f for kind, is_named in kinds.items() for f in _methods(kind, names, is_named=is_named)]
+            users = [f for f in functions if f is not None and not is_library(home_of(f))]
+            new, values = {id(f): f for f in users if id(f) not in known}, []
             known |= new
+        self._kinds = kinds
         return [*known.values()][len(self.functions) :]
 
     def guards(self, path: str) -> Iterator[Guard]:
         """What the functions read of variables."""
         functions = [*self.functions.values(), *self.inner]
         if functions:
-            source = OfFunctions(tuple(functions))
-            yield Guard("functions", snapshot(source.current(NO_CALL)), source, (), path)
+            yield Guard.of("functions", OfFunctions(tuple(functions)), path)
         known = set[tuple[int, str]]()
         for function in functions:
             frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
-            for name, table, key in self._variables_of(function):
-                if (id(table), key) in known:
-                    continue
-                value = table[key]
-                if _is_state(value):
-                    known.add((id(table), key))
-                    yield self._read(name, value, InTable(table, key), frames, path)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-                value, is_new = content_of(cell), (id(cell), "") not in known
-                if is_new and _is_state(value):
-                    known.add((id(cell), ""))
-                    yield self._read(name, value, InClosure(cell), frames, path)
+            for name, source in self._variables_of(function):
+                if source.place.id not in known and _is_state(source.current(NO_CALL)):
+                    known.add(source.place.id)
+                    yield Guard.of(name, source, path, frames, self.names)
         yield from self._of_classes(path)
         names = {name for code in self.codes for name in names_of(code).all}
         for name in [name for name in OTHER_SETTINGS if name.rpartition(".")[2] in names]:
-            yield Guard(name, flag(name, ()), Flag(name), (), path)
-
-    def _read(self, name: str, value: Any, source: Any, frames: Frames, path: str) -> Guard:
-        return Guard(name, snapshot(value, self.names), source, frames, path, names=self.names)
+            yield Guard.of(name, Flag(name), path)
 
     @staticmethod
-    def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """The globals that a function names, and attributes of Python modules and functions: name, table and key."""
+    def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, At]]:
+        """The globals that a function names, attributes of Python modules and functions, and variables around it."""
         table, names = function.__globals__, names_of(function.__code__)
         for name in sorted(names.globals & table.keys()):
-            yield name, table, name
+            yield name, At(table, name)
         for name, attribute in sorted(names.dotted):
             owner = table.get(name)
             if not isinstance(owner, (types.ModuleType, types.FunctionType)) or is_library(home_of(owner)):
                 continue
             if attribute in vars(owner):
-                yield f"{name}.{attribute}", vars(owner), attribute
+                yield f"{name}.{attribute}", At(vars(owner), attribute)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            yield name, At(cell, "cell_contents")
 
     def _of_classes(self, path: str) -> Iterator[Guard]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
@@ -442,8 +416,7 @@ class RanFunctions:
         called = {type(call.module): None for call in self._tape.calls if call.module is not None}
         called = {kind: None for kind in called if not issubclass(kind, torch.fx.GraphModule)}  # made at its first call
         for kind, name in itertools.product(called, ("forward", "__call__")):
-            source = OfClass(kind, name)
-            yield Guard(f"{kind.__name__}.{name}", snapshot(source.current(NO_CALL)), source, (), path)
+            yield Guard.of(f"{kind.__name__}.{name}", At(kind, name), path)
         for kind in filter(is_users_class, self._kinds):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
@@ -451,8 +424,7 @@ class RanFunctions:
                 is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
                 may_run = is_value or code in self.codes or (code is not None and kind in called)
                 if may_run and is_users_class(base):
-                    source = OfClass(kind, name)
-                    yield self._read(f"{kind.__name__}.{name}", source.current(NO_CALL), source, (), path)
+                    yield Guard.of(f"{kind.__name__}.{name}", At(kind, name), path, names=self.names)
 
 
 def _named(function: types.FunctionType) -> list[Any]:
@@ -485,6 +457,8 @@ _BY_TABLE = frozenset({"parameters", "named_parameters", "buffers", "named_buffe
 """Methods of nn.Module that go through the tables of parameters and buffers."""
 _OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
 """Methods that name all attributes of an object, and seldom run on one that was there."""
+_AT_DEFINITION = frozenset({"__init_subclass__", "__set_name__", "__class_getitem__"})
+"""Methods that run where a class is defined or named in an annotation, and in no forward."""
 
 
 def _is_state(value: Any) -> bool:
@@ -514,7 +488,8 @@ def _methods(kind: type, names: Set[str], *, is_named: bool) -> list[types.Funct
     """
     methods = list[types.FunctionType | None]()
     for base in filter(is_users_class, kind.__mro__) if is_users_class(kind) else ():
-        special = [name for name in vars(base) if name[:2] == "__" and (is_named or name not in _OF_ALL_ATTRIBUTES)]
+        left_out = _AT_DEFINITION if is_named else _AT_DEFINITION | _OF_ALL_ATTRIBUTES
+        special = [name for name in vars(base) if name[:2] == "__" and name not in left_out]
         for name in (*special, *sorted(vars(base).keys() & names)):
             methods += map(_function_of, functions_of(vars(base)[name]))
     return methods
