@@ -194,15 +194,6 @@ def _position(segment: TapeSegment, i: int, placeholders: int) -> int:
     return placeholders + sum(op.kind not in ("get_attr", "placeholder") for op in before)
 
 
-def own_values(tape: _T) -> _T:
-    """Give a tape that was made of another one's ops, but of calls of its own, ops and values of its own."""
-    values: dict[Value, Value] = {}
-    tape.ops = [op.copied(values) for op in tape.ops]
-    for call in tape.calls:
-        call.rename(values)
-    return with_values(tape, values)
-
-
 def with_values(tape: _T, values: Mapping[Value, Value]) -> _T:
     """Put other values into inputs and outputs of a tape whose ops and calls have them already. Returns the tape."""
     tape.inputs, tape.outputs = renamed((tape.inputs, tape.outputs), values)
