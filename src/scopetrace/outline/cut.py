@@ -42,7 +42,6 @@ class Outlining(TapeRewriter):
         # A copy of what a call returns keeps its history, wherever autograd is on in the program.
         self._grad = is_grad_on(self.old.ops)
         self._around: list[tuple[Any, dict[Any, Any]]] = []  # of each open function, the outermost first
-        self._outermost: Call | None = None  # the chosen call, in no other one, that the next op is in
         self._skipped: Call | None = None  # the call that the next op is in, of a function that is made already
         self._captured: dict[int, dict[int, FunctionOutput | None]] = collections.defaultdict(dict)
         """By number of calls, what each has to give beside its outputs, since other code reads that of one of them."""
@@ -68,15 +67,16 @@ class Outlining(TapeRewriter):
 
     def step(self, op: Op) -> None:
         """Tensors from outside are read by the main program, and passed on."""
-        calls = self.calls
         if op.kind not in ("placeholder", "get_attr"):
             if self._skipped is None:
-                self.new.ops.append(op.copied(self.replacements, calls=calls))
+                self.new.ops.append(op.copied(self.replacements, calls=self.calls))
             return
         program, values = self._around[0] if self._around else (self.new, self.replacements)
-        if self._outermost is not None and op.call is not None:
-            calls = {op.call: calls[self._outermost.parent or self._outermost]}
-        program.ops.append(op.copied(values, calls=calls))
+        read = op.copied(values, calls=self.calls)
+        chosen = [c for c in op.call.ancestors() if c in self._numbers] if op.call is not None else []
+        if chosen:
+            read = read.replace(call=self.calls[chosen[-1].parent or chosen[-1]]).take_values()
+        program.ops.append(read)
 
     def begin(self, call: Call) -> None:
         """A chosen call is a function, which is made where there is none yet."""
@@ -89,7 +89,6 @@ class Outlining(TapeRewriter):
         new = self.calls[call]
         new.args, new.kwargs = self._present((call.args, call.kwargs))
         if number is not None:
-            self._outermost = self._outermost or call
             if number in self._functions:
                 self._skipped = call
             else:
@@ -110,7 +109,6 @@ class Outlining(TapeRewriter):
                 )
                 self._functions[number] = self._close(call, interface, (*interface.outputs, *names), results)
             self._skipped = None
-            self._outermost = None if self._outermost is call else self._outermost
             self._invoke(call, interface, self._functions[number], results)
         super().end(call)
         new = self.calls[call]
