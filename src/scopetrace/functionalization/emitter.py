@@ -150,18 +150,10 @@ class Emitter:
     def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
         """Append the read of a tensor that the tape holds under this name."""
         assert self.tape.fake_mode is not None
-        value = self.new_value(self.tape.fake_mode.from_tensor(real, static_shapes=True), 0)
+        value = Value(self.tape.fake_mode.from_tensor(real, static_shapes=True), 0, next(self._storages), None)
         value.real = real
         self._append(origin, "get_attr", name, (), {}, value)
         return value
-
-    def new_value(self, fake: torch.Tensor, slot: int) -> Value:
-        """The value of a tensor in a storage of its own, for an op that is appended next."""
-        return Value(fake, slot, next(self._storages), None)
-
-    def like(self, fake: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the same metadata in memory of its own."""
-        return self.inference.like(fake)
 
     def constant(self, origin: Op, real: torch.Tensor) -> Value:
         """A tensor as an attribute."""
