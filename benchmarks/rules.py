@@ -107,6 +107,8 @@ def traced(st: Any, built: Build, shapes: Any, rules: bool) -> tuple[float, Seco
         mock.patch.object(ops, "run_op", timed(ops.run_op, lambda mode, f, *_: f, by_torch)),
     ):
         FakeTensorMode.cache_clear()
+        for table in vars(inference._of_torch).values():
+            table.clear()
         gc.collect()
         start = time.thread_time()
         st.trace(model, args, kwargs, dynamic_shapes=shapes)

@@ -194,17 +194,6 @@ def cat(draw, func):
     return parts, dim
 
 
-def embedding(draw, func):
-    weight = draw.tensor(*draw.size(2))
-    return (
-        weight,
-        torch.zeros(draw.size(draw.some(0, 1, 2)), dtype=draw.some(torch.int64, torch.int32)),
-        -1,
-        False,
-        False,
-    )
-
-
 def whole(draw, func):
     return (draw.tensor(*draw.size(draw.some(0, 1, 2, 3, 4))),)
 
@@ -252,7 +241,6 @@ CASES = {
     rules._addmm: addmm,
     rules._matmul: matmul,
     rules._attention: attention,
-    rules._embedding: embedding,
     rules._convolution: convolution,
     rules._max_pool1d: pool1d,
     rules._max_pool2d: pool,

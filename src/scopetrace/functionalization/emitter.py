@@ -21,7 +21,7 @@ from scopetrace._compat.tensors import FakeMaker, is_leaf_of, requires_grad_of, 
 from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
-from scopetrace.infer.rules import OutputMeta, Outputs
+from scopetrace.infer.rules import OutputMeta
 from scopetrace.ir.segment import with_values
 from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Tape, Value, flat, map_argument, values_in
 from scopetrace.ops.functional_variants import FIRST_HAS_GRADIENT
@@ -61,61 +61,35 @@ class Emitter:
         args, kwargs = self._lift(origin, (args, kwargs))
         inputs = values_in((args, kwargs))
         inferred, out = self.inference.run(func, args, kwargs, inputs)
-        if inferred is None:
-            outputs = self._outputs(origin, func, inputs, out)
-        else:
-            outputs = self._inferred(origin, func, inputs, *inferred)
+        if inferred is not None:
+            out = inferred[0].contained(inferred[1])
+        outputs = self._outputs(origin, func, inputs, out)
+        if inferred is not None and self._knows_keys:
+            for meta, new in zip(filter(None, inferred[0].tensors), values_in(outputs), strict=True):
+                if isinstance(meta, OutputMeta):
+                    new.key = self.inference.key_of(new.fake) if new.requires_grad else meta.key
         return self._append(origin, "call_function", func, args, kwargs, outputs)
 
-    def _inferred(
-        self, origin: Op, func: Any, inputs: list[Value], metas: Outputs, fakes: list[torch.Tensor | None]
-    ) -> Any:
-        carrying = self._carrying(func, inputs)
-        values: list[Value | None] = []
-        for slot, (meta, fake) in enumerate(zip(metas.tensors, fakes, strict=True)):
-            if meta is None or fake is None:
-                values.append(None)
-                continue
-            is_new = isinstance(meta, OutputMeta)
-            base = meta.base if isinstance(meta, OutputMeta) else meta.input
-            storage = next(self._storages) if base is None else inputs[base].storage
-            required = _requires_grad(origin, func, slot, storage, carrying)
-            new = self._value(fake, slot, storage, required, is_new)
-            if isinstance(meta, OutputMeta) and self._knows_keys:
-                new.key = self.inference.key_of(fake) if new.requires_grad else meta.key
-            values.append(new)
-        return metas.contained(values)
-
     def _outputs(self, origin: Op, func: Any, inputs: list[Value], out: Any) -> Any:
-        carrying = self._carrying(func, inputs)
-        by_fake = {id(v.fake): v.storage for v in inputs}
-        by_memory = {storage_id(v.fake): v.storage for v in inputs}
+        by_fake = {id(v.fake): v.storage for v in reversed(inputs)}
+        by_memory = {storage_id(v.fake): v.storage for v in reversed(inputs)}
+        # by which a result requires grad; under no_grad only one that is a view of them
+        carries = self._has_grad and func is not _aten.detach.default
+        carrying = {v.storage for v in inputs if v.requires_grad} if carries else set[int]()
 
         def value(t: Any, slot: int) -> Any:
             if not isinstance(t, torch.Tensor):
                 return t
             storage = by_fake.get(id(t), by_memory.get(storage_id(t)))
             required = _requires_grad(origin, func, slot, storage, carrying)
-            storage = next(self._storages) if storage is None else storage
-            return self._value(t, slot, storage, required, id(t) not in by_fake)
+            required = required and (t.dtype.is_floating_point or t.dtype.is_complex)
+            if required and id(t) not in by_fake and not requires_grad_of(t) and is_leaf_of(t):
+                set_requires_grad(t, True)  # stands for the history that the real run has
+            new = Value(t, slot, next(self._storages) if storage is None else storage, None)
+            new.requires_grad = required
+            return new
 
-        def values(x: Any, slot: int) -> Any:
-            return type(x)([values(t, i) for i, t in enumerate(x)]) if isinstance(x, (list, tuple)) else value(x, slot)
-
-        return values(out, 0)
-
-    def _carrying(self, func: Any, inputs: list[Value]) -> set[int]:
-        """The storages of the inputs by which a result requires grad; under no_grad only one that is a view of them."""
-        carries = self._has_grad and func is not _aten.detach.default
-        return {v.storage for v in inputs if v.requires_grad} if carries else set()
-
-    def _value(self, fake: torch.Tensor, slot: int, storage: int, required: bool, is_new: bool) -> Value:
-        differentiable = required and (fake.dtype.is_floating_point or fake.dtype.is_complex)
-        if differentiable and is_new and not requires_grad_of(fake) and is_leaf_of(fake):
-            set_requires_grad(fake, True)  # stands for the history that the real run has
-        new = Value(fake, slot, storage, None)
-        new.requires_grad = differentiable
-        return new
+        return _with_slots(value, out, 0)
 
     def bound(self, origin: Op) -> Callable[..., Any]:
         """`run` for one origin, called as the op."""
@@ -176,18 +150,10 @@ class Emitter:
     def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
         """Append the read of a tensor that the tape holds under this name."""
         assert self.tape.fake_mode is not None
-        value = self.new_value(self.tape.fake_mode.from_tensor(real, static_shapes=True), 0)
+        value = Value(self.tape.fake_mode.from_tensor(real, static_shapes=True), 0, next(self._storages), None)
         value.real = real
         self._append(origin, "get_attr", name, (), {}, value)
         return value
-
-    def new_value(self, fake: torch.Tensor, slot: int) -> Value:
-        """The value of a tensor in a storage of its own, for an op that is appended next."""
-        return Value(fake, slot, next(self._storages), None)
-
-    def like(self, fake: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the same metadata in memory of its own."""
-        return self.inference.like(fake)
 
     def constant(self, origin: Op, real: torch.Tensor) -> Value:
         """A tensor as an attribute."""
@@ -216,6 +182,13 @@ class Emitter:
         if not any(issubclass(kind, torch.Tensor) for kind in set(map(type, flat(x)))):
             return x
         return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)
+
+
+def _with_slots(value: Callable[[Any, int], Any], x: Any, slot: int) -> Any:
+    """The results of an op with `value` of each, and its position in its list, in their place."""
+    if isinstance(x, (list, tuple)):
+        return type(x)([_with_slots(value, item, i) for i, item in enumerate(x)])
+    return value(x, slot)
 
 
 def _requires_grad(origin: Op, func: Any, slot: int, storage: int | None, carrying: set[int]) -> bool:

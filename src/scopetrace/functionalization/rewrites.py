@@ -211,13 +211,14 @@ def _permute(base: Value, dims: Any) -> Simplified:
 def boundaries(calls: list[Call]) -> dict[int, list[tuple[Call, bool]]]:
     """By position of an op, the calls that end or begin before it, in order; each with whether it begins."""
     places = collections.defaultdict[int, list[tuple[Call, bool]]](list)
-    for call in reversed(calls):
-        if call.start < call.stop:
-            places[call.stop].append((call, False))
-    for call in calls:
-        places[call.start].append((call, True))
-        if call.start == call.stop:
-            places[call.stop].append((call, False))
+    around: list[Call] = []
+    for call in (*calls, None):
+        while around and (call is None or around[-1] not in call.ancestors()):
+            ended = around.pop()
+            places[ended.stop].append((ended, False))
+        if call is not None:
+            places[call.start].append((call, True))
+            around.append(call)
     return places
 
 

@@ -359,10 +359,6 @@ def _attention(
     return (*q[:-1], v[-1])
 
 
-def _embedding(weight: Value, indices: Value, *args: Any) -> Sizes | None:
-    return (*indices.fake.size(), weight.fake.size(1)) if weight.fake.dim() == 2 else None
-
-
 def _convolution(
     x: Value,
     weight: Value,
@@ -525,7 +521,6 @@ RULES: dict[Any, Rule] = {
     _aten.addmm.default: Rule(_addmm, _float, row_major=True),
     _aten.matmul.default: Rule(_matmul, _float, row_major=True),
     _aten.scaled_dot_product_attention.default: Rule(_attention),
-    _aten.embedding.default: Rule(_embedding),
     **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default), Rule(_convolution, _float)),
     _aten.max_pool1d.default: Rule(_max_pool1d),
     _aten.max_pool2d.default: Rule(_max_pool2d, _float),

@@ -135,23 +135,22 @@ def body_tape(
     tape: Tape,
     segment: TapeSegment,
     captured: list[Any],
-    names: list[str] | None = None,
     grad: bool | None = None,
 ) -> BodyTape:
-    """The segment as a tape, whose placeholders are its own and then, with these names, those of `captured`.
+    """The segment as a tape, whose placeholders are its own and then those of `captured`.
 
     Its ops and values are new ones. The calls move to it. `grad`: whether autograd is on around it; by default where it
     is for one of its ops, since it may begin with a block under `torch.no_grad()`.
     """
     first = [op for op in segment.ops if op.kind == "placeholder"]
-    names = names or [name_of(x, len(first) + i) for i, x in enumerate(captured)]
     used: set[str] = set()
     inside: dict[Value, Value] = {}
     placeholders = [op.replace(target=identifier(op.name, used)).copied(inside) for op in first]
     if grad is None:
         grad = is_grad_on(segment.ops) if segment.ops else torch.is_grad_enabled()
-    for name, x in zip(names, captured, strict=True):
-        placeholders.append(_placeholder(identifier(name, used), x, segment, inside, grad))
+    for i, x in enumerate(captured, len(first)):
+        name = identifier(name_of(x, i), used)
+        placeholders.append(placeholder(name, x, segment.scope, segment.call, inside, grad=grad))
 
     ops = [op.copied(inside) for op in segment.kept() if op.kind != "placeholder"]
     for call in segment.calls:
@@ -172,13 +171,14 @@ def body_tape(
     )
 
 
-def _placeholder(name: str, x: Any, segment: TapeSegment, inside: dict[Value, Value], grad: bool) -> Op:
+def placeholder(name: str, x: Any, scope: Scope, call: Call | None, inside: dict[Value, Value], *, grad: bool) -> Op:
+    """The placeholder of a body for `x`, a value, which stands in `inside` from here on, or a number."""
     if isinstance(x, Value):
         new = Value(x.fake, 0, x.storage, x.key)
         new.offset = x.offset
         inside.setdefault(x, new)
         x = new
-    return Op("placeholder", name, (), {}, x, segment.scope, segment.call, (), grad)
+    return Op("placeholder", name, (), {}, x, scope, call, (), grad)
 
 
 def name_of(x: Any, number: int) -> str:
@@ -192,15 +192,6 @@ def _position(segment: TapeSegment, i: int, placeholders: int) -> int:
     """Where position `i` of the recording is in the body, whose placeholders come first."""
     before = segment.ops[: max(0, i - segment.start)]
     return placeholders + sum(op.kind not in ("get_attr", "placeholder") for op in before)
-
-
-def own_values(tape: _T) -> _T:
-    """Give a tape that was made of another one's ops, but of calls of its own, ops and values of its own."""
-    values: dict[Value, Value] = {}
-    tape.ops = [op.copied(values) for op in tape.ops]
-    for call in tape.calls:
-        call.rename(values)
-    return with_values(tape, values)
 
 
 def with_values(tape: _T, values: Mapping[Value, Value]) -> _T:

@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from scopetrace._compat.symbols import (
-    difference,
     example,
     is_static,
     quotient,
@@ -247,24 +246,8 @@ def is_contiguous(t: torch.Tensor) -> bool:
 
 
 def has_fixed_order(t: torch.Tensor) -> bool:
-    """Whether the dimensions lie in memory in one order for all sizes, and none reaches into the next."""
-    if is_static(t.stride()) or dense_strides(t) is not None:
-        return True
-    strides = _strides(t)
-    order = [d for d, n in enumerate(t.size()) if not _is(n, 1) and not _is(strides[d], 0)]
-    order.sort(key=lambda d: (example(t.stride(d)), -d))
-    return all(
-        _passes_over(strides[outer], strides[inner], t.size(inner)) for inner, outer in itertools.pairwise(order)
-    )
-
-
-def _passes_over(outer: Any, inner: Any, n: Int) -> bool:
-    """Whether a step of `outer` is at least `n` steps of `inner`."""
-    steps = quotient(outer, inner)
-    if steps is None:
-        return False
-    more = difference(steps, n)
-    return more >= 0 if type(more) is int else quotient(steps, to_expr(n)) is not None
+    """Whether the dimensions are known to lie in memory in one order for all sizes."""
+    return is_static(t.stride()) or dense_strides(t) is not None
 
 
 def strides_in_order_of(out: torch.Tensor, size: Sizes, number: Callable[[Any], int]) -> tuple[Int, ...] | None:

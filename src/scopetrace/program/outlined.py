@@ -178,7 +178,7 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
     while EVERY not in wanted and kept != (again := _equal(kept, named, numbers, OUTERMOST in wanted)):
         kept, numbers = again, interfaces.numbered(again)
     outlining = Outlining(interfaces, numbers)
-    return OutlinedTrace(source, outlining.program(), outlining.functions, kept)
+    return OutlinedTrace(source, outlining.run(), outlining.functions, kept)
 
 
 def _without_inner(kept: list[Call], named: set[Call], interfaces: Interfaces) -> list[Call]:

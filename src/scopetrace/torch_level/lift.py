@@ -13,7 +13,7 @@ import torch
 
 from scopetrace._compat.ops import is_collective
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.segment import own_values
+from scopetrace.functionalization.emitter import TapeRewriter
 from scopetrace.ir.tape import Op, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.torch_level.stepping import NodeRecord
@@ -27,17 +27,19 @@ def lifted(tape: RecordedTape, nodes: list[NodeRecord]) -> RecordedTape:
     return _Lifter(tape, nodes).run()
 
 
-class _Lifter:
+class _Lifter(TapeRewriter):
     def __init__(self, tape: RecordedTape, nodes: list[NodeRecord]) -> None:
-        self.tape = tape
+        super().__init__(dataclasses.replace(tape, calls=tape.calls[:1]))
         self.nodes = nodes
         self.written = {v.storage for op in tape.ops for v in op.writes}
-        self.root = tape.calls[0].replace()
-        self.new = dataclasses.replace(tape, ops=[], calls=[self.root], modules=dict(tape.modules))
+        self.new.modules = dict(tape.modules)
+        self.calls = dict.fromkeys(tape.calls, self.calls[tape.calls[0]])
         self._born: dict[int, int] = {}  # storage -> the index of the op that made it; -1 for one from outside
         for i, op in enumerate(tape.ops):
             for v in op.values():
                 self._born.setdefault(v.storage, -1 if op.kind == "get_attr" else i)
+        self._node_of = {op: s for s in nodes for op in tape.ops[s.start : s.stop]}
+        self._lifted = set[int]()  # the ids of the nodes that become one op
 
     def run(self) -> RecordedTape:
         chosen: list[NodeRecord] = []
@@ -45,9 +47,8 @@ class _Lifter:
         while len(chosen) != len(candidates):
             chosen, needed = candidates, self._needed(candidates)
             candidates = [s for s in chosen if not self._hides(s, needed)]
-        self._build({s.start: s for s in chosen}, {i: s for s in self.nodes for i in range(s.start, s.stop)})
-        self.root.stop = len(self.new.ops)
-        new = own_values(self.new)
+        self._lifted = set(map(id, chosen))
+        new: RecordedTape = super().run()
         if checks_enabled():
             verify(new, "torch level")
         return new
@@ -55,7 +56,7 @@ class _Lifter:
     # ---------------------------------------------------------------- which nodes
 
     def _ops(self, s: NodeRecord) -> list[Op]:
-        return [op for op in self.tape.ops[s.start : s.stop] if op.kind != "get_attr"]
+        return [op for op in self.old.ops[s.start : s.stop] if op.kind != "get_attr"]
 
     def _can_lift(self, s: NodeRecord) -> bool:
         ops = self._ops(s)
@@ -81,10 +82,10 @@ class _Lifter:
     def _needed(self, chosen: list[NodeRecord]) -> set[Value]:
         """The values that ops of other nodes, arguments of chosen nodes and results use."""
         inside = {i for s in chosen for i in range(s.start, s.stop)}
-        needed = {v for i, op in enumerate(self.tape.ops) if i not in inside for v in op.inputs()}
+        needed = {v for i, op in enumerate(self.old.ops) if i not in inside for v in op.inputs()}
         needed.update(v for s in chosen for v in leaves((s.args, s.kwargs), Value))
-        needed.update(leaves(self.tape.outputs, Value))
-        needed.update(w.value for w in self.tape.attribute_writes)
+        needed.update(leaves(self.old.outputs, Value))
+        needed.update(w.value for w in self.old.attribute_writes)
         return needed
 
     def _hides(self, s: NodeRecord, needed: set[Value]) -> bool:
@@ -94,20 +95,21 @@ class _Lifter:
 
     # ---------------------------------------------------------------- building
 
-    def _build(self, chosen: dict[int, NodeRecord], node_of: dict[int, NodeRecord]) -> None:
-        skip = -1
-        for i, op in enumerate(self.tape.ops):
-            s = chosen.get(i)
-            if s is not None and s.stop > i:
-                self._add_node(s)
-                skip = s.stop
-            if i >= skip:
-                meta = {**(op.meta or {}), ORIGIN: {"node": node_of[i].node}} if i in node_of else op.meta
-                self.new.ops.append(op.replace(call=op.call and self.root, meta=meta))
+    def step(self, op: Op) -> None:
+        s = self._node_of.get(op)
+        if s is None or id(s) not in self._lifted:
+            meta = op.meta if s is None else {**(op.meta or {}), ORIGIN: {"node": s.node}}
+            self._add(op.replace(meta=meta))
+        elif op is self.old.ops[s.start]:
+            self._add_node(s)
+
+    def _add(self, op: Op) -> None:
+        self.new.ops.append(op.copied(self.replacements, calls=self.calls))
 
     def _add_node(self, s: NodeRecord) -> None:
-        attributes = [op for op in self.tape.ops[s.start : s.stop] if op.kind == "get_attr"]
-        self.new.ops += [op.replace(call=self.root) for op in attributes]
+        for read in self.old.ops[s.start : s.stop]:
+            if read.kind == "get_attr":
+                self._add(read)
         ops, target, outputs = self._ops(s), s.target, s.outputs
         kind: str = s.node.op
         new_target: Any = str(s.node.target)
@@ -118,8 +120,8 @@ class _Lifter:
             kind, new_target = "call_function", dataclasses.replace(target, tags=(_SEEDED,) if draws else ())
             # without the names of torch.return_types
             outputs = tuple(outputs) if isinstance(outputs, tuple) else outputs
-        op = ops[0].replace(call=self.root, scope=s.scope, grad=s.grad, writes=(), unbacked=None)
-        self.new.ops.append(op.replace(kind=kind, target=new_target, args=s.args, kwargs=s.kwargs, outputs=outputs))
+        op = ops[0].replace(scope=s.scope, grad=s.grad, writes=(), unbacked=None)
+        self._add(op.replace(kind=kind, target=new_target, args=s.args, kwargs=s.kwargs, outputs=outputs))
 
 
 def _is_flat(x: Any) -> bool:
