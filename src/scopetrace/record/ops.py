@@ -312,7 +312,7 @@ class OpRecorder:
         if facts.func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
             self.builder.tape.uses_absolute_offset.add(call.args[0].storage)
         if facts.takes_one_dtype:
-            call.refuse_other_dtypes(self._builder)
+            call.refuse_other_dtypes(self.builder)
         return call
 
     def _lift(self, a: Any, inputs: list[Value]) -> Any:
