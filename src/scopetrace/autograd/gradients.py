@@ -379,6 +379,8 @@ class GradientRecorder:
                 hint = f'write another value into the tensor that is there, as in `group["{key}"].copy_(new)`'
             elif key == "lr":
                 hint = "a rate that a scheduler changes is a tensor, lr=torch.tensor(0.1)"
+            elif key in ("momentum", "betas"):
+                hint = "let the scheduler leave it: OneCycleLR(..., cycle_momentum=False)"
             place = Asked(setting_of, (optimizer, i, key), hint=hint)
             self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
             self._settings.append((optimizer, i, key, setting))

@@ -49,12 +49,13 @@ def refusal(effects: Sequence[SideEffect], problem: str) -> SideEffectError:
     first, *others = effects
     more = f"; and {len(others)} more, in Trace.side_effects" if others else ""
     of_tensors = first.old.startswith("a tensor") and first.new.startswith("a tensor")
-    hint = f"{_IN_PLACE if of_tensors else ''}{_WAYS_OUT}"
+    hint = f"{_WITH_TORCH if first.name in _GENERATORS else _IN_PLACE if of_tensors else ''}{_WAYS_OUT}"
     return SideEffectError(f"{problem}: {first.change}{more}", module=first.module, source=first.source, hint=hint)
 
 
 _IN_PLACE = "write into the tensor that is there, as in `shadow[name].copy_(new)`, in place of keeping another one; or "
-
+_GENERATORS = ("random", "numpy.random")
+_WITH_TORCH = "draw with torch, as torch.rand(()) or torch.randperm(n), which each call draws anew; or "
 
 _WAYS_OUT = (
     "run the model once before st.trace, if it sets itself up at its first run; keep such state in a buffer "

@@ -125,6 +125,7 @@ def _first_line(error: Exception) -> str:
 _NO_DATA = re.compile(
     r"doesn't have storage|Cannot access data pointer|\.numpy\(\) is not supported|doesn't have data"
     "|data is not allocated yet|unallocated storage|Not available for 'meta' device type"
+    "|GuardOnDataDependentSymNode"  # by the interpreter of TorchScript, which keeps the text alone
     r"|unsupported format string passed to FakeTensor|\bSym(Int|Float|Bool)\b"  # what symbolic numbers cannot do
 )
 
@@ -147,6 +148,11 @@ _NO_FAKE = {
         "cast or move modules before st.trace, or cast tensors: x.to(weight.dtype)",
     ),
     "OpaqueTensorImpl": ("an MKL-DNN tensor has no fake tensor", "leave out to_mkldnn(): torch chooses the kernels"),
+    "Could not run 'quantized::": (
+        "an op on quantized tensors has no shape function",
+        "trace the model before torch.ao.quantization.convert, or name in leaf_modules= a module that quantizes, "
+        "computes and dequantizes",
+    ),
     "quantized nyi in meta tensors": ("a quantized tensor has no fake tensor", "dequantize() it before st.trace"),
     "Attempted to set the storage of a tensor on device": (
         "the forward gives a tensor the memory of another one on another device (set_(), copy.copy)",
@@ -161,11 +167,14 @@ _NO_FAKE = {
 }
 """By what torch raises for a fake tensor: the problem ("" for torch's own words), and the way out."""
 
+_SPECIALIZE = (
+    "or trace with specialize=True, which fixes the value to that of the example inputs, says so in "
+    "Trace.specializations, and refuses calls in which it is another one"
+)
 _BRANCH = (
-    "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
-    "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
-    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped; "
-    "for min(n, 4) and max(n, 4) write torch.sym_min(n, 4) and torch.sym_max(n, 4)"
+    "compute both sides and pick with torch.where, or write torch.cond; for min(n, 4) and max(n, 4) write "
+    "torch.sym_min(n, 4) and torch.sym_max(n, 4); a check that is only for users can be skipped, as "
+    f"torch.compiler.is_exporting() is True here; or make the value an argument that is a Python number; {_SPECIALIZE}"
 )
 
 
@@ -175,6 +184,11 @@ _WAYS_OUT = {
     "src_mask= of nn.Transformer; or trace with specialize=True, which lets the example decide",
     "torch.distributions": "make the distribution with validate_args=False, or call "
     "torch.distributions.Distribution.set_default_validate_args(False): it looks at its parameters and samples",
+    "guard_float": "compute with the tensor, x * s in place of x * float(s), or with s.item(), which may be returned "
+    f"too; {_SPECIALIZE}",
+    "guard_int": "where it is a length, take the whole tensor and a mask, torch.arange(x.size(1)) < n[:, None], or make "
+    f"n an argument that is a Python number; in place of int(n), which asks for the value, n.item() may stay open; "
+    f"{_SPECIALIZE}",
 }
 """By a function or package of torch that asks for data, what to do instead."""
 
@@ -185,4 +199,6 @@ def _way_out(error: BaseException) -> str:
     asked_by = {frame.f_code.co_name for frame in frames} | {
         str(frame.f_globals.get("__name__")).rpartition(".")[0] for frame in frames
     }
+    if ".numpy() is not supported" in str(error):
+        return f"write it with torch's functions, or as a torch.library.custom_op; {_SPECIALIZE}"
     return next((hint for name, hint in _WAYS_OUT.items() if name in asked_by), _BRANCH)
