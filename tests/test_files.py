@@ -319,9 +319,48 @@ def test_the_model_s_classes_are_not_needed(tmp_path):
         f"{text}"
         "gone Net ['pair', 'scale'] 2\n"
         "a call of this trace needs gone.Pair, which cannot be imported here: No module named 'gone'; "
-        "make the module that defines it importable under the same name\n"
+        "make the module that defines it importable under the same name, or, of a result, take its fields: "
+        "st.load(path, plain_outputs=True)\n"
         "outlined too\n"
         "<class 'gone.Box'>\n"
+    )
+
+
+RESULTS = """\
+import dataclasses, torch
+from typing import NamedTuple
+class Two(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+@dataclasses.dataclass
+class Out:
+    logits: torch.Tensor
+    two: Two
+    layers: list
+class Keyed:
+    def __init__(self, **parts): self.__dict__ = parts
+torch.utils._pytree.register_pytree_node(Keyed, lambda k: (list(vars(k).values()), list(vars(k))),
+    lambda items, names: Keyed(**dict(zip(names, items))))
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return Out(x + 1, Two(x * 2, x * 3), [Keyed(k=x * 4, v=x * 5)])
+"""
+
+SAVE_RESULTS = "sys.path.insert(0, sys.argv[1]); import gone; st.trace(gone.Net(), (torch.ones(2),)).save(sys.argv[2])"
+
+FIELDS = """\
+out = st.load(sys.argv[1], plain_outputs=True)(torch.ones(2))
+print(list(out), out.logits.tolist(), out["two"].b.tolist(), out.layers[0]["1"].tolist(), "gone" in sys.modules)
+tr = st.load(sys.argv[1], plain_outputs=True).decompose(); tr.save(sys.argv[1])
+print(st.load(sys.argv[1])(torch.ones(2)).two.a.tolist())
+"""
+
+
+def test_results_of_classes_that_are_not_there_as_plain_fields(tmp_path):
+    (tmp_path / "gone.py").write_text(RESULTS)
+    in_another_process(SAVE_RESULTS, tmp_path, tmp_path / "trace")
+    assert in_another_process(FIELDS, tmp_path / "trace") == (
+        "['logits', 'two', 'layers'] [2.0, 2.0] [3.0, 3.0] [5.0, 5.0] False\n[2.0, 2.0]\n"
     )
 
 

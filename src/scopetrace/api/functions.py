@@ -41,18 +41,24 @@ def save(traced: Trace, path: str | os.PathLike[str]) -> None:
     traced.save(path)
 
 
-def load(path: str | os.PathLike[str]) -> Trace:
+def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
     """Read a trace that `save` wrote. Nothing in the file is run, and nothing is imported.
 
     `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file. Classes whose
     modules are imported are the real ones; for others there are classes of the same names. A call imports those of
     its arguments and results.
 
+    Args:
+        path: the file.
+        plain_outputs: whether results of classes whose modules are not imported are mappings, with their fields as
+            items and as attributes (`out.logits`, `out["logits"]`). So a call needs no library of the model's.
+
     Raises TraceFileError for a file that is no trace, is damaged, is of a newer version, or uses an op that this torch
     does not have; OSError where it cannot be read.
     """
     with Path(path).open("rb") as file:
-        return Trace(TracedProgram.read(file))
+        program = TracedProgram.read(file)
+    return Trace(program.with_plain_outputs() if plain_outputs else program)
 
 
 def write_onnx_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:

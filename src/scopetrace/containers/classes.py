@@ -4,7 +4,8 @@ Data flow:
     class -> module and qualified name -> the class, where its module is imported; else a `NotImported` of its name
     a template with these -> `with_imports`, before a call of the trace -> the same with real classes and objects
 
-So reading a file imports nothing, and a trace prints without the model's code.
+So reading a file imports nothing, and a trace prints without the model's code. With `Fields` in their place results
+need none of these classes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import enum
 import pkgutil
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, map_structure, unflattened
@@ -37,6 +39,33 @@ def look_up(module: str, qualname: str) -> Any:
     for part in qualname.split("."):
         item = getattr(item, part, None)
     return item
+
+
+class Fields(Mapping[str, Any]):
+    """What a result of a class that is not imported holds: its fields, as items and as attributes."""
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return len(vars(self))
+
+    def __repr__(self) -> str:
+        return f"Fields({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+
+def with_fields(template: Any) -> Any:
+    """A template of a loaded trace with `Fields` in place of what is of classes that are not imported."""
+    return map_structure(lambda x: x.text, template, NamedObject, close=_fields)
+
+
+def _fields(template: Any, items: list[Any]) -> Any:
+    if not (isinstance(template, OpaqueContainer) and isinstance(template.kind, NotImported)):
+        return close_container(template, items)
+    return OpaqueContainer(Fields, None, ["." + key.strip("[]'\".") for key in template.keys], items)
 
 
 class NamedObject:
@@ -82,7 +111,8 @@ def imported_object(module: str, qualname: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise TraceFileError(
             f"a call of this trace needs {module}.{qualname}, which cannot be imported here: {error}; "
-            "make the module that defines it importable under the same name"
+            "make the module that defines it importable under the same name, or, of a result, take its fields: "
+            "st.load(path, plain_outputs=True)"
         ) from error
 
 

@@ -36,7 +36,7 @@ from scopetrace._compat.graph_module import (
     without_grad_switches,
 )
 from scopetrace._compat.ops import building, is_op
-from scopetrace.containers.classes import with_imports
+from scopetrace.containers.classes import with_fields, with_imports
 from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
@@ -333,6 +333,12 @@ class TracedProgram:
     def with_tape(self, tape: ProgramTape) -> TracedProgram:
         """The same trace with another tape to make the graph from."""
         return TracedProgram(self.recorded, tape, self.model)
+
+    def with_plain_outputs(self) -> TracedProgram:
+        """The same, with `Fields` in place of results of classes that are not imported."""
+        recorded = dataclasses.replace(self.recorded, outputs=with_fields(self.recorded.outputs))
+        tape = dataclasses.replace(self.tape, outputs=with_fields(self.tape.outputs))
+        return TracedProgram(recorded, tape, self.model)
 
     def with_real_classes(self) -> TracedProgram:
         """The same, where it was loaded with the real classes of arguments and results. Raises TraceFileError."""
