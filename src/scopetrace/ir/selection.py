@@ -6,6 +6,7 @@ fnmatch, a predicate by a call; several targets where one of them does
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable
@@ -75,6 +76,15 @@ def is_scope_named(scope: Scope, selection: Any) -> bool:
     patterns = [target for target in several(selection) if isinstance(target, str)]
     in_path = any(fnmatch.fnmatchcase(scope.path, pattern.replace("[", "[[]")) for pattern in patterns)
     return in_path or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def near_names(target: Any, names: Iterable[str], classes: Iterable[str]) -> list[str]:
+    """Up to three names of modules or of their classes that are like a target; where none is, all names of modules."""
+    names, classes = list(dict.fromkeys(names)), set(classes)
+    known = {name.lower(): name for name in (*sorted(classes), *names)}
+    text = target.__name__ if isinstance(target, type) else target if isinstance(target, str) else ""
+    near = [] if "*" in text else difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.4)
+    return [known[name] for name in near] or names
 
 
 def target_text(target: Any) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
 import torch
 
 from scopetrace.errors import CallNotFoundError
-from scopetrace.ir.selection import Selection, is_named, several, target_text
+from scopetrace.ir.selection import Selection, is_named, near_names, several, target_text
 from scopetrace.program.traced import ModuleCall
 
 _LISTED = 6  # names in a message or a repr
@@ -59,10 +58,9 @@ class Calls(list[ModuleCall]):
 
 
 def names_near(key: Any, calls: Iterable[ModuleCall]) -> list[str]:
-    """Up to three names of called modules that are like `key`; where none is, or `key` is no text, all names."""
-    names = list(dict.fromkeys(call.fqn for call in calls if call.fqn))
-    near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
-    return near or names
+    """Names of called modules, or of their classes, that are like `key`."""
+    calls = [call for call in calls if call.fqn]
+    return near_names(key, [str(call.fqn) for call in calls], [call.scope.type_name for call in calls])
 
 
 def _names(names: list[str]) -> str:

@@ -38,7 +38,7 @@ from scopetrace.containers.structure import (
 from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.selection import Candidate, Target, is_named, several
+from scopetrace.ir.selection import Candidate, Target, is_named, near_names, several
 from scopetrace.ir.tape import GIVEN_META, Call
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
@@ -272,11 +272,11 @@ def leaf_targets(leaf_modules: Any, model: Model) -> list[Target]:
             if not issubclass(target, torch.nn.Module):
                 raise LeafPatternError(f"leaf_modules: {target.__name__} is not a torch.nn.Module class")
             if model.modules and not any(isinstance(m, target) for m in model.modules):
-                raise LeafPatternError(f"leaf_modules: the model has no {target.__name__}")
+                raise _no_leaf(target, model)
         elif isinstance(target, str) and "/" not in target:
             names = [name for module in model.modules for name in model.names_of(module) if name]
             if not fnmatch.filter([*names, *(type(m).__name__ for m in model.modules)], target):
-                raise _no_leaf(target, names)
+                raise _no_leaf(target, model)
         elif not callable(target) and not isinstance(target, str):
             raise LeafPatternError(
                 f"leaf_modules: {target!r} is a {type(target).__name__}; give a module class, a module, a pattern of "
@@ -289,12 +289,15 @@ def refuse_unmatched(targets: list[Target], calls: list[Call]) -> None:
     """Raise LeafPatternError for a pattern of scope paths that matches no call."""
     for target in targets:
         if isinstance(target, str) and "/" in target and not any(is_named(call, target) for call in calls):
-            raise _no_leaf(target, [call.scope.path for call in calls[1:]])
+            some = ", ".join([call.scope.path for call in calls[1:6]]) or "none"
+            raise LeafPatternError(f"leaf_modules: no module is named {target!r}; the model has {some}, …")
 
 
-def _no_leaf(pattern: str, names: list[str]) -> LeafPatternError:
-    some = ", ".join(names[:5]) or "none"
-    return LeafPatternError(f"leaf_modules: no module is named {pattern!r}; the model has {some}, …")
+def _no_leaf(target: Any, model: Model) -> LeafPatternError:
+    names = [name for module in model.modules for name in model.names_of(module) if name]
+    some = ", ".join(near_names(target, names, [type(m).__name__ for m in model.modules])[:5]) or "none"
+    what = f"the model has no {target.__name__}" if isinstance(target, type) else f"no module is named {target!r}"
+    return LeafPatternError(f"leaf_modules: {what}; there are {some}")
 
 
 # Templates of what calls take and return: a value of the tape in place of each tensor ---------------------------------
