@@ -159,19 +159,16 @@ class SiblingMatcher(SimplePatternMatcher):
 
     def match(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
         """Match among the nodes that read an input of `node`."""
-        siblings: Any = _Siblings(graph_or_function, node)
+        readers = [user for value in node.inputs if value is not None for user in value.consumers()]
+        siblings: Any = _Nodes(dict.fromkeys(user for user in readers if user.graph is node.graph))
+        siblings.graph = node.graph
         return super().match(model, siblings, node, **options)
 
 
-class _Siblings:
-    """A graph, of which only the nodes that read an input of `node` are seen."""
+class _Nodes(list[ir.Node]):
+    """Some of the nodes of `graph`."""
 
-    def __init__(self, graph: ir.Graph | ir.Function, node: ir.Node) -> None:
-        self.graph, self._node = graph if isinstance(graph, ir.Graph) else graph.graph, node
-
-    def __iter__(self) -> Iterator[ir.Node]:
-        readers = [user for value in self._node.inputs if value is not None for user in value.consumers()]
-        return iter(dict.fromkeys(user for user in readers if user.graph is self.graph))
+    graph: ir.Graph
 
 
 def optimize(model: ir.Model, kept: Container[str]) -> None:

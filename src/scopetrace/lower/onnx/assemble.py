@@ -123,8 +123,7 @@ class Assembler:
             if subgraph.function is not None:
                 self._add_function(subgraph, subgraph.function, known)
         main = self.combined.main
-        body = _Body(self, main)
-        graph = body.graph
+        graph = self._body(main)
         if not self.flat:
             label_nodes(graph, main, self.sources)
         name_values(graph, [*input_names, *main.held], output_names)
@@ -140,25 +139,25 @@ class Assembler:
 
     def _add_function(self, subgraph: Subgraph, function: Function, known: dict[Hashable, ir.Function]) -> None:
         """The function of a subgraph: that of a subgraph of the same class with an equal body, or a new one."""
-        body = _Body(self, subgraph)
+        graph = self._body(subgraph)
         same = {n: v for n, v in function.calls[0].attributes.items() if n in self.by_reference}
         same = {n: v for n, v in same.items() if all(call.attributes.get(n) == v for call in function.calls)}
-        read = refer(body.graph, same)
-        what = function.identifier if subgraph.unknown or self.flat else body_key(body.graph)
+        read = refer(graph, same)
+        what = function.identifier if subgraph.unknown or self.flat else body_key(graph)
         whole_name = function_name(function, self.names)
         key = (function.module_type, whole_name, what)
         if key in known:
             self.functions[subgraph] = _without_shapes(known[key])
             return
-        forget_inner_sizes(body.graph)
+        forget_inner_sizes(graph)
         if not self.flat:
-            label_nodes(body.graph, subgraph, self.sources)
-            name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
+            label_nodes(graph, subgraph, self.sources)
+            name_values(graph, [i.name for i in function.inputs], output_names(function.outputs))
         domain, _, name = self._unique(whole_name).partition("::")
-        new = ir.Function(domain, name, graph=body.graph, attributes=[])
+        new = ir.Function(domain, name, graph=graph, attributes=[])
         self._read[new] = read
         known[key] = self.functions[subgraph] = new if subgraph.fits_all else _without_shapes(new)
-        self._import_domains(body.graph)
+        self._import_domains(graph)
         if self.is_plugin(function):
             self.plugins.append(new)
 
@@ -168,15 +167,36 @@ class Assembler:
         domains += [node.domain for node in graph.all_nodes()]
         graph.opset_imports.update({domain: self._graph.opset_imports.get(domain, 1) for domain in domains})
 
-    # ---------------------------------------------------------------- used by bodies
+    # ---------------------------------------------------------------- bodies
 
-    def cut_out(self, subgraph: Subgraph) -> tuple[ir.Graph, dict[torch.fx.Node, ir.Value]]:
-        """A copy of a subgraph as an ONNX graph, and its values by the nodes of the combined graph."""
+    def _body(self, subgraph: Subgraph) -> ir.Graph:
+        """A subgraph as an ONNX graph, with its inputs in order, call nodes, and its outputs in order."""
+        leaving = [*subgraph.outputs, *(x for site in subgraph.sites for x in site.operands)]
+        graph, values = self._cut_out(subgraph, leaving)
+        # What replaces a value does so among the outputs, too; those behind the subgraph's own are operands of calls.
+        graph.outputs[:] = [
+            values[x] if isinstance(x, torch.fx.Node) else _constant(graph, ir.tensor(x)) for x in leaving
+        ]
+        if subgraph.function is None:
+            graph.inputs[:] = [values[n] for n in (*subgraph.inputs, *subgraph.held.values())]
+        else:
+            inputs = (values[n] for n in subgraph.inputs)
+            graph.inputs[:] = [ir.Value() if i.kind == "absent" else next(inputs) for i in subgraph.function.inputs]
+            _to_constants(graph, {values[n]: subgraph.tensor(name) for name, n in subgraph.held.items()})
+        self._insert_calls(graph, subgraph, values)
+        for i, value in enumerate(graph.outputs):  # ONNX allows no outputs that are inputs or equal to another
+            if value.producer() is None or value in graph.outputs[:i]:
+                graph.outputs[i] = identity(graph, value)
+        graph.sort()
+        return graph
+
+    def _cut_out(
+        self, subgraph: Subgraph, leaving: Sequence[Operand]
+    ) -> tuple[ir.Graph, dict[torch.fx.Node, ir.Value]]:
+        """A copy of a subgraph without inputs and outputs, and its values by the nodes of the combined graph."""
         holes = [result for site in subgraph.sites for result in site.results]
         inputs = [*subgraph.inputs, *subgraph.held.values(), *subgraph.unknown, *holes]
-        leaving = dict.fromkeys([*subgraph.outputs, *(o for site in subgraph.sites for o in site.operands)])
-        nodes = [x for x in leaving if isinstance(x, torch.fx.Node) and x.op != "placeholder"]
-        outputs = [x for x in nodes if x in self._original]
+        outputs = [x for x in dict.fromkeys(leaving) if isinstance(x, torch.fx.Node) and x.op != "placeholder"]
         read = [n for n in inputs if n in self._original] if outputs else []
         values = {n: self.sizes.new_value(node_value(n)) for n in inputs if n not in read}
         if outputs:
@@ -184,10 +204,9 @@ class Assembler:
                 self._graph, [self._original[n] for n in read], [self._original[n] for n in outputs]
             )
             values |= dict(zip([*read, *outputs], [*graph.inputs, *graph.outputs], strict=True))
-            order = {name: i for i, name in enumerate(self._graph.initializers)}  # `extract` returns those of a set
-            constants = sorted(graph.initializers.values(), key=lambda value: order[value.name or ""])
+            constants = dict(graph.initializers)  # in the order of a set
             graph.initializers.clear()
-            graph.initializers.update({str(value.name): value for value in constants})
+            graph.initializers.update({name: constants[name] for name in self._graph.initializers if name in constants})
         else:
             graph = ir.Graph([], [], nodes=[])
         graph.name, graph.inputs[:], graph.outputs[:] = "main_graph", [], []
@@ -195,7 +214,26 @@ class Assembler:
         graph.metadata_props.clear()
         return graph, values
 
-    def call(self, subgraph: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
+    def _insert_calls(self, graph: ir.Graph, subgraph: Subgraph, values: Mapping[torch.fx.Node, ir.Value]) -> None:
+        """Insert the call nodes in the order of their sites, and remove their operands from the outputs."""
+        start, last_call = len(subgraph.outputs), list[ir.Node]()
+        for site in subgraph.sites:
+            operands = iter(graph.outputs[start : start + len(site.operands)])
+            del graph.outputs[start : start + len(site.operands)]
+            inputs = [None if i.kind == "absent" else next(operands) for i in site.function.inputs]
+            node = self._call(subgraph, site, inputs)
+            before = [p for v in inputs if v is not None and (p := v.producer()) is not None] + last_call
+            if before:
+                graph.insert_after(max(before, key=list(graph).index), node)
+            else:
+                _prepend(graph, node)
+            last_call = [node]
+            for result, new in zip(site.results, node.outputs, strict=True):
+                hole = values[result]
+                new.type, new.shape = hole.type, hole.shape
+                hole.replace_all_uses_with(new, replace_graph_outputs=True)
+
+    def _call(self, subgraph: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
         """The node that calls the function of a site."""
         callee = self.functions[site.callee]
         attributes = self.attributes(subgraph, site, self._read[callee])
@@ -212,78 +250,22 @@ class Assembler:
         return node
 
 
-class _Body:
-    """A subgraph as an ONNX graph, with its inputs in order, call nodes, and its outputs in order."""
+def _to_constants(graph: ir.Graph, held: Mapping[ir.Value, torch.Tensor]) -> None:
+    """Make Constant nodes of initializers, which ONNX functions and graphs in them do not have, and lifted tensors."""
+    for inner in (graph, *graph.subgraphs()):
+        for value in list(inner.initializers.values()):
+            value.replace_all_uses_with(_constant(inner, value.const_value), replace_graph_outputs=True)
+        inner.initializers.clear()
+    for value, tensor in held.items():
+        value.replace_all_uses_with(_constant(graph, onnx_tensor(tensor)), replace_graph_outputs=True)
 
-    def __init__(self, assembler: Assembler, subgraph: Subgraph) -> None:
-        self.subgraph = subgraph
-        self.graph, self._values = assembler.cut_out(subgraph)
-        self._last_call: list[ir.Node] = []
-        if subgraph.function is not None:
-            self._initializers_to_constants()
-        for site in subgraph.sites:
-            self._insert_call(assembler, site)
-        self._set_inputs()
-        self.graph.outputs.extend(self._outputs())
-        self.graph.sort()
 
-    def _initializers_to_constants(self) -> None:
-        """ONNX functions have no initializers, nor have graphs in them: make Constant nodes of them."""
-        for graph in (self.graph, *self.graph.subgraphs()):
-            for value in list(graph.initializers.values()):
-                self._replace(value, self._constant(value.const_value, graph))
-            graph.initializers.clear()
-
-    def _constant(self, tensor: Any, graph: ir.Graph | None = None) -> ir.Value:
-        node = ir.node("Constant", [], {"value": tensor})
-        new = node.outputs[0]
-        new.type, new.shape, new.const_value = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape), tensor
-        _prepend(self.graph if graph is None else graph, node)
-        return new
-
-    def _replace(self, old: ir.Value, new: ir.Value) -> None:
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        self._values = {node: new if value is old else value for node, value in self._values.items()}
-
-    def _insert_call(self, assembler: Assembler, site: CallSite) -> None:
-        operands = iter(site.operands)
-        inputs = [None if i.kind == "absent" else self._value(next(operands)) for i in site.function.inputs]
-        node = assembler.call(self.subgraph, site, inputs)
-        before = [p for v in inputs if v is not None and (p := v.producer()) is not None] + self._last_call
-        if before:  # keeps the order of the calls
-            self.graph.insert_after(max(before, key=list(self.graph).index), node)
-        else:
-            _prepend(self.graph, node)
-        self._last_call = [node]
-        for result, new in zip(site.results, node.outputs, strict=True):
-            hole = self._values[result]
-            new.type, new.shape = hole.type, hole.shape
-            self._replace(hole, new)
-
-    def _value(self, x: Operand) -> ir.Value:
-        """The ONNX value of a node of the combined graph, or of a Python number."""
-        return self._values[x] if isinstance(x, torch.fx.Node) else self._constant(ir.tensor(x))
-
-    def _set_inputs(self) -> None:
-        inputs, held = [self._values[n] for n in self.subgraph.inputs], self.subgraph.held
-        if self.subgraph.function is None:
-            self.graph.inputs[:] = [*inputs, *(self._values[n] for n in held.values())]
-            return
-        for name, node in held.items():  # a lifted constant
-            self._replace(self._values[node], self._constant(onnx_tensor(self.subgraph.tensor(name))))
-        present = iter(inputs)
-        kinds = [i.kind for i in self.subgraph.function.inputs]
-        self.graph.inputs[:] = [ir.Value() if kind == "absent" else next(present) for kind in kinds]
-
-    def _outputs(self) -> list[ir.Value]:
-        """The outputs in order; an Identity for one that is an input or equal to another, which ONNX does not allow."""
-        outputs: list[ir.Value] = []
-        for x in self.subgraph.outputs:
-            value = self._value(x)
-            if value.producer() is None or value in outputs:
-                value = identity(self.graph, value)
-            outputs.append(value)
-        return outputs
+def _constant(graph: ir.Graph, tensor: Any) -> ir.Value:
+    node = ir.node("Constant", [], {"value": tensor})
+    new = node.outputs[0]
+    new.type, new.shape, new.const_value = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape), tensor
+    _prepend(graph, node)
+    return new
 
 
 def _prepend(graph: ir.Graph, node: ir.Node) -> None:

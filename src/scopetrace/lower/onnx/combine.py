@@ -12,7 +12,6 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -57,17 +56,12 @@ class CallSite:
 
     node: torch.fx.Node
     """The `invoke_subgraph` node."""
+    function: Function
     callee: Subgraph
     operands: list[Operand]
     """Nodes of the combined graph, or Python numbers, for the callee's inputs in order."""
     results: list[torch.fx.Node]
     """Placeholders of the combined graph, one for each output of the callee."""
-
-    @property
-    def function(self) -> Function:
-        """The called function."""
-        assert self.callee.function is not None
-        return self.callee.function
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,7 +115,6 @@ class CombinedGraph:
         self._subgraph_of: dict[torch.fx.Node, Subgraph] = {}
         self.fakes = FreshFakes()
         """Makes the fake values of the remaining placeholders; knows which symbols they stand for."""
-        self._count = itertools.count()
         self._start = self.graph.call_function(operator.pos, (0,))  # placeholders are inserted before it; erased below
         self.main = Subgraph(None, main)
         self._add(self.main)
@@ -236,7 +229,7 @@ class CombinedGraph:
 
     def _input(self, subgraph: Subgraph, value: Any) -> torch.fx.Node:
         with self.graph.inserting_before(self._start):
-            node = self.graph.placeholder(f"input_{next(self._count)}")
+            node = self.graph.placeholder(f"input_{len(self._subgraph_of)}")
         node.meta["val"] = value
         self._subgraph_of[node] = subgraph
         return node
@@ -288,7 +281,7 @@ class CombinedGraph:
         for user in node.users:
             assert user.target is operator.getitem
             self._nodes[user] = results[user.args[1]]  # type: ignore[index]
-        subgraph.sites.append(CallSite(node, callee, operands, results))
+        subgraph.sites.append(CallSite(node, function, callee, operands, results))
 
     def _map(self, x: Any) -> Any:
         return torch.fx.node.map_arg(x, self._nodes.__getitem__)
