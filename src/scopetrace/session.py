@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,12 +35,8 @@ from scopetrace.autograd import AutogradRecorder
 from scopetrace.autograd.checkpoints import refuse_recomputed
 from scopetrace.autograd.history import (
     inputs_made_leaves,
-    refuse_detached_bases,
-    refuse_detached_inputs,
-    refuse_lost_gradients,
-    refuse_lost_hooks,
-    without_hidden_gradients,
-    writes_to_detached_inputs,
+    note_plain_leaves,
+    refuse_lost_history,
 )
 from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
@@ -65,10 +60,8 @@ from scopetrace.errors import (
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.guards import numbers_read
-from scopetrace.ir.leaf_guards import note_leaf
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
-from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
 from scopetrace.record.calls import (
     CallRecorder,
@@ -134,7 +127,7 @@ def record(
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
-        return recording.run(fn, model.forward, args, kwargs, dynamic_shapes)
+        return recording.run(fn, args, kwargs, dynamic_shapes)
 
     return judged(retraced(attempt), lambda: retraced(attempt))
 
@@ -222,15 +215,10 @@ class Recording:
         self._progress = progress
 
     def run(
-        self,
-        fn: Callable[..., Any],
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dynamic_shapes: Any = None,
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None
     ) -> Run:
-        """The recording of `fn(*args, **kwargs)`; `forward` names the arguments."""
-        tape = self.tape
+        """The recording of `fn(*args, **kwargs)`."""
+        tape, forward = self.tape, self.model.forward
         others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
             others = additional_inputs(dynamic_shapes)
@@ -238,8 +226,8 @@ class Recording:
             args, kwargs = without_wrappers((args, kwargs))
         tape.example_inputs = args, kwargs
         self.object_types |= tensor_holders((args, kwargs))
-        self._add_inputs(forward, args, kwargs, dynamic_shapes)
         arguments = named_arguments(forward, args, kwargs)
+        self._add_inputs(arguments, args, kwargs, dynamic_shapes)
         inputs = [(path, v.fake) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
         effects = EffectWatch(fn, self.model, arguments, self.object_types, inputs)
         names, differentiates = effects.reach.names, self._assumptions.differentiates
@@ -262,9 +250,7 @@ class Recording:
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
         changes = self._without_bound(changes, reads)
-        apart = () if tape.grad else writes_to_detached_inputs(tape, self.values.examples)
-        for value, op in itertools.chain(without_hidden_gradients(tape), ((root_of(op.writes[0]), op) for op in apart)):
-            note_leaf(tape, value, op)
+        note_plain_leaves(self.values)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.guards += guards
@@ -277,7 +263,7 @@ class Recording:
             for n in numbers_read(args, kwargs, positional, self.object_types, reads.names)
             if n.name not in dynamic
         ]
-        self._refuse(forward, others)
+        self._refuse(others)
         # break reference cycles, which Python's garbage collector would take a tenth of a trace to free
         self.builder.phase = None
         self.model.contents.clear()
@@ -328,7 +314,7 @@ class Recording:
         """Of a recording, on the example inputs; with a seed, on random ones like them."""
         inputs = self.values.examples.values()
         by_input = {v: random_like(t, seed) if seed else t for v, t in zip(tape.inputs, inputs, strict=True)}
-        return ExampleRun(tape, self.factory.shape_env, by_input, lambda *_: None, self.values.is_state)
+        return ExampleRun(self.values, tape, by_input, lambda *_: None)
 
     def _data_of(self, value: Value) -> torch.Tensor | None:
         """What a value is for the example inputs; None where tensors have no data, or sizes are dynamic."""
@@ -434,7 +420,7 @@ class Recording:
             self.reads.on_caught()
         self.builder.raised.clear()
 
-    def _refuse(self, forward: Callable[..., Any], others: list[Any]) -> None:
+    def _refuse(self, others: list[Any]) -> None:
         """Raise where the tape is not what the forward does, or does not take the sizes that it is to take."""
         tape = self.tape
         if self.builder.deferred:
@@ -446,30 +432,26 @@ class Recording:
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device
         refuse_tags(tape, results)
-        refuse_lost_hooks(tape, results, self.builder.hooked, self.builder.differentiated)
-        differentiated = self.builder.differentiated if self.builder.differentiates else None
-        refuse_lost_gradients(tape, results, self.values.examples, differentiated, self.builder.former_leaves)
+        refuse_lost_history(self.values, results)
         if self.builder.regions:
             passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}
             op = refuse_recomputed(tape, self.builder.regions, passed, self.builder.run_again)
             if op is not None:
                 self.reads.on_recomputed(op)
-        refuse_detached_inputs(tape, self.values.examples)
-        refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             expect_copies(tape, tape.sizes.env)
             for number in leaves([(op.args, op.kwargs) for op in tape.ops], torch.SymFloat):
                 tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
             tape.sizes.name_equal()
-            self._refuse_others(forward, others)
+            self._refuse_others(others)
 
-    def _refuse_others(self, forward: Callable[..., Any], others: list[Any]) -> None:
+    def _refuse_others(self, others: list[Any]) -> None:
         """Raise DynamicShapeError for inputs of `AdditionalInputs` of which the model does not take the sizes."""
         assert self.tape.sizes is not None
         numbered = {d.path for d in self.tape.sizes.dynamic if d.dim is None}
         for args, kwargs in others:
-            inputs = self._leaves_of(named_arguments(forward, args, kwargs))
+            inputs = self._leaves_of(named_arguments(self.model.forward, args, kwargs))
             numbers = [leaf for path, leaf in inputs if path in numbered]
             try:
                 self.tape.sizes.check([leaf for _, leaf in inputs if isinstance(leaf, torch.Tensor)], numbers)
@@ -479,12 +461,18 @@ class Recording:
     # ---------------------------------------------------------------- inputs
 
     def _add_inputs(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+        self, arguments: list[tuple[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
     ) -> None:
         """Append the placeholders: the tensors in order, then the dynamic numbers, and set the tape's arguments."""
         tape, taken = self.tape, set[str]()
-        leaves = self._leaves_of(named_arguments(forward, args, kwargs))
-        dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes, [leaf for _, leaf in leaves])
+        leaves = self._leaves_of(arguments)
+        dynamic = None
+        if dynamic_shapes:
+            named, variadic = arguments_of(self.model.forward, args, kwargs)
+            specs = read_dynamic_shapes(dynamic_shapes, named, variadic, self.object_types)
+            refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], [leaf for _, leaf in leaves])
+            dynamic = DynamicShapes(self.factory.shape_env, specs)
+            tape.sizes, dynamic.rules.dynamic_shapes = dynamic.rules, dynamic_shapes
         fakes: dict[int, torch.Tensor] = {}
         numbers: list[tuple[str, Any]] = []
 
@@ -531,24 +519,6 @@ class Recording:
             fake = self.factory.symbolic(real, sizes, symbolic_strides(real, sizes))
         vars(fake).update(tags_of(real))
         return with_version(fake, real)
-
-    def _dynamic_shapes(
-        self,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        spec: Any,
-        leaves: list[Any],
-    ) -> DynamicShapes | None:
-        """The symbols of the inputs; `leaves` are what is in the arguments."""
-        if not spec:
-            return None
-        specs = read_dynamic_shapes(spec, *arguments_of(forward, args, kwargs), self.object_types)
-        refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], leaves)
-        dynamic = DynamicShapes(self.factory.shape_env, specs)
-        self.tape.sizes = dynamic.rules
-        dynamic.rules.dynamic_shapes = spec
-        return dynamic
 
     @contextlib.contextmanager
     def _unseeded(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ import torch
 from scopetrace._compat.gradients import is_function, node_of, nodes_of, sequence_number
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of
 from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.leaf_guards import note_leaf
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
-from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
-from scopetrace.record.builder import place_of
+from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves, root_of
+from scopetrace.record.builder import TapeBuilder, place_of
+from scopetrace.record.values import ValueTable
 
 _KEPT, _MADE = 1, 2
 _APPLIED = (
@@ -36,19 +38,33 @@ _BOUND_APPLY = (
 )
 
 
-def refuse_lost_gradients(
-    tape: RecordedTape,
-    results: Iterable[Value],
-    examples: Mapping[Value, torch.Tensor],
-    differentiated: Container[int] | None,
-    former: list[Value],
-) -> None:
-    """Raise UnsupportedOpError where a tensor requires grad only by `requires_grad_()` or the like in the forward.
+def refuse_lost_history(values: ValueTable, results: list[Value]) -> None:
+    """Raise UnsupportedOpError where autograd knows more of the results of a recording than its ops do."""
+    tape = values.builder.tape
+    _refuse_lost_hooks(values.builder, results)
+    _refuse_lost_gradients(values, results)
+    for op in _writes_to_detached_inputs(tape, values.examples):
+        if op.grad and op.tracked:
+            raise UnsupportedOpError(
+                "a tensor that requires grad is written into memory that inputs share, one of which is detached",
+                **place_of(op),
+                hint="clone() one of the inputs, or trace under torch.no_grad()",
+            )
+    # each view of what was detached in place requires grad as the tensor does, which does again in a trace
+    detached = values.builder.detached
+    for op in tape.ops if detached else ():
+        if not op.grad and any(v.storage in detached for v in op.values()):
+            raise UnsupportedOpError(
+                "the forward detaches a tensor in place, and makes a view under no_grad of one of its views",
+                **place_of(op),
+                hint="to cut a gradient, use x.detach()",
+            )
 
-    That is one of the results, an input, or a tensor of the model. `examples` are the inputs as they were given, and
-    `differentiated` the numbers of the nodes through which the forward itself has differentiated once and for all,
-    None where torch applied no function of autograd itself. `former` are tensors that no longer require grad.
-    """
+
+def _refuse_lost_gradients(values: ValueTable, results: list[Value]) -> None:
+    """Raise where a result, an input or a tensor of the model requires grad only by `requires_grad_()` or the like."""
+    builder, tape, former = values.builder, values.builder.tape, values.builder.former_leaves
+    differentiated = builder.differentiated if builder.differentiates else None  # None: torch applied no function
     ops = tape.ops
     late = [v for op in ops for v in op.values() if not v.requires_grad and v.currently_requires_grad]
     function_results = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
@@ -71,7 +87,8 @@ def refuse_lost_gradients(
     outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
     tracked = {v.storage for op in tape.ops if op.grad for v in op.writes}  # what is outside is no leaf after that
     candidates = (v for v in late if v.storage not in tracked or v not in outside)
-    new_leaves = [v for v in candidates if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
+    new_leaves = [v for v in candidates if not v.op.writes or v.op.target in DETACHED]
+    new_leaves = [v for v in new_leaves if _is_leaf(v, values.examples)]
     new_leaves += former
     if not new_leaves:
         return
@@ -98,21 +115,13 @@ def _reached_from_outside(tape: RecordedTape, results: Iterable[Value]) -> set[i
     return set(map(sequence_number, nodes_of([v.fake for v in left if requires_grad_of(v.fake)])))
 
 
-def refuse_lost_hooks(
-    tape: RecordedTape,
-    results: Iterable[Value],
-    hooked: Mapping[int, UnsupportedOpError],
-    differentiated: Container[int],
-) -> None:
-    """Raise UnsupportedOpError where a backward from outside would run a hook that the forward has made.
-
-    Those are on the nodes of `hooked`, by their numbers; through those of `differentiated` the forward itself has
-    differentiated once and for all. A result whose `grad` the forward keeps is refused too.
-    """
+def _refuse_lost_hooks(builder: TapeBuilder, results: list[Value]) -> None:
+    """Raise where a backward from outside would run a hook of the forward, or put a `grad` that the forward keeps."""
+    hooked = builder.hooked
     if hooked:
-        bound = [w.value for w in tape.attribute_writes]
+        bound = [w.value for w in builder.tape.attribute_writes]
         tensors = [v.fake for v in (*results, *bound) if requires_grad_of(v.fake)]
-        numbers = [n for n in map(sequence_number, nodes_of(tensors)) if n not in differentiated]
+        numbers = [n for n in map(sequence_number, nodes_of(tensors)) if n not in builder.differentiated]
         for number in numbers:
             if number in hooked:
                 raise hooked[number]
@@ -144,7 +153,16 @@ def inputs_made_leaves(tape: RecordedTape, examples: Mapping[Value, torch.Tensor
     return [SideEffect(f"{n}.requires_grad", "False", "True", tape.root.path, None, baked_in=False) for n in names]
 
 
-def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
+def note_plain_leaves(values: ValueTable) -> None:
+    """Let a call be compared with it that these inputs and parameters do not require grad, where it matters."""
+    tape = values.builder.tape
+    for leaf, op in _without_hidden_gradients(tape):
+        note_leaf(tape, leaf, op)
+    for op in () if tape.grad else _writes_to_detached_inputs(tape, values.examples):
+        note_leaf(tape, root_of(op.writes[0]), op)
+
+
+def _without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     """The inputs and parameters that do not require grad, where the program would differ if they did.
 
     Each is given with the first such op of either grad mode. It runs in another grad mode than that of the call, or
@@ -180,35 +198,10 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
             yield from ((leaf, op) for leaf, bit in bits.items() if hidden & bit)
 
 
-def writes_to_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
+def _writes_to_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
     """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`."""
     for op in tape.ops:
         for written in op.writes:
             sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
             if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:
                 yield op
-
-
-def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> None:
-    """Raise UnsupportedOpError where a gradient flows into memory of several inputs, which autograd keeps apart."""
-    for op in writes_to_detached_inputs(tape, examples):
-        if op.grad and op.tracked:
-            raise UnsupportedOpError(
-                "a tensor that requires grad is written into memory that inputs share, one of which is detached",
-                **place_of(op),
-                hint="clone() one of the inputs, or trace under torch.no_grad()",
-            )
-
-
-def refuse_detached_bases(tape: RecordedTape, detached: set[int]) -> None:
-    """Raise UnsupportedOpError for a view under no_grad in memory that a tensor had which was detached in place.
-
-    Each view of it requires grad as the tensor does, which does again in a trace.
-    """
-    for op in tape.ops if detached else ():
-        if not op.grad and any(v.storage in detached for v in op.values()):
-            raise UnsupportedOpError(
-                "the forward detaches a tensor in place, and makes a view under no_grad of one of its views",
-                **place_of(op),
-                hint="to cut a gradient, use x.detach()",
-            )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ Write = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 Finish = Callable[[], None]
 """Records the wait for a collective under way, and its writes, if that was not done yet."""
 
-Started = Iterator[tuple[torch.Tensor, list[Write]]]
+Started = Iterable[tuple[torch.Tensor, list[Write]]]
 """The functional ops of a collective, each as (its result, what is written from it when that is there)."""
 
 
@@ -140,7 +140,7 @@ def _problem(args: list[Any]) -> str | None:
     return None
 
 
-# The functional form of each op, with the op's own parameters --------------------------------------------------------
+# The functional form of each op --------------------------------------------------------------------------------------
 
 
 def _like(target: torch.Tensor) -> Write:
@@ -174,43 +174,14 @@ def _flat(tensors: Tensors) -> torch.Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _all_reduce(ops: Any, tensors: Tensors, group: Group, op: Reduction, *_: Any) -> Started:
-    for t in tensors:
-        yield ops.all_reduce(t, op.name, group.name), [_like(t)]
-
-
-def _all_reduce_coalesced(ops: Any, tensors: Tensors, group: Group, op: Reduction, *_: Any) -> Started:
-    return _each(ops.all_reduce_coalesced(tensors, op.name, group.name), tensors)
-
-
 def _all_gather(ops: Any, outputs: list[Tensors], inputs: Tensors, group: Group, *_: Any) -> Started:
     for into, t in zip(outputs, inputs, strict=True):
         yield ops.all_gather_into_tensor(_rows(t), group.size, group.name), _pieces(into)
 
 
-def _all_gather_into(ops: Any, output: torch.Tensor, input: torch.Tensor, group: Group, *_: Any) -> Started:
-    yield ops.all_gather_into_tensor(_rows(input), group.size, group.name), [_like(output)]
-
-
-def _all_gather_into_coalesced(ops: Any, outputs: Tensors, inputs: Tensors, group: Group, *_: Any) -> Started:
-    return _each(ops.all_gather_into_tensor_coalesced([_rows(t) for t in inputs], group.size, group.name), outputs)
-
-
 def _reduce_scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Group, op: Reduction, *_: Any) -> Started:
     for output, pieces in zip(outputs, inputs, strict=True):
         yield ops.reduce_scatter_tensor(_flat(pieces), op.name, group.size, group.name), [_like(output)]
-
-
-def _reduce_scatter_tensor(
-    ops: Any, output: torch.Tensor, input: torch.Tensor, group: Group, op: Reduction, *_: Any
-) -> Started:
-    yield ops.reduce_scatter_tensor(input, op.name, group.size, group.name), [_like(output)]
-
-
-def _reduce_scatter_coalesced(
-    ops: Any, outputs: Tensors, inputs: Tensors, group: Group, op: Reduction, *_: Any
-) -> Started:
-    return _each(ops.reduce_scatter_tensor_coalesced(inputs, op.name, group.size, group.name), outputs)
 
 
 def _all_to_all_single(
@@ -254,39 +225,41 @@ def _scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Group, ro
     yield result, [_piece(output, group.rank, group.size)]
 
 
-def _send(ops: Any, tensors: Tensors, group: Group, to: int, tag: int) -> Started:
-    for t in tensors:
-        yield ops.isend(t, to, tag, group.name), []
-
-
-def _receive(ops: Any, tensors: Tensors, group: Group, source: int, tag: int) -> Started:
-    for t in tensors:
-        yield ops.irecv(t, source, tag, group.name), [_like(t)]
-
-
-def _barrier(ops: Any, tensor: torch.Tensor, group: Group, *_: Any) -> Started:
-    """No rank has the sum before each has given its part."""
-    yield ops.all_reduce(torch.zeros(1, device=tensor.device), "sum", group.name), []
-
-
 _FORMS: dict[str, Callable[..., Started]] = {
-    "allreduce_": _all_reduce,
-    "allreduce_coalesced_": _all_reduce_coalesced,
+    "allreduce_": lambda ops, tensors, group, op, *_: _each(
+        [ops.all_reduce(t, op.name, group.name) for t in tensors], tensors
+    ),
+    "allreduce_coalesced_": lambda ops, tensors, group, op, *_: _each(
+        ops.all_reduce_coalesced(tensors, op.name, group.name), tensors
+    ),
     "allgather_": _all_gather,
     "allgather_coalesced_": _all_gather,
-    "_allgather_base_": _all_gather_into,
-    "allgather_into_tensor_coalesced_": _all_gather_into_coalesced,
+    "_allgather_base_": lambda ops, output, input, group, *_: _each(
+        [ops.all_gather_into_tensor(_rows(input), group.size, group.name)], [output]
+    ),
+    "allgather_into_tensor_coalesced_": lambda ops, outputs, inputs, group, *_: _each(
+        ops.all_gather_into_tensor_coalesced([_rows(t) for t in inputs], group.size, group.name), outputs
+    ),
     "reduce_scatter_": _reduce_scatter,
-    "_reduce_scatter_base_": _reduce_scatter_tensor,
-    "reduce_scatter_tensor_coalesced_": _reduce_scatter_coalesced,
+    "_reduce_scatter_base_": lambda ops, output, input, group, op, *_: _each(
+        [ops.reduce_scatter_tensor(input, op.name, group.size, group.name)], [output]
+    ),
+    "reduce_scatter_tensor_coalesced_": lambda ops, outputs, inputs, group, op, *_: _each(
+        ops.reduce_scatter_tensor_coalesced(inputs, op.name, group.size, group.name), outputs
+    ),
     "alltoall_base_": _all_to_all_single,
     "alltoall_": _all_to_all,
     "broadcast_": _broadcast,
     "reduce_": _reduce,
     "gather_": _gather,
     "scatter_": _scatter,
-    "send": _send,
-    "recv_": _receive,
-    "barrier": _barrier,
+    "send": lambda ops, tensors, group, to, tag: ((ops.isend(t, to, tag, group.name), []) for t in tensors),
+    "recv_": lambda ops, tensors, group, source, tag: _each(
+        [ops.irecv(t, source, tag, group.name) for t in tensors], tensors
+    ),
+    # no rank has the sum before each has given its part
+    "barrier": lambda ops, tensor, group, *_: [
+        (ops.all_reduce(torch.zeros(1, device=tensor.device), "sum", group.name), [])
+    ],
 }
-"""By name of a c10d op."""
+"""By name of a c10d op; they get the functional collectives and the arguments of the op."""

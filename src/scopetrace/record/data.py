@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import eager, is_collective, is_op, is_random, schema_of
 from scopetrace._compat.questions import fact_of
-from scopetrace._compat.shape_env import WatchedShapeEnv, evaluated
+from scopetrace._compat.shape_env import evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import FakeTensor, known_data, storage_id
 from scopetrace.errors import DataDependentError
@@ -76,10 +76,7 @@ class DataReader:
 
     @functools.cached_property
     def _example(self) -> ExampleRun:
-        values = self._values
-        return ExampleRun(
-            self._builder.tape, self._factory.shape_env, values.examples, self._on_constant, values.is_state
-        )
+        return ExampleRun(self._values, self._builder.tape, self._values.examples, self._on_constant)
 
     def _on_constant(self, name: str, t: torch.Tensor) -> None:
         """Python reads the data of a constant: a call in which it is another one is another program."""
@@ -192,16 +189,13 @@ class ExampleRun:
 
     def __init__(
         self,
+        values: ValueTable,
         tape: RecordedTape,
-        shape_env: WatchedShapeEnv,
         inputs: dict[Value, torch.Tensor],
         on_constant: Callable[[str, torch.Tensor], None],
-        is_state: Callable[[torch.Tensor], bool],
     ) -> None:
-        self._tape = tape
-        self._on_constant = on_constant
-        self._is_state = is_state
-        self._env = shape_env
+        self._tape, self._on_constant = tape, on_constant
+        self._env, self._is_state = values.factory.shape_env, values.is_state
         self._random_state = torch.get_rng_state()
         self._inputs = inputs
         self._seen = 0  # the ops before are in the two tables that follow

@@ -52,7 +52,7 @@ def record_nodes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Recor
     def attempt(assumptions: Assumptions) -> tuple[RecordedTape, list[NodeRecord]]:
         recording = Recording(Model(gm), root_scope(gm), assumptions)
         interpreter = _RecordingInterpreter(gm, recording)
-        return recording.run(interpreter.run, gm, args, {}).tape, interpreter.nodes
+        return recording.run(interpreter.run, args, {}).tape, interpreter.nodes
 
     return retraced(attempt)
 
