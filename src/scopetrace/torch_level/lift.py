@@ -97,19 +97,17 @@ class _Lifter(TapeRewriter):
 
     def step(self, op: Op) -> None:
         s = self._node_of.get(op)
-        if s is None or id(s) not in self._lifted:
+        is_lifted = s is not None and id(s) in self._lifted
+        if op.kind == "get_attr" or not is_lifted:
             meta = op.meta if s is None else {**(op.meta or {}), ORIGIN: {"node": s.node}}
             self._add(op.replace(meta=meta))
-        elif op is self.old.ops[s.start]:
+        if s is not None and is_lifted and op is self.old.ops[s.stop - 1]:
             self._add_node(s)
 
     def _add(self, op: Op) -> None:
         self.new.ops.append(op.copied(self.replacements, calls=self.calls))
 
     def _add_node(self, s: NodeRecord) -> None:
-        for read in self.old.ops[s.start : s.stop]:
-            if read.kind == "get_attr":
-                self._add(read)
         ops, target, outputs = self._ops(s), s.target, s.outputs
         kind: str = s.node.op
         new_target: Any = str(s.node.target)
