@@ -267,13 +267,13 @@ class Asked(Source):
         return self.ask(*self.args)
 
 
-def tied_source(places: Sequence[tuple[dict[str, Any], str]]) -> Asked:
+def tied_source(places: Sequence[Place]) -> Asked:
     """Whether entries of tables of modules are one and the same tensor."""
     hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
     return Asked(_hold_one, (places,), hint=hint, kind="tensor")
 
 
-def _hold_one(places: Sequence[tuple[dict[str, Any], str]]) -> bool:
+def _hold_one(places: Sequence[Place]) -> bool:
     return len({id(table.get(key)) for table, key in places}) == 1
 
 

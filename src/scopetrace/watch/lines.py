@@ -37,20 +37,19 @@ def noting_lines(changes: list[Change]) -> Iterator[dict[str, str]]:
     if sys.gettrace() is not None:
         yield noted
         return
-    values = [_Value(change) for change in changes]
+    getters = [_getter(change) for change in changes]
+    values = [get() for get in getters]
     last: list[tuple[types.CodeType, int]] = []
-
-    def look(code: types.CodeType, line: int) -> None:
-        for value in values:
-            if value.has_changed() and last and value.name not in noted:
-                noted[value.name] = user_line(last[-1:]) or ""
-        last[:] = [(code, line)]
 
     def trace(frame: types.FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename[:1] == "<" or not is_users(frame.f_code.co_filename):
             return None
         if event in ("line", "return"):
-            look(frame.f_code, frame.f_lineno)
+            for i, change in enumerate(changes):
+                before, values[i] = values[i], getters[i]()
+                if last and change.name not in noted and _differ(before, values[i]):
+                    noted[change.name] = user_line(last) or ""
+            last[:] = [(frame.f_code, frame.f_lineno)]
         return trace
 
     sys.settrace(trace)
@@ -60,21 +59,10 @@ def noting_lines(changes: list[Change]) -> Iterator[dict[str, str]]:
         sys.settrace(None)
 
 
-class _Value:
-    """What a change is of, and what it held last."""
-
-    def __init__(self, change: Change) -> None:
-        self.name = change.name
-        self._get = _getter(change)
-        self._last = self._get()
-
-    def has_changed(self) -> bool:
-        """Whether it holds something else than when it was asked last."""
-        value = self._get()
-        is_plain = type(value) is type(self._last) and type(value) in (int, bytes, _Ids)  # a stand-in would be asked
-        is_other = value is not self._last and not (is_plain and value == self._last)
-        self._last = value
-        return is_other
+def _differ(before: Any, after: Any) -> bool:
+    """Whether two values of a place are different objects, and no equal numbers: a stand-in would be asked."""
+    is_plain = type(before) is type(after) and type(after) in (int, bytes, _Ids)
+    return after is not before and not (is_plain and after == before)
 
 
 def _getter(change: Change) -> Callable[[], Any]:

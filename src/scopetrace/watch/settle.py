@@ -42,7 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, At, Guard, OfTensor, source_in
+from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, At, Guard, InTables, OfTensor, source_in
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.watch.lines import noting_lines
@@ -390,9 +390,12 @@ def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
     names = {(id(change.holder), change.attribute) for change in changes if change.attribute}
     kept: list[Guard] = []
     for guard in tape.guards:
-        of_tensor = isinstance(guard.source, OfTensor) and (id(guard.source.module), guard.source.name) in names
-        is_changed = isinstance(guard.source, At) and guard.source.place.id in entries
-        if is_changed or of_tensor or _is_absent_one_of(guard, names):
+        source = guard.source
+        if (
+            (isinstance(source, At) and source.place.id in entries)
+            or (isinstance(source, OfTensor) and (id(source.module), source.name) in names)
+            or (isinstance(source, InTables) and guard.value is MISSING and source.key in {name for _, name in names})
+        ):
             continue
         if guard.source.kind in ("attribute", "global", "closure") and not isinstance(guard.value, torch.Tensor):
             skip = guard.skip | entries
@@ -403,11 +406,6 @@ def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
                 guard = dataclasses.replace(guard, skip=skip, value=snapshot(raw, guard.names, skip))
         kept.append(guard)
     tape.guards[:] = kept
-
-
-def _is_absent_one_of(guard: Guard, names: set[tuple[int, str]]) -> bool:
-    tables, key = getattr(guard.source, "tables", None), getattr(guard.source, "key", None)
-    return tables is not None and any(key == name for _, name in names) and guard.value is MISSING
 
 
 def _effect(change: Change, run: Run, lines: dict[str, str], *, baked_in: bool) -> SideEffect:

@@ -33,6 +33,7 @@ from scopetrace.containers.contents import (
     ATTRIBUTES,
     MEMO,
     Change,
+    Place,
     content_of,
     form_of,
     is_library,
@@ -72,8 +73,8 @@ from scopetrace.watch.effects import EffectWatch
 
 Location = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
-_Held = tuple[int, str, dict[str, Any], str]
-"""A place of a tensor in a module: the id of the tensor, the name of the place, a table and a key in it."""
+_Held = tuple[str, Place]
+"""The name of an entry in a table of a module that holds a tensor, and where it is."""
 _RECORDER = tuple([str(Path(__file__).parents[1] / room) + os.sep for room in ("record", "watch", "guards")])
 _SKIPPED = BOOKKEEPING.difference(MODULE_TABLES) | {"forward"}
 _BOOKKEEPERS = {
@@ -166,10 +167,8 @@ class StateReads:
     def _of_ties(self, ran: RanFunctions) -> Iterator[Guard]:
         """Which parameters and buffers are one tensor, where code asks for identity."""
         if any(names_of(code).compares_objects for code in ran.codes):
-            tables = [(s.fqn, t) for s in self._model.saved_modules for t in s.live[1:3]]
-            places = [(f"{fqn}.{key}".lstrip("."), table, key) for fqn, table in tables for key in table]
             name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
-            yield Guard.of(name, Asked(_shared, (places,)), path)
+            yield Guard.of(name, Asked(_shared, (self._places_of_members(),)), path)
 
     @property
     def names(self) -> frozenset[str] | None:
@@ -196,7 +195,7 @@ class StateReads:
             if isinstance(value, torch.Tensor):
                 self._members[id(value)] = value
                 if isinstance(source, At) and source.owner is module.__dict__:
-                    held.append((id(value), name, source.owner, key))
+                    held.append((name, source.place))
                 continue
             yield Guard(name, snapshot(value, self.names), source, frames, path, names=self.names)
 
@@ -292,8 +291,8 @@ class StateReads:
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Guard(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used | self._members.keys(), held):
-            names = " and ".join([name for _, name, _, _ in tied])
-            yield Guard(f"{names} as one tensor", True, tied_source([(t, key) for _, _, t, key in tied]), (), root)
+            names, places = zip(*tied, strict=True)
+            yield Guard(f"{' and '.join(names)} as one tensor", True, tied_source(places), (), root)
         for key, t in self._members.items():
             owner = model.owner(t)
             if key in used or owner is None:
@@ -306,27 +305,20 @@ class StateReads:
         model = self._model
         if not held and not model.has_shared_tensors and len(model.saved_modules) == len(model.modules):
             return
-        holders: dict[int, list[_Held]] = collections.defaultdict(list)
+        owners = filter(None, [model.owner(place.current()) for _, place in held])
+        others = [(fqn, Place(m.__dict__, key)) for fqn, m, key in owners if key in m.__dict__]
         for saved in model.saved_modules:
-            for table, live in zip(saved.tables[1:3], saved.live[1:3], strict=True):
-                for key, t in table.items():
-                    holders[id(t)].append((id(t), f"{saved.fqn}.{key}".lstrip("."), live, key))
-        for source in self._with_others(held):
-            holders[source[0]].append(source)
-        yield from [places for key, places in holders.items() if len(places) > 1 and key in used]
+            names = sorted(self._reach.names.intersection(saved.contents))
+            others += [(f"{saved.fqn}.{key}".lstrip("."), Place(saved.module.__dict__, key)) for key in names]
+        holders: dict[int, dict[Any, _Held]] = collections.defaultdict(dict)
+        for name, place in (*self._places_of_members(), *held, *others):
+            holders[id(dict.get(*place))].setdefault(place.id, (name, place))
+        yield from [[*places.values()] for key, places in holders.items() if len(places) > 1 and key in used]
 
-    def _with_others(self, held: Sequence[_Held]) -> list[_Held]:
-        """The plain attributes that were read, each once, with others that hold the same tensors."""
-        known = {(number, id(table), key): (number, name, table, key) for number, name, table, key in held}
-        owners = [self._model.owner(table[key]) for _, _, table, key in held]
-        places = [(module, key, fqn) for fqn, module, key in filter(None, owners) if key in module.__dict__]
-        for saved in self._model.saved_modules:
-            names = self._reach.names.intersection(saved.contents)
-            places += [(saved.module, key, f"{saved.fqn}.{key}".lstrip(".")) for key in sorted(names)]
-        for module, key, name in places:
-            table = module.__dict__
-            known.setdefault((id(table[key]), id(table), key), (id(table[key]), name, table, key))
-        return [*known.values()]
+    def _places_of_members(self) -> list[_Held]:
+        """Those of parameters and buffers."""
+        tables = [(saved.fqn, table) for saved in self._model.saved_modules for table in saved.live[1:3]]
+        return [(f"{fqn}.{key}".lstrip("."), Place(table, key)) for fqn, table in tables for key in table]
 
 
 class RanFunctions:
@@ -505,12 +497,12 @@ def _with_items(x: Any) -> Iterator[Any]:
         yield from form.read(x).values()
 
 
-def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...]:
+def _shared(places: Sequence[_Held]) -> tuple[str, ...]:
     """The names of entries of tables that hold one tensor: `("emb.weight and head.weight",)`."""
     names: dict[int, list[str]] = {}
-    for name, table, key in places:
-        if table.get(key) is not None:
-            names.setdefault(id(table[key]), []).append(name)
+    for name, place in places:
+        if (t := dict.get(*place)) is not None:
+            names.setdefault(id(t), []).append(name)
     return tuple([" and ".join(tied) for tied in names.values() if len(tied) > 1])
 
 
