@@ -49,7 +49,10 @@ MISTAKES = {
     "a container": (lambda tr: tr.call("layers"), "there are 'layers.1', 'layers.0'"),
     "a pattern of no call": (lambda tr: tr.calls["layer.*"], "there are 'layers.1', 'layers.0'"),
     "a class of no call": (lambda tr: tr.outline("Liner"), "it has Linear, layers.1, layers.0"),
-    "a leaf that is not there": (lambda tr: st.trace(NET, (X,), leaf_modules="fcc"), "no module is named 'fcc'; there are fc"),
+    "a leaf that is not there": (
+        lambda tr: st.trace(NET, (X,), leaf_modules="fcc"),
+        "no module is named 'fcc'; there are fc",
+    ),
     "no file": (lambda tr: st.load("no.st"), "No such file or directory: 'no.st'"),
     "no folder": (lambda tr: tr.save("no/net.st"), "No such file or directory: 'no'"),
     "a model for a trace": (lambda tr: st.diff(NET, tr), "st.trace and st.load give them"),

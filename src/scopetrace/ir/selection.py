@@ -80,10 +80,10 @@ def is_scope_named(scope: Scope, selection: Any) -> bool:
 
 def near_names(target: Any, names: Iterable[str], classes: Iterable[str]) -> list[str]:
     """Up to three names of modules or of their classes that are like a target; where none is, all names of modules."""
-    names, classes = list(dict.fromkeys(names)), set(classes)
-    known = {name.lower(): name for name in (*sorted(classes), *names)}
+    names = list(dict.fromkeys(names))
     text = target.__name__ if isinstance(target, type) else target if isinstance(target, str) else ""
-    near = [] if "*" in text else difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.4)
+    known = {name.lower(): name for name in (*([] if "*" in text else sorted(set(classes))), *names)}
+    near = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.4)
     return [known[name] for name in near] or names
 
 
