@@ -20,9 +20,8 @@ import torch.export
 import torch.fx
 
 from scopetrace.api.checkpoints import CheckpointPlan, checkpoint_plan
-from scopetrace.api.keywords import knows_others
 from scopetrace.api.module import to_module
-from scopetrace.api.runnable import Shown, program_of
+from scopetrace.api.runnable import Shown, knows_others, program_of
 from scopetrace.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -186,9 +186,8 @@ _WAYS_OUT = {
     "torch.distributions.Distribution.set_default_validate_args(False): it looks at its parameters and samples",
     "guard_float": "compute with the tensor, x * s in place of x * float(s), or with s.item(), which may be returned "
     f"too; {_SPECIALIZE}",
-    "guard_int": "where it is a length, take the whole tensor and a mask, torch.arange(x.size(1)) < n[:, None], or make "
-    f"n an argument that is a Python number; in place of int(n), which asks for the value, n.item() may stay open; "
-    f"{_SPECIALIZE}",
+    "guard_int": "where it is a length, take the whole tensor and a mask, torch.arange(x.size(1)) < n[:, None], and "
+    f"n.item() in place of int(n), which asks for the value; where it decides, {_BRANCH}",
 }
 """By a function or package of torch that asks for data, what to do instead."""
 
