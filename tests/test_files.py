@@ -350,7 +350,7 @@ SAVE_RESULTS = "sys.path.insert(0, sys.argv[1]); import gone; st.trace(gone.Net(
 
 FIELDS = """\
 out = st.load(sys.argv[1], plain_outputs=True)(torch.ones(2))
-print(list(out), out.logits.tolist(), out["two"].b.tolist(), out.layers[0]["1"].tolist(), "gone" in sys.modules)
+print(list(out), out.logits.tolist(), [t.tolist() for t in out["two"]], out.two.b.tolist(), out.layers[0]["1"].tolist(), "gone" in sys.modules)
 tr = st.load(sys.argv[1], plain_outputs=True).decompose(); tr.save(sys.argv[1])
 print(st.load(sys.argv[1])(torch.ones(2)).two.a.tolist())
 """
@@ -360,7 +360,7 @@ def test_results_of_classes_that_are_not_there_as_plain_fields(tmp_path):
     (tmp_path / "gone.py").write_text(RESULTS)
     in_another_process(SAVE_RESULTS, tmp_path, tmp_path / "trace")
     assert in_another_process(FIELDS, tmp_path / "trace") == (
-        "['logits', 'two', 'layers'] [2.0, 2.0] [3.0, 3.0] [5.0, 5.0] False\n[2.0, 2.0]\n"
+        "['logits', 'two', 'layers'] [2.0, 2.0] [[2.0, 2.0], [3.0, 3.0]] [3.0, 3.0] [5.0, 5.0] False\n[2.0, 2.0]\n"
     )
 
 

@@ -407,6 +407,19 @@ class Dirty(Function):
         return grad * 2
 
 
+class Adds(Function):
+    """Writes to an argument whose memory another one may share."""
+
+    @staticmethod
+    def forward(ctx, x, a, b):
+        a.add_(1)
+        return x * b
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
 class Returned(Function):
     @staticmethod
     def forward(ctx, x):
@@ -513,6 +526,8 @@ class Branches(Function):
     "f, error, message",
     [
         (lambda x: Writes.apply(x), st.errors.UnsupportedOpError, "writes to a tensor from outside"),
+        (lambda x: Adds.apply(x, *[torch.zeros(3, 4)] * 2), st.errors.UnsupportedOpError, "writes to a tensor from"),
+        (lambda x: Adds.apply(x, (y := x * 1).detach(), y), st.errors.UnsupportedOpError, "writes to a tensor from"),
         (lambda x: Returned.apply(x * 1), st.errors.UnsupportedOpError, "writes to a tensor from outside"),
         (lambda x: Short.apply(x, x), st.errors.UnsupportedOpError, "1 gradients for 2 arguments"),
         (lambda x: Many.apply(x)[0], st.errors.UnsupportedOpError, "has 5 differentiable results, and asks for None"),

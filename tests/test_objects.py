@@ -1,5 +1,6 @@
 """Containers and objects among the arguments and results: seen through, and given what the forward puts into them."""
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -481,3 +482,55 @@ def test_a_cache_that_the_forward_makes_is_seen_as_it_was_at_each_call(note, run
     assert isinstance(note, Layer) or first.arguments["note"] is note
     assert plain(list(tr(X))) == plain(list(model(X)))
     assert len(calls) == 2 * runs
+
+
+@dataclasses.dataclass
+class Masked:
+    """A dataclass with more than its fields, as `__post_init__` and cached properties give it."""
+
+    x: torch.Tensor
+
+    def __post_init__(self):
+        self.mask = self.x > 2
+
+    @functools.cached_property
+    def twice(self):
+        return self.x * 2
+
+
+def test_attributes_of_a_dataclass_beside_its_fields():
+    """They are arguments and results as the fields are."""
+
+    def forward(box):
+        out = Masked(box.x * box.mask)
+        return out, out.twice
+
+    tr = st.trace(forward, (Masked(torch.ones(2)),))
+    for x in (torch.ones(2), torch.tensor([1.0, 5.0])):
+        (out, twice), (expected, expected_twice) = tr(Masked(x)), forward(Masked(x))
+        torch.testing.assert_close([out.x, out.twice, twice], [expected.x, expected.twice, expected_twice])
+        assert torch.equal(out.mask, expected.mask) and type(out.twice) is torch.Tensor
+
+
+def test_a_dataclass_argument_that_gets_an_attribute():
+    def forward(x, box):
+        box.extra = x * 2
+        return x + 1
+
+    box = Masked(torch.ones(2))
+    st.trace(forward, (torch.ones(2), Masked(torch.ones(2))))(torch.full((2,), 3.0), box)
+    assert torch.equal(box.extra, torch.full((2,), 6.0))
+
+
+def test_a_deque_among_the_arguments_that_changes():
+    def forward(x, last):
+        last.append(x * 2)
+        return sum(last)
+
+    first = collections.deque([torch.ones(2)], maxlen=2)
+    tr = st.trace(forward, (torch.ones(2), copy.copy(first)))
+    given, expected = copy.copy(first), copy.copy(first)
+    x = torch.full((2,), 3.0)
+    torch.testing.assert_close(tr(x, given), forward(x, expected))
+    torch.testing.assert_close(list(given), list(expected))
+    assert given.maxlen == 2

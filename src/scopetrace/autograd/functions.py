@@ -114,8 +114,12 @@ class FunctionRecorder(BodyRecorder):
         more = [t for t in self._changed.values() if all(t is not x for x in dirty)]
         changed = {self.values.value_of(t).storage for t in self._changed.values()}
         others = [v for v in forward.outputs if isinstance(v, Value) and all(v.fake is not x for x in dirty)]
-        if any(v.storage in changed for v in others) or len(self._changed) < len(
-            {id(x) for x in self._ctx.dirty_tensors}
+        outside = [x.storage for x in (*self.operands, *captured([forward])) if isinstance(x, Value)]
+        shared = any(outside.count(self.operands[i].storage) > 1 for i in self._changed)
+        if (
+            shared
+            or any(v.storage in changed for v in others)
+            or len(self._changed) < len({id(x) for x in self._ctx.dirty_tensors})
         ):
             self._refuse("writes to a tensor from outside", "clone() it first")
         forward.outputs += map(self.values.value_of, more)

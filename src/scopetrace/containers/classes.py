@@ -10,13 +10,21 @@ need none of these classes.
 
 from __future__ import annotations
 
+import collections
 import enum
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, map_structure, unflattened
+from scopetrace.containers.structure import (
+    OpaqueContainer,
+    close_container,
+    container_type,
+    instantiate,
+    map_structure,
+    unflattened,
+)
 from scopetrace.errors import TraceFileError
 
 
@@ -41,8 +49,8 @@ def look_up(module: str, qualname: str) -> Any:
     return item
 
 
-class Fields(Mapping[str, Any]):
-    """What a result of a class that is not imported holds: its fields, as items and as attributes."""
+class Fields:
+    """What a result of a class that is not imported holds: its fields, as attributes and as items."""
 
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]
@@ -54,17 +62,23 @@ class Fields(Mapping[str, Any]):
         return len(vars(self))
 
     def __repr__(self) -> str:
-        return f"Fields({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+        return f"Fields({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 def with_fields(template: Any) -> Any:
-    """A template of a loaded trace with `Fields` in place of what is of classes that are not imported."""
-    return map_structure(lambda x: x.text, template, NamedObject, close=_fields)
+    """A template of a loaded trace with `Fields` in place of what is of classes that are not imported.
+
+    A named tuple is one of a class made here, and another object its text.
+    """
+    return map_structure(lambda x: x.name or x.text, template, NamedObject, close=_fields)
 
 
 def _fields(template: Any, items: list[Any]) -> Any:
-    if not (isinstance(template, OpaqueContainer) and isinstance(template.kind, NotImported)):
+    kind = container_type(template)
+    if not isinstance(kind, NotImported):
         return close_container(template, items)
+    if issubclass(kind, tuple):
+        return collections.namedtuple(kind.__name__, kind._fields)(*items)  # type: ignore[attr-defined]
     return OpaqueContainer(Fields, None, ["." + key.strip("[]'\".") for key in template.keys], items)
 
 

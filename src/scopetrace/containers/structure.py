@@ -217,8 +217,7 @@ def flattened(x: Any, object_types: Collection[type] = ()) -> tuple[type, Any, C
         return kind, None if pytree.is_namedtuple_class(kind) else context, list(zip(keys, items, strict=True))
     if dataclasses.is_dataclass(x) and not isinstance(x, (type, dict, list, set)):  # those hold items too
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if hasattr(x, f.name)}
-        others = {name: value for name, value in getattr(x, "__dict__", {}).items() if name not in fields}
-        return kind, others, [(f".{name}", item) for name, item in fields.items()]
+        return kind, {}, [(f".{name}", item) for name, item in {**fields, **getattr(x, "__dict__", {})}.items()]
     return (kind, None, [(f".{name}", item) for name, item in vars(x).items()]) if kind in object_types else None
 
 
@@ -290,8 +289,8 @@ def _unflattened(kind: type, context: Any, keys: list[str], items: list[Any]) ->
     node = _pytree_node(kind)
     if node is None and dataclasses.is_dataclass(kind):
         new = object.__new__(kind)
-        for name, item in [*zip([key[1:] for key in keys], items, strict=True), *context.items()]:
-            object.__setattr__(new, name, item)
+        for key, item in zip(keys, items, strict=True):
+            object.__setattr__(new, key[1:], item)
         return new
     if node is None:
         return OpaqueContainer(kind, context, keys, items)
@@ -558,8 +557,10 @@ def effect_targets(effects: Sequence[Any], arguments: Any) -> list[Any]:
 def apply_effects(effects: list[Effect], containers: list[Any]) -> None:
     """Put what the forward put into its containers into the caller's; `effects` hold tensors here."""
     for effect, x in zip(effects, containers, strict=True):
-        if isinstance(x, list):
-            x[:] = effect.content
+        if isinstance(x, (list, collections.deque)):
+            items = list(effect.content)
+            x.clear()
+            x.extend(items)
         elif isinstance(x, dict):
             entries = dict(effect.content)
             x.clear()
