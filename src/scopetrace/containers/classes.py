@@ -10,7 +10,6 @@ need none of these classes.
 
 from __future__ import annotations
 
-import collections
 import enum
 import pkgutil
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 from scopetrace.containers.structure import (
     OpaqueContainer,
     close_container,
-    container_type,
     instantiate,
     map_structure,
     unflattened,
@@ -50,10 +48,13 @@ def look_up(module: str, qualname: str) -> Any:
 
 
 class Fields:
-    """What a result of a class that is not imported holds: its fields, as attributes and as items."""
+    """What a result of a class that is not imported holds: its fields, as attributes, and as items by name or position.
 
-    def __getitem__(self, name: str) -> Any:
-        return vars(self)[name]
+    Also for a named tuple, whose file does not say that it is one: iteration gives names, as that of a dict.
+    """
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)[key] if isinstance(key, str) else tuple(vars(self).values())[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(vars(self))
@@ -66,19 +67,15 @@ class Fields:
 
 
 def with_fields(template: Any) -> Any:
-    """A template of a loaded trace with `Fields` in place of what is of classes that are not imported.
-
-    A named tuple is one of a class made here, and another object its text.
+    """A template of a loaded trace with `Fields` in place of what is of classes that are not imported, and text in place
+    of other objects.
     """
     return map_structure(lambda x: x.name or x.text, template, NamedObject, close=_fields)
 
 
 def _fields(template: Any, items: list[Any]) -> Any:
-    kind = container_type(template)
-    if not isinstance(kind, NotImported):
+    if not (isinstance(template, OpaqueContainer) and isinstance(template.kind, NotImported)):
         return close_container(template, items)
-    if issubclass(kind, tuple):
-        return collections.namedtuple(kind.__name__, kind._fields)(*items)  # type: ignore[attr-defined]
     return OpaqueContainer(Fields, None, ["." + key.strip("[]'\".") for key in template.keys], items)
 
 
