@@ -806,7 +806,7 @@ def test_a_result_of_a_class_without_keys():
 def test_an_argument_of_a_class_without_keys_is_refused_as_by_torch():
     tr = st.trace(lambda p: p.a + p.b, (Pair(torch.ones(3), torch.ones(3)),))
     with pytest.raises(
-        st.errors.ExportError, match="Did not find a flatten_with_keys_fn [^\0]*flatten_with_keys_fn=, or"
+        st.errors.ExportError, match=r"Did not find a flatten_with_keys_fn [^\0]*flatten_with_keys_fn=, or"
     ):
         tr.to_exported_program()
 

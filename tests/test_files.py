@@ -350,7 +350,8 @@ SAVE_RESULTS = "sys.path.insert(0, sys.argv[1]); import gone; st.trace(gone.Net(
 
 FIELDS = """\
 out = st.load(sys.argv[1], plain_outputs=True)(torch.ones(2))
-print(list(out), out.logits.tolist(), [t.tolist() for t in out["two"][:]], out.two.b.tolist(), out.layers[0]["1"].tolist(), "gone" in sys.modules)
+two = [t.tolist() for t in out["two"][:]]
+print(list(out), out.logits.tolist(), two, out.two.b.tolist(), out.layers[0]["1"].tolist(), "gone" in sys.modules)
 tr = st.load(sys.argv[1], plain_outputs=True).decompose(); tr.save(sys.argv[1])
 print(st.load(sys.argv[1])(torch.ones(2)).two.a.tolist())
 """

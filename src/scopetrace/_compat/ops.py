@@ -385,7 +385,7 @@ class _Interrupts:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for number, handler in self._outside.items():
+            for number, handler in reversed(self._outside.items()):  # the alarm last: it may come before the next line
                 if callable(handler):
                     signal.signal(number, handler)
             if self.pending:

@@ -51,7 +51,7 @@ def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
     Args:
         path: the file.
         plain_outputs: whether results of classes whose modules are not imported are plain objects, with their
-            fields as attributes and as items (`out.logits`, `out["logits"]`). So a call needs no library of the model's.
+            fields as attributes and as items (`out.logits`, `out["logits"]`). Then a call needs no code of the model.
 
     Raises TraceFileError for a file that is no trace, is damaged, is of a newer version, or uses an op that this torch
     does not have; OSError where it cannot be read.

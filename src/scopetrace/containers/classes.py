@@ -67,9 +67,7 @@ class Fields:
 
 
 def with_fields(template: Any) -> Any:
-    """A template of a loaded trace with `Fields` in place of what is of classes that are not imported, and text in place
-    of other objects.
-    """
+    """A template of a loaded trace: `Fields` for what is of classes that are not imported, texts for other objects."""
     return map_structure(lambda x: x.name or x.text, template, NamedObject, close=_fields)
 
 
