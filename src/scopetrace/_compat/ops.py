@@ -370,8 +370,8 @@ class _Interrupts:
         self._depth += 1
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if not self._depth:
-            signal.signal(number, self._outside[number])
+        if not self._depth:  # in `__enter__` or `__exit__`
+            self._restore()
         if self.pending or not self._depth:
             self.act(self.pending or number)
         self.pending = number
@@ -385,11 +385,14 @@ class _Interrupts:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for number, handler in reversed(self._outside.items()):  # the alarm last: it may come before the next line
-                if callable(handler):
-                    signal.signal(number, handler)
+            self._restore()
             if self.pending:
                 self.act()
+
+    def _restore(self) -> None:
+        for number, handler in reversed(self._outside.items()):  # the alarm last: it may come before the next line
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler)
 
 
 interrupts = _Interrupts(
