@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -41,13 +41,34 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def knows_others(name: str, otherwise: str = "", **others: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+_ARGS = "write args=, a tuple of the positional arguments"
+_SHAPES = "write dynamic_shapes=, as {'x': {0: torch.export.Dim('batch')}}"
+_DYNAMIC = "sizes become dynamic by st.trace(..., dynamic_shapes=)"
+TRACE_WORDS = {
+    "": "the model's own arguments are given as args=(x, …) and kwargs={'mask': …}",
+    **dict.fromkeys(("example_inputs", "inputs", "sample_inputs"), _ARGS),
+    **dict.fromkeys(("dynamic_axes", "dynamic"), _SHAPES),
+    "example_kwarg_inputs": "write kwargs=",
+    "strict": "there is one way of tracing, and it runs the model's Python",
+}
+ONNX_WORDS = {
+    **dict.fromkeys(("dynamic_axes", "dynamic_shapes"), _DYNAMIC),
+    "opset": "write opset_version=",
+    "f": "write path=",
+    "dynamo": "every export is one of torch.onnx's exporter with dynamo=True",
+    "do_constant_folding": "write optimize=",
+    "custom_opsets": "write custom_translation_table=",
+    "keep_initializers_as_inputs": "write weight_inputs=",
+}
+"""Keywords of torch.export, torch.onnx and TorchScript: what to write in their place; "" is any other keyword."""
+
+
+def knows_others(name: str, others: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Have a function raise ArgumentTypeError for a keyword that it does not take.
 
     Args:
         name: what users call the function.
-        otherwise: what is said of keywords like none of its own.
-        others: what to write, by keywords of other libraries.
+        others: what to write, by keyword.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -57,7 +78,7 @@ def knows_others(name: str, otherwise: str = "", **others: str) -> Callable[[Cal
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for wrong in kwargs.keys() - known:
                 near = [f"{match}=" for match in difflib.get_close_matches(wrong, known, n=1)]
-                hint = others.get(wrong) or (f"write {near[0]}" if near else otherwise)
+                hint = others.get(wrong) or (f"write {near[0]}" if near else others.get("", ""))
                 raise ArgumentTypeError(f"{name} has no argument {wrong}=" + (f": {hint}" if hint else ""))
             return function(*args, **kwargs)
 

@@ -21,7 +21,7 @@ import torch.fx
 
 from scopetrace.api.checkpoints import CheckpointPlan, checkpoint_plan
 from scopetrace.api.module import to_module
-from scopetrace.api.runnable import Shown, knows_others, program_of
+from scopetrace.api.runnable import ONNX_WORDS, TRACE_WORDS, Shown, knows_others, program_of
 from scopetrace.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -193,17 +193,7 @@ class Trace(Shown):
         """
         return checkpoint_plan(self._program, budget_bytes)
 
-    @knows_others(
-        "Trace.to_onnx",
-        opset="write opset_version=",
-        dynamic_axes="sizes become dynamic by st.trace(..., dynamic_shapes=)",
-        dynamic_shapes="sizes become dynamic by st.trace(..., dynamic_shapes=)",
-        f="write path=",
-        dynamo="every export is one of torch.onnx's exporter with dynamo=True",
-        do_constant_folding="write optimize=",
-        custom_opsets="write custom_translation_table=",
-        keep_initializers_as_inputs="write weight_inputs=",
-    )
+    @knows_others("Trace.to_onnx", ONNX_WORDS)
     def to_onnx(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -478,17 +468,7 @@ class OutlinedProgram(Shown):
         return f"<OutlinedProgram of {self.scope.path}: {count} function{'s' * (count != 1)}>"
 
 
-@knows_others(
-    "st.trace",
-    "the model's own arguments are given as args=(x, …) and kwargs={'mask': …}",
-    example_inputs="write args=, a tuple of the positional arguments",
-    inputs="write args=, a tuple of the positional arguments",
-    sample_inputs="write args=, a tuple of the positional arguments",
-    example_kwarg_inputs="write kwargs=",
-    dynamic_axes="write dynamic_shapes=, as {'x': {0: torch.export.Dim('batch')}}",
-    dynamic="write dynamic_shapes=, as {'x': {0: torch.export.Dim('batch')}}",
-    strict="there is one way of tracing, and it runs the model's Python",
-)
+@knows_others("st.trace", TRACE_WORDS)
 def trace(
     model: Callable[..., Any],
     args: tuple[Any, ...] = (),

@@ -110,17 +110,13 @@ class FunctionRecorder(BodyRecorder):
         forward.ops[len(placeholders) : len(placeholders)] = copies
         for call in forward.calls:
             call.start, call.stop = call.start + len(copies), call.stop + len(copies)
-        dirty = [t for t in self._changed.values() if any(t is x for x in self._ctx.dirty_tensors)]
-        more = [t for t in self._changed.values() if all(t is not x for x in dirty)]
+        dirty = set(map(id, self._ctx.dirty_tensors))
+        more = [t for t in self._changed.values() if id(t) not in dirty]
         changed = {self.values.value_of(t).storage for t in self._changed.values()}
-        others = [v for v in forward.outputs if isinstance(v, Value) and all(v.fake is not x for x in dirty)]
+        others = [v for v in forward.outputs if isinstance(v, Value) and id(v.fake) not in dirty]
         outside = [x.storage for x in (*self.operands, *captured([forward])) if isinstance(x, Value)]
         shared = any(outside.count(self.operands[i].storage) > 1 for i in self._changed)
-        if (
-            shared
-            or any(v.storage in changed for v in others)
-            or len(self._changed) < len({id(x) for x in self._ctx.dirty_tensors})
-        ):
+        if shared or any(v.storage in changed for v in others) or len(self._changed) < len(dirty):
             self._refuse("writes to a tensor from outside", "clone() it first")
         forward.outputs += map(self.values.value_of, more)
         self._results += tuple(more)
