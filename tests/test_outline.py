@@ -8,6 +8,7 @@ from compare import assert_like_eager
 from nets import Gate
 from torch import nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 import scopetrace as st
 
@@ -398,6 +399,54 @@ def test_of_a_cache_of_all_layers_a_layer_takes_its_own(method, make_row, signat
         mine, theirs = copy.deepcopy(args), copy.deepcopy(args)
         torch.testing.assert_close(found(*mine), found.inline()(*theirs))
         torch.testing.assert_close(mine[1].rows, theirs[1].rows)
+
+
+class OfAll(nn.Module):
+    """Reads its entry in a container of all layers' tensors, by itself or in a module inside."""
+
+    def __init__(self, place, pick, inside):
+        super().__init__()
+        self.place, self.pick, self.fc = place, pick, nn.Linear(4, 4)
+        self.inner = OfAll(place, pick, False) if inside else None
+
+    def forward(self, x, held):
+        if self.inner is not None:
+            x = self.inner(x, held)
+        return self.fc(x) * self.pick(held, self.place)
+
+
+class Layers(nn.Module):
+    def __init__(self, *layer):
+        super().__init__()
+        self.layers = nn.ModuleList([OfAll(i, *layer) for i in range(3)])
+
+    def forward(self, x, held):
+        for layer in self.layers:
+            x = layer(x, held)
+        return x
+
+
+ROW = torch.linspace(1, 2, 4)
+CONTAINERS = {
+    "a list": (lambda held, i: held[i], [ROW, ROW + 1, ROW + 2], "held[0]"),
+    "a dict": (lambda held, i: held[f"layer{i}"], {f"layer{i}": ROW + i for i in range(3)}, "held['layer0']"),
+    "pairs": (lambda held, i: held[i][0] + held[i][1], [(ROW, ROW + i) for i in range(3)], "held[0][0], held[0][1]"),
+    "two lists": (lambda held, i: held[0][i] + held[1][i], ([ROW] * 3, [ROW + i for i in range(3)]), None),
+    "masks by kind": (lambda held, i: held["full"], {"full": ROW, "sliding": ROW + 1}, "held['full']"),
+    "with numbers": (lambda held, i: held[i] * held[3], [ROW, ROW + 1, ROW + 2, 2.0], "held[0]"),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_of_a_container_of_all_layers_a_layer_takes_what_it_reads(kind, inside):
+    pick, held, names = CONTAINERS[kind]
+    held = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, held)
+    functions = outlined(Layers(pick, inside), (X, held), OfAll).functions
+    assert [len(f.calls) for f in functions] == ([1, 3] if inside else [3])  # the inner one stands in the outer
+    for function in functions:
+        taken = ", ".join(x.name for x in function.inputs if x.kind == "argument" and x.name != "x")
+        assert taken == (names or "held[0][0], held[1][0]")
 
 
 def test_of_a_cache_that_a_layer_gives_back_it_gives_what_it_made():

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from scopetrace.containers.structure import identifier
+from scopetrace.containers.structure import identifier, map_structure
 from scopetrace.functionalization.emitter import TapeRewriter
 from scopetrace.ir.segment import placeholder, with_values
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, checks_enabled, is_grad_on, renamed
 from scopetrace.ir.verify import verify
 from scopetrace.outline.interface import Interface, Interfaces
 from scopetrace.outline.key import content_hash
-from scopetrace.outline.signature import FunctionOutput, OutlinedBody, unique_names, without_unused
+from scopetrace.outline.signature import FunctionOutput, OutlinedBody, unique_names
 
 _aten = torch.ops.aten
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
@@ -115,8 +115,8 @@ class Outlining(TapeRewriter):
         new.outputs, new.mutated = self._present(call.outputs), renamed(call.mutated, self.replacements)
 
     def _present(self, x: Any) -> Any:
-        """Arguments or results of a call, with None in objects for what the program, or body, does not have."""
-        return renamed(without_unused(x, {*self.replacements}), self.replacements)
+        """Arguments or results of a call, with None for what the program, or body, does not have."""
+        return map_structure(self.replacements.get, x, Value)
 
     # ---------------------------------------------------------------- one call
 

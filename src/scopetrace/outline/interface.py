@@ -26,9 +26,9 @@ from scopetrace.outline.signature import (
     argument_leaves,
     new_values,
     own_tensors,
+    result_leaves,
     unique_names,
     values_with_path,
-    without_unused,
 )
 
 
@@ -101,10 +101,10 @@ class Interfaces:
         read = dict.fromkeys([*(v for op in ops for v in op.inputs()), *(v for _, v in outputs)])
         used = produced.keys() | read.keys()
         for each in inner:  # their arguments and results, also those that no op reads
-            templates = each.args, each.kwargs, each.outputs
-            if not used.issuperset(leaves(templates, Value)):
-                templates = without_unused(templates, used)
-            read |= dict.fromkeys(leaves((templates, each.mutated), Value))
+            if not used.issuperset(leaves((each.args, each.kwargs, each.outputs), Value)):
+                taken = {str(i): x for i, x in enumerate(each.args)} | each.kwargs
+                parts = [*argument_leaves(taken, used), *result_leaves(each.outputs, used)]
+                read |= dict.fromkeys(leaves([part.leaf for part in parts], Value))
         passed = self._in_order(call, argument_leaves(self._arguments(call), used))
         inputs, operands = self._inputs(call, passed, [v for v in read if v not in produced])
         if self._has_symbols:
@@ -192,7 +192,7 @@ class Interfaces:
         """What forward returns, and the new values of what it changes."""
         known = set()
         inside = {v for v in leaves(call.outputs, Value) if self.readers.makes(call, v)}
-        for leaf in argument_leaves({"": call.outputs}, inside):
+        for leaf in result_leaves(call.outputs, inside):
             if isinstance(leaf.leaf, Value):
                 known.add(leaf.leaf)
                 yield FunctionOutput(leaf.name, "result"), leaf.leaf

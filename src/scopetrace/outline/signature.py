@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from scopetrace.containers.structure import close_container, is_object, leaves_with_path, map_structure, open_container
+from scopetrace.containers.structure import is_object, leaves, leaves_with_path, open_container
 from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value, bind
 
 
@@ -91,25 +90,30 @@ class ArgumentLeaf:
         return self.leaf is None and self.place.isidentifier()
 
 
-def argument_leaves(named: dict[str, Template], used: set[Value]) -> list[ArgumentLeaf]:
-    """The leaves of arguments in order. `used` are the values that the call reads, or for a result, makes.
+def argument_leaves(named: Mapping[str, Template], used: set[Value]) -> list[ArgumentLeaf]:
+    """The leaves of arguments in order. `used` are the values that the call reads.
 
-    Of an object that holds tensors, such as the cache of all layers, only the used ones; their place is their number
-    among these, so that the calls of all layers are equal.
+    Of a container that holds other tensors too, such as the cache of all layers, only the used ones; their place is
+    their number among these, so that the calls of all layers are equal.
     """
-    return [leaf for name, argument in named.items() for leaf in _leaves(name, argument, used)]
+    return [leaf for name, x in named.items() for leaf in _leaves(name, x, used, may_be_partial=True)]
 
 
-def _leaves(path: str, x: Any, used: set[Value]) -> Iterator[ArgumentLeaf]:
-    if is_object(x):
-        values = [(p, v) for p, v in leaves_with_path(x, path) if isinstance(v, Value) and v in used]
-        yield from (ArgumentLeaf(f"{path}[{i}]", p, v) for i, (p, v) in enumerate(values))
-        return
+def result_leaves(result: Template, made: set[Value]) -> Iterator[ArgumentLeaf]:
+    """The leaves of a result in order; of an object that holds tensors, those that the call makes."""
+    return _leaves("", result, made)
+
+
+def _leaves(path: str, x: Any, used: set[Value], *, may_be_partial: bool = False) -> Iterator[ArgumentLeaf]:
     children = open_container(x)
     if children is None:
         yield ArgumentLeaf(path, path, x)
-    for key, item in children or ():
-        yield from _leaves(path + key, item, used)
+    elif is_object(x) or (may_be_partial and not used.issuperset(leaves(x, Value))):
+        values = [(p, v) for p, v in leaves_with_path(x, path) if isinstance(v, Value) and v in used]
+        yield from (ArgumentLeaf(f"{path}[{i}]", p, v) for i, (p, v) in enumerate(values))
+    else:
+        for key, item in children:
+            yield from _leaves(path + key, item, used, may_be_partial=may_be_partial)
 
 
 def new_values(call: Call, forward: Any) -> list[tuple[str, Value]]:
@@ -139,15 +143,6 @@ def values_with_path(arguments: dict[str, Template]) -> list[tuple[str, Value]]:
     """The values among the arguments of a call, each with its path, `past[0]`."""
     leaves = [leaf for name, arg in arguments.items() for leaf in leaves_with_path(arg, name)]
     return [(path, v) for path, v in leaves if isinstance(v, Value)]
-
-
-def without_unused(x: Template, used: set[Value]) -> Template:
-    """Arguments or results of a call in a body, with None in objects for the values that the body does not use."""
-    if is_object(x):
-        return map_structure(lambda v: v if v in used else None, x, Value)
-    items = [item for _, item in open_container(x) or ()]
-    kept = [without_unused(item, used) for item in items]
-    return x if all(map(operator.is_, items, kept)) else close_container(x, kept)
 
 
 # Names of what is not passed -----------------------------------------------------------------------------------------
