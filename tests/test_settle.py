@@ -5,6 +5,7 @@ if m.cos is None: m.cos = table(len(x))     # settled, another program that stor
 m.n += 1; return x * 2 if m.n < 3 else x    # asked, and never settled: right for one call
 """
 
+import contextlib
 import copy
 import functools
 import random
@@ -420,3 +421,70 @@ def test_a_counter_that_a_branch_computes_with_is_read():
     assert torch.equal(tr(X), m(X))
     with pytest.raises(st.errors.ScopetraceError):
         tr(X)
+
+
+class Side:
+    """Of which two are equal by value."""
+
+    def __init__(self):
+        self.scale = 2.0
+
+
+LEFT, RIGHT = Side(), Side()
+CURRENT = LEFT
+
+
+def flips(self, x):
+    if self.side is LEFT:
+        self.side = RIGHT
+        return x + 1
+    self.side = LEFT
+    return x - 1
+
+
+def flips_a_global(self, x):
+    global CURRENT
+    CURRENT, old = RIGHT if CURRENT is LEFT else LEFT, CURRENT
+    return x + 1 if old is LEFT else x - 1
+
+
+def asks(self, x):
+    return x + 1 if self.side is LEFT else x - 1
+
+
+def reads(self, x):
+    return x * self.side.scale
+
+
+def renews(self, x):
+    y = x * self.side.scale
+    self.side = Side()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("forward", "later", "after"),
+    [
+        (flips, "right for one call only", None),
+        (flips_a_global, "right for one call only", None),
+        (asks, None, "side as the object it was"),
+        (reads, None, None),
+        (renews, None, None),
+    ],
+)
+def test_objects_that_are_equal_differ_where_code_compares_objects(forward, later, after):
+    """`later` refuses a second call, `after` one when the model has another object, equal to that of the trace."""
+    global CURRENT
+    CURRENT = LEFT
+    model, eager = Net(forward), Net(forward)
+    model.side = eager.side = LEFT
+    tr = st.trace(model, (X,))
+    assert model.side is LEFT and CURRENT is LEFT
+    assert torch.equal(tr(X), eager(X))
+    CURRENT = LEFT
+    with pytest.raises(st.errors.SideEffectError, match=later) if later else contextlib.nullcontext():
+        tr(X)
+    model.side = RIGHT
+    with pytest.raises(st.errors.StateMismatchError, match=after) if after else contextlib.nullcontext():
+        if not later:
+            assert torch.equal(tr(X), model(X))

@@ -279,7 +279,7 @@ class Recording:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
         left = []
         for change in changes:
-            if same(snapshot(change.old), snapshot(self._as_given(change.new))):
+            if same(snapshot(change.old), snapshot(self._as_given(change.new))) and not reads.asks_identity(change):
                 continue
             names, value = self.model.names_of(change.holder), None
             if names and change.attribute and isinstance(change.new, torch.Tensor):

@@ -358,6 +358,11 @@ def same(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
         return False
 
 
+def is_another_object(old: Any, new: Any) -> bool:
+    """Whether one of two is an object with attributes and they are not one: `is` tells equal ones apart."""
+    return old is not new and ATTRIBUTES in (form_of(type(old)), form_of(type(new)))
+
+
 class ArrayContent(NamedTuple):
     """The snapshot of an array of NumPy."""
 

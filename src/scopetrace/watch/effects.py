@@ -24,10 +24,12 @@ from scopetrace.containers.contents import (
     Place,
     changed_attributes,
     form_of,
+    is_another_object,
     same,
     same_entries,
     snapshot,
 )
+from scopetrace.containers.stand_ins import plain
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards.reach import Reach
@@ -121,11 +123,11 @@ class EffectWatch:
             depth = self.reach.follow()
 
     def restore(self) -> list[Change]:
-        """Put all back as it was, and say what had changed, by value."""
+        """Put all back as it was, and say what had changed: by value, or to another object that equals the old one."""
         changes = [*self._model.restore(), *self._of_variables(), *self._of_attributes()]
         for change in changes:
             change.place.put(change.old)
-        return [*self._contents.restore(), *(c for c in changes if not same(snapshot(c.old), snapshot(c.new)))]
+        return [*self._contents.restore(), *filter(is_change, changes)]
 
     def _of_variables(self) -> Iterator[Change]:
         for name, place, old in self._variables:
@@ -141,6 +143,12 @@ class EffectWatch:
                 is_class = isinstance(holder, type)
                 changes = changed_attributes(name, holder, before, current, holder if is_class else vars(holder))
                 yield from (change for change in changes if not (is_class and change.attribute[:2] == "__"))
+
+
+def is_change(change: Change) -> bool:
+    """Whether what was there and what is now differ by value, or are two objects with attributes."""
+    old, new = plain(change.old), plain(change.new)
+    return is_another_object(old, new) or not same(snapshot(old), snapshot(new))
 
 
 def refuse_tags(tape: RecordedTape, results: Iterable[Value]) -> None:

@@ -45,6 +45,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, At, Guard, InTables, OfTensor, source_in
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
+from scopetrace.watch.effects import is_change
 from scopetrace.watch.lines import noting_lines
 from scopetrace.watch.programs import holds_when_filled, is_same_program
 
@@ -81,7 +82,7 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         lines |= noted
         if never or run is None:
             break
-        changes = [c for c in run.changes if not same(snapshot(plain(c.old)), snapshot(plain(c.new)))]
+        changes = [*filter(is_change, run.changes)]
         runs.append(run)
         is_same = is_same_program(runs[0].tape, run.tape)
         if not changes and _is_settled(runs, lefts, is_same=is_same):

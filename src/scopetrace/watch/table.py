@@ -36,6 +36,7 @@ from scopetrace.containers.contents import (
     Place,
     content_of,
     form_of,
+    is_another_object,
     is_library,
     is_users_class,
     snapshot,
@@ -57,6 +58,7 @@ from scopetrace.ir.guards import (
     OfFunctions,
     OfModules,
     OfTensor,
+    Source,
     Submodules,
     WhichInputs,
     WhichOfModel,
@@ -64,7 +66,7 @@ from scopetrace.ir.guards import (
     source_in,
     tied_source,
 )
-from scopetrace.ir.scopes import Frames, Ran, source_of
+from scopetrace.ir.scopes import Frames, Ran, source_of, walk_frames
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import RECURRENT, is_torchs
@@ -134,6 +136,15 @@ class StateReads:
         saved = None if change.holder is None else self._model.saved(change.holder)
         return saved is None or (id(change.holder), change.attribute or "") in self._read
 
+    def asks_identity(self, change: Change) -> bool:
+        """Whether code that read what was changed compares objects, and it is another object now. Known after `guards`.
+
+        Of variables, whether any of the code that ran does.
+        """
+        read = self._read.get((id(change.holder), change.attribute))
+        codes = self._ran.codes if read is None else [code for code, _ in walk_frames(read[2][0])[-1:]]
+        return is_another_object(change.old, change.new) and any(names_of(code).compares_objects for code in codes)
+
     # ---------------------------------------------------------------- after the forward
 
     def guards(self, fn: Any, changes: list[Change]) -> list[Guard]:
@@ -198,6 +209,7 @@ class StateReads:
                     held.append((name, source.place))
                 continue
             yield Guard(name, snapshot(value, self.names), source, frames, path, names=self.names)
+            yield from _of_identity(name, source, frames, path)
 
     def _read_what_is_not_hidden(self) -> None:
         """Attributes that modules have beside their class, or beside a `__getattr__` of it: those that code names."""
@@ -382,6 +394,7 @@ class RanFunctions:
                 if source.place.id not in known and _is_state(source.current(NO_CALL)):
                     known.add(source.place.id)
                     yield Guard.of(name, source, path, frames, self.names)
+                    yield from _of_identity(name, source, frames, path)
         yield from self._of_classes(path)
         names = {name for code in self.codes for name in names_of(code).all}
         for name in [name for name in OTHER_SETTINGS if name.rpartition(".")[2] in names]:
@@ -417,6 +430,17 @@ class RanFunctions:
                 may_run = is_value or code in self.codes or (code is not None and kind in called)
                 if may_run and is_users_class(base):
                     yield Guard.of(f"{kind.__name__}.{name}", At(kind, name), path, names=self.names)
+
+
+def _of_identity(name: str, source: Source, frames: Frames, path: str) -> Iterator[Guard]:
+    """That a place holds the object that it held, where the code that read it compares objects: `self.mode is A`."""
+    x = source.current(NO_CALL)
+    if form_of(type(x)) is ATTRIBUTES and any(names_of(code).compares_objects for code, _ in walk_frames(frames)[-1:]):
+        yield Guard(f"{name} as the object it was", True, Asked(_holds, (source, x)), frames, path)
+
+
+def _holds(source: Source, x: Any) -> bool:
+    return source.current(NO_CALL) is x
 
 
 def _named(function: types.FunctionType) -> list[Any]:
