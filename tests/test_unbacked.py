@@ -57,6 +57,15 @@ def selects(x, n):
     return x[k], x.view(1, 5)[:, k], x.view(5, 1)[None, k, ..., -1], x[torch.tensor([0, 2])], x.topk(k)[0]
 
 
+def indexes_by_tensors(x, n):
+    table = x.view(5, 1) + x
+    return x[n], table[n], table[:, n], table[n, n], table[..., n], table[n, None], table[[0, 1], n], x[x.argmax()]
+
+
+def slices_by_tensors(x, n):
+    return x[n:], x[: n + 1], x[n : n + 1]
+
+
 def slices(x, n):
     k = upto(n, x)
     return x[:k] * 2, x[k:] + 1, x.narrow(0, 0, k).clone(), x[: torch.sym_min(k, 3)] * 1
@@ -118,6 +127,8 @@ READS = [
     truncates,
     makes_tensors,
     selects,
+    indexes_by_tensors,
+    slices_by_tensors,
     slices,
     splits,
     splits_at_a_tensor,
@@ -178,6 +189,18 @@ def writes_a_place(x, n):
     return row, x * 1
 
 
+def writes_by_tensors(x, n):
+    table = (x.view(5, 1) + x).clone()
+    table[n] = 7
+    table[:, n] = x
+    table[n, n] += 1
+    table[n, torch.tensor([0, 1])] = x[:2]
+    table[0][n].mul_(2)
+    table[n - 1, None] = x[None, None]
+    x[n] = table[n, 1]
+    return table, x + 0
+
+
 def writes_pieces(x, n):
     k = upto(n, x)
     a, b = x.split([k, 5 - k])
@@ -227,6 +250,7 @@ WRITES = [
     writes_a_slice,
     returns_a_slice_that_it_wrote,
     writes_a_place,
+    writes_by_tensors,
     writes_pieces,
     writes_a_part_of_a_new_tensor,
     writes_out,
@@ -269,7 +293,7 @@ def recorded_ops(graph_module):
 
 DIFFERENT = {
     "splits_at_a_tensor": "torch.export keeps the op that reads the tensor, and loses the numbers that it reads",
-    "narrows_from_a_tensor": "torch.export refuses it",
+    **dict.fromkeys(("narrows_from_a_tensor", "indexes_by_tensors", "writes_by_tensors"), "torch.export refuses it"),
     "makes_tensors": "torch.export keeps aten.promote_types, which is no op on data",
 }
 

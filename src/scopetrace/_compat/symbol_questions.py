@@ -51,15 +51,24 @@ _SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
 
 
 def index_with_symbols(torch_calls: Interception) -> None:
-    """Handle indexing, `torch.tensor` and `ctc_loss`: C++ asks for the values of symbolic integers."""
+    """Handle indexing, `torch.tensor` and `ctc_loss`: C++ asks for the values of symbolic integers.
+
+    In an index it also asks for those of tensors without dimensions, which are numbers there: `table[step]`.
+    """
 
     def getitem(ask: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
-        items = index if isinstance(index, tuple) else (index,)
+        items = tuple(map(_number_of, index if isinstance(index, tuple) else (index,)))
         if not any(isinstance(item, torch.SymInt) for item in items):
-            return ask(t, index)
+            return ask(t, items)
         selected, rest = _select_symbols(t, items)
         is_whole = all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in rest)
         return selected if is_whole else ask(selected, rest)
+
+    def setitem(ask: Callable[..., Any], t: torch.Tensor, index: Any, value: Any) -> None:
+        items = tuple(map(_number_of, index if isinstance(index, tuple) else (index,)))
+        if any(isinstance(item, torch.SymInt) for item in items):
+            t, items = _select_symbols(t, items)
+        ask(t, items or ..., value)
 
     def tensor(ask: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
         symbolic = any(isinstance(a, Symbolic) for a in tree_leaves(data))
@@ -79,6 +88,19 @@ def index_with_symbols(torch_calls: Interception) -> None:
     torch_calls.on(torch.ctc_loss, ctc_loss)
     torch_calls.on(torch.tensor, tensor)
     torch_calls.on(torch.Tensor.__getitem__, getitem)
+    torch_calls.on(torch.Tensor.__setitem__, setitem)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _number_of(item: Any) -> Any:
+    """An item of an index, with the numbers of tensors without dimensions in their place."""
+    if isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype in _INTEGERS:
+        return item.item()
+    if isinstance(item, slice) and any(isinstance(n, torch.Tensor) for n in (item.start, item.stop, item.step)):
+        return slice(*map(_number_of, (item.start, item.stop, item.step)))
+    return item
 
 
 def _select_symbols(t: torch.Tensor, items: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:

@@ -20,7 +20,7 @@ import torch
 from scopetrace._compat.decompositions import RuleOf, decomposition_rules, without_mkldnn
 from scopetrace._compat.ops import building, is_op, is_random, schema_of
 from scopetrace._compat.symbols import to_expr
-from scopetrace._compat.tensors import run_fake
+from scopetrace._compat.tensors import DATA_DEPENDENT, run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
 from scopetrace.functionalization.bodies import as_laid_out
 from scopetrace.functionalization.emitter import Emitter, TapeRewriter
@@ -211,13 +211,18 @@ class _Body:
         return value
 
     def run(self, rule: Any, args: Any, kwargs: Any) -> BodyTape | None:
-        """The tape; None where the rule gives NotImplemented. Raises DecompositionError."""
+        """The tape; None where the rule gives NotImplemented, or asks for data and the op is one of core ATen.
+
+        Raises DecompositionError.
+        """
         args, kwargs = renamed((args, kwargs), self.inputs)
         try:
             out = self.fakes.run(rule, args, kwargs, self.op.grad, self._on_op, self._refuse)
         except ScopetraceError:
             raise
         except Exception as error:
+            if isinstance(error, DATA_DEPENDENT) and torch.Tag.core in self.op.target.tags:
+                return None
             first = (str(error).splitlines() or [""])[0]
             self._refuse(f"raises {type(error).__name__}: {first}", error)
         if out is NotImplemented:
