@@ -99,7 +99,7 @@ class _TapeDecomposer(TapeRewriter):
         rule = self.rule_of(op.target) if is_op(op.target) and not stays else None
         if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
             self._lay_out(op.inputs(), [op])
-        is_torchs = getattr(rule, "__module__", "").startswith("torch._decomp")
+        is_torchs = _is_torchs(rule)
         if is_torchs and op.target in _KEPT_BESIDE_TORCHS:
             rule = None
         if is_torchs and drops_between_layers(op.target, op.args):
@@ -177,6 +177,10 @@ class _TapeDecomposer(TapeRewriter):
         return _described_as(new, old)
 
 
+def _is_torchs(rule: Any) -> bool:
+    return getattr(rule, "__module__", "").startswith("torch._decomp")
+
+
 def _described_as(new: Value, old: Value) -> Value:
     """A value with the metadata of another one where both have the same strides: what reads it is copied as it is."""
     if _is_laid_out(new, old):
@@ -211,7 +215,7 @@ class _Body:
         return value
 
     def run(self, rule: Any, args: Any, kwargs: Any) -> BodyTape | None:
-        """The tape; None where the rule gives NotImplemented, or asks for data and the op is one of core ATen.
+        """The tape; None where the rule gives NotImplemented, or torch's asks for data and core ATen has the op.
 
         Raises DecompositionError.
         """
@@ -221,7 +225,8 @@ class _Body:
         except ScopetraceError:
             raise
         except Exception as error:
-            if isinstance(error, DATA_DEPENDENT) and torch.Tag.core in self.op.target.tags:
+            is_core = torch.Tag.core in getattr(self.op.target, "tags", ())
+            if is_core and _is_torchs(rule) and isinstance(error, DATA_DEPENDENT):
                 return None
             first = (str(error).splitlines() or [""])[0]
             self._refuse(f"raises {type(error).__name__}: {first}", error)
