@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from compare import assert_like_eager
 from torch import nn
 from torch.testing._internal import common_methods_invocations
 
@@ -92,6 +93,15 @@ def test_a_decomposed_trace_does_what_the_model_does(training, grad):
         if grad:
             a.sum().backward()
             assert model.conv.weight.grad.abs().sum() > 0
+
+
+def test_a_result_that_eval_mode_leaves_as_it_is_still_shares_memory():
+    def run(x):
+        view = x.transpose(0, 1)
+        nn.functional.dropout(view, 0.5, False)
+        return view
+
+    assert_like_eager(run, st.trace(run, (torch.randn(2, 3),)).decompose(), (torch.randn(2, 3),))
 
 
 def test_calls_and_scopes_are_kept():

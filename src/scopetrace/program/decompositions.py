@@ -79,6 +79,9 @@ class _TapeDecomposer(TapeRewriter):
         self.rule_of = rule_of
         self.known: dict[Any, BodyTape | None] = {} if around is None else around.known
         """The decompositions so far, by op and metadata of the operands."""
+        writes = old.attribute_writes if isinstance(old, FunctionalTape) else []
+        outputs = (*old.graph_outputs(), *(w.value for w in writes))
+        self.outputs = [v for v in outputs if isinstance(v, Value)]
         has_grad = any(op.grad for op in old.ops if op.kind != "get_attr")
         self.emitter = Emitter(self.new, self.storages, has_grad=has_grad, calls=self.calls)
 
@@ -88,9 +91,7 @@ class _TapeDecomposer(TapeRewriter):
 
     def finish(self) -> None:
         """What the program gives is laid out as it was."""
-        writes = self.old.attribute_writes if isinstance(self.old, FunctionalTape) else []
-        outputs = [*self.old.graph_outputs(), *(w.value for w in writes)]
-        self._lay_out([v for v in outputs if isinstance(v, Value)], self.new.ops[-1:])
+        self._lay_out(self.outputs, self.new.ops[-1:])
 
     def step(self, op: Op) -> None:
         """An op of the table becomes other ops."""
@@ -169,6 +170,9 @@ class _TapeDecomposer(TapeRewriter):
 
     def _as_before(self, op: Op, old: Value, new: Value) -> Value:
         """A result, in memory of its own where that of the op was."""
+        itself = [v for v in op.inputs() if v.fake is old.fake]
+        if itself and old in self.outputs:  # of `dropout` in eval mode, torch's parts are a copy
+            return self.replacements[itself[0]]
         operands = {v.storage: self.replacements[v].storage for v in op.inputs()}
         if new.storage in operands.values():
             if old.storage in operands:
