@@ -79,9 +79,6 @@ class _TapeDecomposer(TapeRewriter):
         self.rule_of = rule_of
         self.known: dict[Any, BodyTape | None] = {} if around is None else around.known
         """The decompositions so far, by op and metadata of the operands."""
-        writes = old.attribute_writes if isinstance(old, FunctionalTape) else []
-        outputs = (*old.graph_outputs(), *(w.value for w in writes))
-        self.outputs = [v for v in outputs if isinstance(v, Value)]
         has_grad = any(op.grad for op in old.ops if op.kind != "get_attr")
         self.emitter = Emitter(self.new, self.storages, has_grad=has_grad, calls=self.calls)
 
@@ -91,7 +88,9 @@ class _TapeDecomposer(TapeRewriter):
 
     def finish(self) -> None:
         """What the program gives is laid out as it was."""
-        self._lay_out(self.outputs, self.new.ops[-1:])
+        writes = self.old.attribute_writes if isinstance(self.old, FunctionalTape) else []
+        outputs = [*self.old.graph_outputs(), *(w.value for w in writes)]
+        self._lay_out([v for v in outputs if isinstance(v, Value)], self.new.ops[-1:])
 
     def step(self, op: Op) -> None:
         """An op of the table becomes other ops."""
@@ -169,9 +168,8 @@ class _TapeDecomposer(TapeRewriter):
         return list(dict.fromkeys(self.replacements[v] for v in op.inputs()))
 
     def _as_before(self, op: Op, old: Value, new: Value) -> Value:
-        """A result, in memory of its own where that of the op was."""
-        itself = [v for v in op.inputs() if v.fake is old.fake]
-        if itself and old in self.outputs:  # of `dropout` in eval mode, torch's parts are a copy
+        """A result, in memory of its own where that of the op was; the operand that the op gave, as dropout may."""
+        if itself := [v for v in op.inputs() if v.fake is old.fake]:
             return self.replacements[itself[0]]
         operands = {v.storage: self.replacements[v].storage for v in op.inputs()}
         if new.storage in operands.values():
