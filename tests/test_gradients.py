@@ -258,6 +258,7 @@ RIGHT = {
     ),
     "a plain buffer is detached": ("leaf", ["self.b.detach_()", "self.b.mul_(x[0])"], ("self.b",)),
     "an attribute is detached": ("leaf", ["self.b = self.p * x[0]", "self.b.detach_()", "a = x * self.b"], ("a",)),
+    "what has changed its shape in place is detached": ("leaf", ["a = x * 2", "a.t_()", "a.detach_()"], ("a",)),
     "nothing is detached under inference mode": (
         "leaf",
         ["a = x * 2", ("torch.inference_mode()", "a.detach_(); x.detach_()"), "b = a * 3"],

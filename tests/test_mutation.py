@@ -106,6 +106,12 @@ def test_values_effects_and_sharing_are_those_of_eager(run):
     assert_like_eager(run, tr, (torch.arange(12.0).view(3, 4), -torch.arange(12.0).view(3, 4)))
 
 
+@pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.feature_alpha_dropout])
+def test_dropout_in_place_is_no_op_where_it_drops_nothing(drop):
+    tr = st.trace(lambda x: drop(x, 0.5, False, inplace=True) * 2, (torch.ones(2, requires_grad=True),))
+    assert [node.name for node in tr.graph_module.graph.nodes] == ["x", "mul", "output"]
+
+
 def test_training_updates_buffers_and_trains():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(inplace=True)).train()

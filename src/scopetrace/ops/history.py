@@ -162,6 +162,8 @@ def is_cut(v: Value) -> bool:
 def is_view(v: Value) -> bool:
     """Whether autograd takes a value for a view of another."""
     base = _base(v, v.op.inputs())
+    if base is not None and is_op(v.op.target) and torch.Tag.inplace_view in v.op.target.tags:
+        return is_view(base)  # the same tensor in another shape, as by `t_`
     return base is not None and base.fake is not v.fake
 
 

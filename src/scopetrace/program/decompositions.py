@@ -168,7 +168,9 @@ class _TapeDecomposer(TapeRewriter):
         return list(dict.fromkeys(self.replacements[v] for v in op.inputs()))
 
     def _as_before(self, op: Op, old: Value, new: Value) -> Value:
-        """A result, in memory of its own where that of the op was."""
+        """A result, in memory of its own where that of the op was; the operand that the op gave, as dropout may."""
+        if itself := [v for v in op.inputs() if v.fake is old.fake]:
+            return self.replacements[itself[0]]
         operands = {v.storage: self.replacements[v].storage for v in op.inputs()}
         if new.storage in operands.values():
             if old.storage in operands:

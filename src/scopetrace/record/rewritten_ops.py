@@ -66,10 +66,15 @@ def _ctc_loss_of_tensors(
 
 
 def _dropout_in_place(ops: Any, x: torch.Tensor, p: float, train: bool) -> Any:
-    """On a GPU its parts, since `aten.dropout`, its functional variant, has a kernel there that draws other numbers."""
+    """Nothing in eval mode, as in eager. On a GPU its parts, since the kernel of `aten.dropout` draws other numbers."""
+    if not (p and train):
+        return x
     if x.device.type == "cpu":
         return NotImplemented
     return ops.recorded(lambda: run_parts(_aten.dropout_.default, x, p, train))
+
+
+_OTHER_DROPOUTS = (_aten.alpha_dropout_.default, _aten.feature_dropout_.default, _aten.feature_alpha_dropout_.default)
 
 
 def _fill_diagonal(ops: Any, x: torch.Tensor, value: Any, wrap: bool = False) -> Any:
@@ -139,6 +144,7 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,
     **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
     _aten.dropout_.default: _dropout_in_place,
+    **dict.fromkeys(_OTHER_DROPOUTS, lambda ops, x, p, train: NotImplemented if p and train else x),
     _aten.fill_diagonal_.default: _fill_diagonal,
     _aten.combinations.default: _combinations,
     _ATTENTION: _attention,
