@@ -15,6 +15,7 @@ import torch
 from scopetrace._compat.fake_mode import CTC_LIBRARIES
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import attention_kernels, default_dtype
+from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace._compat.tensors import is_symbolic, run_parts, runs_in_python
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError
@@ -35,6 +36,13 @@ def _lift_fresh(ops: Any, t: torch.Tensor) -> torch.Tensor:
 
 def _split(ops: Any, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
     return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
+
+
+def _unbind(ops: Any, x: torch.Tensor, dim: int = 0) -> Any:
+    """Rows of a number that depends on data: the shape rule of torch leaves them the dimension that they are taken from."""
+    if not x.dim() or not has_unbacked(to_expr(x.shape[dim])):
+        return NotImplemented
+    return ops.recorded(lambda: tuple(x.select(dim, i) for i in range(int(x.shape[dim]))))
 
 
 def _narrow(ops: Any, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
@@ -134,6 +142,7 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
     _aten.lift_fresh.default: _lift_fresh,
     _aten.tensor_split.tensor_indices_or_sections: _split,
+    _aten.unbind.int: _unbind,
     _aten.narrow.Tensor: _narrow,
     _aten.ctc_loss.IntList: _ctc_loss,
     _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,
