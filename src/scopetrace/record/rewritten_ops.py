@@ -39,7 +39,7 @@ def _split(ops: Any, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
 
 
 def _unbind(ops: Any, x: torch.Tensor, dim: int = 0) -> Any:
-    """Rows of a number that depends on data: the shape rule of torch leaves them the dimension that they are taken from."""
+    """Rows of a number that depends on data: the shape rule of torch leaves them a dimension too many."""
     if not x.dim() or not has_unbacked(to_expr(x.shape[dim])):
         return NotImplemented
     return ops.recorded(lambda: tuple(x.select(dim, i) for i in range(int(x.shape[dim]))))
