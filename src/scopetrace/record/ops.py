@@ -39,6 +39,7 @@ from scopetrace._compat.ops import (
 )
 from scopetrace._compat.questions import attention_kernels, autocast_enabled
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
+from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace._compat.tensors import (
     RECURRENT,
     FakeTensor,
@@ -89,7 +90,7 @@ class OpRecorder:
         self.exact = self.builder.tape.exact_autograd
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
-        self._specialize = specialize
+        self.specialize = specialize
         self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
         self._at_end = contextlib.ExitStack()
@@ -99,7 +100,7 @@ class OpRecorder:
     @functools.cached_property
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
-        return DataReader(self.values, self.reads, specialize=self._specialize)
+        return DataReader(self.values, self.reads, specialize=self.specialize)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
@@ -396,9 +397,9 @@ class OpRecorder:
             self.values.keep_memory(v.fake for v in call.inputs)
         before = BeforeWrite(call, tensors_in((args, kwargs)), undeclared)
         first = next_sequence_number() if self.exact else 0
+        self._note_squeeze(call)
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(call, args, kwargs, key)
-        self._note_squeeze(call)
         moved = before.moved()
         for value, layout in moved:
             self.values.freeze(value, layout)
@@ -535,9 +536,11 @@ class OpRecorder:
         if not call.facts.squeezes or not is_symbolic(call.inputs[0].fake):
             return
         t, dims = call.inputs[0].fake, call.args[1:]
-        for d in flat(dims) if dims else range(t.dim()):
-            if isinstance(t.size(d), torch.SymInt):
-                self.factory.shape_env.take_for_more_than_one(t.size(d))
+        for size in [t.size(d) for d in flat(dims)] if dims else t.size():
+            if isinstance(size, torch.SymInt) and not has_unbacked(to_expr(size)):
+                self.factory.shape_env.take_for_more_than_one(size)
+            elif isinstance(size, torch.SymInt):
+                torch._check(size != 1)
 
     def _prepare_write(self, call: OpCall) -> bool:
         """Before autograd sees a write: give results that were made from metadata the history that it expects.
