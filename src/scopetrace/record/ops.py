@@ -39,7 +39,6 @@ from scopetrace._compat.ops import (
 )
 from scopetrace._compat.questions import attention_kernels, autocast_enabled
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
-from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace._compat.tensors import (
     RECURRENT,
     FakeTensor,
@@ -537,10 +536,8 @@ class OpRecorder:
             return
         t, dims = call.inputs[0].fake, call.args[1:]
         for size in [t.size(d) for d in flat(dims)] if dims else t.size():
-            if isinstance(size, torch.SymInt) and not has_unbacked(to_expr(size)):
+            if isinstance(size, torch.SymInt):
                 self.factory.shape_env.take_for_more_than_one(size)
-            elif isinstance(size, torch.SymInt):
-                torch._check(size != 1)
 
     def _prepare_write(self, call: OpCall) -> bool:
         """Before autograd sees a write: give results that were made from metadata the history that it expects.
