@@ -233,6 +233,22 @@ def test_a_cache_of_which_another_trace_has_stored_the_tensor_is_one():
         trace(X)
 
 
+def test_numbers_that_ops_have_computed_are_kept_beside_rows_that_the_example_decides():
+    def forward(m, x):
+        if m.n == 0:
+            m.n = round(torch.tensor([4.0, 8.0]).log2().sum().item())
+        rows = x[x[:, 0] > 3][:5]
+        return [row * torch.tensor([2.0, 3.0, 4.0, 5.0]) * m.n for row in rows], rows.unbind(1)[0]
+
+    model, eager = Net(forward), Net(forward)
+    trace = st.trace(model, (X,), specialize=True)
+    assert not any(effect.baked_in for effect in trace.side_effects)
+    for n in range(3):
+        torch.testing.assert_close(trace(X + n / 2), eager(X + n / 2), rtol=0, atol=0)
+    with pytest.raises(st.InputMismatchError, match="specialized"):
+        trace(X - 4)
+
+
 def in_an_attribute(m, x):
     if m.cos is None:
         m.cos = torch.arange(len(x), dtype=x.dtype).cos()

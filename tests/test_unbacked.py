@@ -416,3 +416,22 @@ def test_an_assert_of_python_is_one_of_the_graph():
     for args in (*wrong, (EXAMPLE[0].where(EXAMPLE[0] != EXAMPLE[0][0], torch.nan), torch.tensor(2))):
         with pytest.raises(RuntimeError, match="Runtime assertion failed"):
             tr(*args)
+
+
+@pytest.mark.parametrize("squeeze", [torch.squeeze, lambda y: y.squeeze(0), lambda y: y.squeeze((0, 1))])
+def test_a_size_that_depends_on_data_is_not_1_where_an_op_squeezes_it(squeeze):
+    def run(x):
+        y = squeeze(x[x[:, 0] > 2])
+        return y * 2 if y.dim() == 1 else y * 3
+
+    x = torch.arange(8.0).view(4, 2)
+    one, two = x - 2, x  # of so many rows the first element is above 2
+    tr = st.trace(run, (two,))
+    assert torch.equal(tr(two), run(two)) and torch.equal(tr(x + 2), run(x + 2))
+    with pytest.raises(RuntimeError, match="Ne"):
+        tr(one)
+    for example, other in ((one, two), (two, one)):
+        tr = st.trace(run, (example,), specialize=True)
+        assert torch.equal(tr(example), run(example))
+        with pytest.raises(st.InputMismatchError, match="specialized"):
+            tr(other)

@@ -237,7 +237,7 @@ class WatchedShapeEnv(ShapeEnv):
     def take_for_more_than_one(self, size: Any, place: Origin | None = None) -> None:
         """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.
 
-        Where it is 1 in the example, the program holds for that.
+        Where it is 1 in the example, the program holds for that. What depends on data, and is 1, is an error of a call.
         """
         expr = size.node.expr
         if size.node.has_hint() and size.node.hint == 1:
@@ -248,6 +248,8 @@ class WatchedShapeEnv(ShapeEnv):
         is_backed = expr.free_symbols <= self.backed_var_to_val.keys()
         if is_backed and bound_sympy(expr, self.var_to_range).lower <= 1:
             self.add_guard(sympy.Ne(expr, 1, evaluate=False))
+        if not is_backed and place is None:
+            torch._check(size != 1)
 
     def take_for_defined(self, number: Any) -> None:
         """Record that the program holds where no divisor in this number is 0: Python would raise, where C++ divides."""

@@ -89,7 +89,7 @@ class OpRecorder:
         self.exact = self.builder.tape.exact_autograd
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
-        self._specialize = specialize
+        self.specialize = specialize
         self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
         self._at_end = contextlib.ExitStack()
@@ -99,7 +99,7 @@ class OpRecorder:
     @functools.cached_property
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
-        return DataReader(self.values, self.reads, specialize=self._specialize)
+        return DataReader(self.values, self.reads, specialize=self.specialize)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
@@ -396,9 +396,9 @@ class OpRecorder:
             self.values.keep_memory(v.fake for v in call.inputs)
         before = BeforeWrite(call, tensors_in((args, kwargs)), undeclared)
         first = next_sequence_number() if self.exact else 0
+        self._note_squeeze(call)
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(call, args, kwargs, key)
-        self._note_squeeze(call)
         moved = before.moved()
         for value, layout in moved:
             self.values.freeze(value, layout)
@@ -535,9 +535,9 @@ class OpRecorder:
         if not call.facts.squeezes or not is_symbolic(call.inputs[0].fake):
             return
         t, dims = call.inputs[0].fake, call.args[1:]
-        for d in flat(dims) if dims else range(t.dim()):
-            if isinstance(t.size(d), torch.SymInt):
-                self.factory.shape_env.take_for_more_than_one(t.size(d))
+        for size in [t.size(d) for d in flat(dims)] if dims else t.size():
+            if isinstance(size, torch.SymInt):
+                self.factory.shape_env.take_for_more_than_one(size)
 
     def _prepare_write(self, call: OpCall) -> bool:
         """Before autograd sees a write: give results that were made from metadata the history that it expects.

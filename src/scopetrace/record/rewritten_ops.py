@@ -7,6 +7,7 @@ Data flow:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from scopetrace._compat.fake_mode import CTC_LIBRARIES
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import attention_kernels, default_dtype
+from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace._compat.tensors import is_symbolic, run_parts, runs_in_python
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError
@@ -35,6 +37,22 @@ def _lift_fresh(ops: Any, t: torch.Tensor) -> torch.Tensor:
 
 def _split(ops: Any, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
     return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
+
+
+def _unbind(ops: Any, x: torch.Tensor, dim: int = 0) -> Any:
+    """Rows of a number that depends on data: the shape rule of torch leaves them a dimension too many."""
+    if not x.dim() or not has_unbacked(to_expr(x.shape[dim])):
+        return NotImplemented
+    return ops.recorded(lambda: tuple(x.select(dim, i) for i in range(int(x.shape[dim]))))
+
+
+def _squeeze(ops: Any, x: torch.Tensor, *dims: Any) -> Any:
+    """With `specialize=True`, where a size that depends on data is 1: that of a part of such a size."""
+    sizes = {d: x.shape[d] for d in (leaves(dims, int) if dims else range(x.dim()))} if ops.specialize else {}
+    ones = [d for d, size in sizes.items() if has_unbacked(to_expr(size)) and size == 1]
+    if not ones:
+        return NotImplemented
+    return ops.recorded(lambda: functools.reduce(lambda t, d: t.narrow(d, 0, 1), ones, x).squeeze(*dims))
 
 
 def _narrow(ops: Any, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
@@ -139,6 +157,8 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
     _aten.lift_fresh.default: _lift_fresh,
     _aten.tensor_split.tensor_indices_or_sections: _split,
+    _aten.unbind.int: _unbind,
+    **dict.fromkeys((_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims), _squeeze),
     _aten.narrow.Tensor: _narrow,
     _aten.ctc_loss.IntList: _ctc_loss,
     _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,

@@ -18,10 +18,13 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import Op, ProgramTape, Tape, Value
 
+_LITERAL = "_tensor_constant"
+"""What tensors are called that no module has, numbered as they come: more of them in a run that stores something."""
+
 
 def is_same_program(first: ProgramTape, second: ProgramTape) -> bool:
     """Whether two recordings have the same ops, with the same results."""
-    return _Match(first, second, {}).run()
+    return _Match(first, second).run()
 
 
 def holds_when_filled(cold: ProgramTape, filled: ProgramTape, stored: Mapping[int, Value]) -> bool:
@@ -33,10 +36,13 @@ def holds_when_filled(cold: ProgramTape, filled: ProgramTape, stored: Mapping[in
 
 
 class _Match:
-    def __init__(self, first: Tape, second: Tape, stored: Mapping[int, Value]) -> None:
-        self._first, self._second, self._stored = first, second, stored
+    def __init__(self, first: Tape, second: Tape, stored: Mapping[int, Value] | None = None) -> None:
+        self._first, self._second, self._stored = first, second, stored or {}
+        self._is_filled = stored is not None
         self._now: dict[int, int] = {}
         """By id of a fake tensor of the second program, that of the first; `to` may return what it takes."""
+        self._passed: set[int] = set()
+        """The memory that only ops which are passed over have made."""
         self._attributes = [op for op in first.ops if op.kind == "get_attr"]
         self._ops = [op for op in first.ops if op.kind not in ("get_attr", "placeholder")]
 
@@ -55,7 +61,7 @@ class _Match:
                     return False
                 continue
             while at < len(self._ops) and not self._are_equal(self._ops[at], op):
-                if not self._stored or not self._may_pass(self._ops[at]):
+                if not self._may_pass(self._ops[at]):
                     return False
                 at += 1
             if at == len(self._ops):
@@ -63,11 +69,15 @@ class _Match:
             self._pair(self._ops[at], op)
             at += 1
         rest = self._ops[at:]
-        return (not rest or (bool(self._stored) and all(map(self._may_pass, rest)))) and self._has_same_results()
+        return all(map(self._may_pass, rest)) and self._has_same_results()
 
     def _may_pass(self, op: Op) -> bool:
-        """Whether an op of the first program does nothing but to give results."""
-        return not op.writes and not is_random(op.target) and op.kind == "call_function"
+        """Whether an op of the first program may have made what is stored, and does nothing but to give results."""
+        kept = (*op.inputs(), *self._stored.values())
+        may = self._is_filled and not is_random(op.target) and op.kind == "call_function"
+        may = may and all(v.storage in self._passed for v in op.writes)
+        self._passed |= {v.storage for v in op.values()} - {v.storage for v in kept}
+        return may
 
     def _find_attribute(self, op: Op) -> bool:
         (value,) = op.values()
@@ -80,7 +90,7 @@ class _Match:
             if of_first.real is real or (known.name == op.name and _are_equal_tensors(of_first.real, real)):
                 self._now[id(value.fake)] = id(of_first.fake)
                 return True
-        return False
+        return str(op.target).startswith(_LITERAL)  # compared where it is read
 
     def _are_equal(self, first: Op, second: Op) -> bool:
         return (
@@ -95,9 +105,10 @@ class _Match:
 
     def _same(self, first: Any, second: Any) -> bool:
         if isinstance(second, Value):
-            return isinstance(first, Value) and self._now.get(id(second.fake)) == id(first.fake)
+            is_paired = isinstance(first, Value) and self._now.get(id(second.fake)) == id(first.fake)
+            return is_paired or (isinstance(first, Value) and _are_equal_literals(first, second))
         if isinstance(second, Tape):
-            return isinstance(first, Tape) and _Match(first, second, {}).run()
+            return isinstance(first, Tape) and _Match(first, second).run()
         if isinstance(second, Symbolic):
             return type(first) is type(second) and str(first.node.expr) == str(second.node.expr)
         if isinstance(second, (list, tuple)):
@@ -119,6 +130,11 @@ class _Match:
         written = [[(write.path, write.value) for write in of_tape] for of_tape in writes]
         by_path = dict(written[0])
         return all(path in by_path and self._same(by_path[path], value) for path, value in written[1])
+
+
+def _are_equal_literals(first: Value, second: Value) -> bool:
+    are_literals = all(str(v.op.target).startswith(_LITERAL) for v in (first, second))
+    return are_literals and _are_equal_tensors(first.real, second.real)
 
 
 def _are_equal_tensors(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
