@@ -32,7 +32,7 @@ from test_layers import LAYERS
 
 import scopetrace as st
 from scopetrace.cli import main
-from scopetrace.cli.torchvision_ops import declare_missing_ops
+from scopetrace.cli.targets import declare_missing_ops
 
 ROOT = Path(__file__).parents[1]
 KEPT = declare_missing_ops()  # parts of transformers import torchvision
