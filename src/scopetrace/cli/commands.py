@@ -13,8 +13,16 @@ from click.shell_completion import get_completion_class
 
 from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
-from scopetrace.cli.run import Asked, FilePath, json_text, model_command, takes_depth, takes_json, takes_scope
-from scopetrace.cli.terminal import print_text
+from scopetrace.cli.run import (
+    Asked,
+    FilePath,
+    json_text,
+    model_command,
+    print_text,
+    takes_depth,
+    takes_json,
+    takes_scope,
+)
 from scopetrace.errors import UsageError
 from scopetrace.order.execution import steps_text
 from scopetrace.view import document

@@ -1,4 +1,4 @@
-"""What the commands share: options for the model and its inputs, tracing, progress messages.
+"""What the commands share: options for the model and its inputs, tracing, progress messages, text in colour.
 
 Data flow:
     TARGET and options -> a model, and with `--step` a function around it: forward, loss, backward(), an optimizer
@@ -11,19 +11,23 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import torch
 from click.shell_completion import CompletionItem
 from rich.console import Console
+from rich.highlighter import RegexHighlighter
 from rich.text import Text
+from rich.theme import Theme
 from torch.utils._pytree import tree_map_only
 
 from scopetrace.api.functions import load
@@ -31,7 +35,6 @@ from scopetrace.api.trace import Trace, trace
 from scopetrace.cli.group import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
 from scopetrace.cli.targets import default_inputs, load_model
-from scopetrace.cli.terminal import print_text
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 
@@ -289,3 +292,47 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield lambda text: status.update(Text(text))
+
+
+# ---------------------------------------------------------------- text in colour, on a terminal
+
+_LABEL = r"\w+(\[[^\]]*\])?"
+_PARTS = (
+    ("value", "cyan", r"%\w+"),
+    ("type", "green", r"\b[a-z]+\d+\w*\[[^\]]*\]"),
+    ("op", "yellow", r"(?<= = )[\w.]+(?=\()"),
+    ("attribute", "blue", r"\bself\.[\w.]+"),
+    ("scope", "bold magenta", r"^ *scope\(\"[^\"]*\"\)"),
+    ("call", "bold", rf"^ *{_LABEL}(/{_LABEL})*(#\d+)?(?=\()"),
+    ("call", "bold", r"^ *[^%(]*( ×\d+)? as [^\s(]+"),
+    ("note", "dim", r"  # .*$"),
+)
+"""What of a program is coloured: its name, how, and how it is found."""
+
+_THEME = Theme({f"st.{name}": style for name, style, _ in _PARTS})
+
+
+class _Program(RegexHighlighter):
+    base_style = "st."
+    highlights = [f"(?P<{name}>{pattern})" for name, _, pattern in _PARTS]  # noqa: RUF012  (rich's own way)
+
+
+def print_text(text: str, file: TextIO | None = None) -> None:
+    """Print a command's result to `file` or standard output, in colour on a terminal.
+
+    A pipe closed by its reader, such as `head`, is no error.
+    """
+    out = sys.stdout if file is None else file
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")
+    try:
+        if out.isatty():
+            console = Console(file=out, theme=_THEME, highlighter=_Program(), soft_wrap=True, markup=False, emoji=False)
+            for line in text.splitlines():
+                console.print(line)
+        else:
+            print(text, file=out)
+        out.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
