@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from scopetrace.api.functions import load
 from scopetrace.api.trace import Trace, trace
-from scopetrace.cli.group import ModelError, error_text, model_raised
+from scopetrace.cli import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
 from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.containers.structure import leaves

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scopetrace.cli.group import error_text, model_raised, source_line
+from scopetrace.cli import error_text, model_raised, source_line
 from scopetrace.cli.inputs import Input
 from scopetrace.errors import UsageError
 
