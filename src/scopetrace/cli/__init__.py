@@ -56,7 +56,7 @@ class LazyGroup(click.Group):
         name, stub, rest = super().resolve_command(ctx, args)
         if stub is None:
             return name, stub, rest
-        file = stub.name if stub.name in ("demo", "onnx", "plan") else "commands"
+        file = stub.name if stub.name in ("demo", "plan") else "commands"
         return name, getattr(importlib.import_module(f"scopetrace.cli.{file}"), str(stub.name)), rest
 
 
