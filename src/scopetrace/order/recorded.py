@@ -23,7 +23,7 @@ from scopetrace.order.execution import CallUsage, ExecutionOrder, GradientStep, 
 
 
 def execution_order(tape: ProgramTape) -> ExecutionOrder:
-    """The execution order of a RecordedTape, mutations included. Of a training step, that of its forward, and its backwards."""
+    """The execution order of a RecordedTape, mutations included. Of a training step, that of its forward."""
     reader, params = _Reader(tape.registered, _writers(tape)), _Params()
     reader.read(tape, params)
     reader.use(tape.calls[0], [v for v in leaves(tape.outputs, Value) if v in params.names], params)
