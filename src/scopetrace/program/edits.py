@@ -34,9 +34,8 @@ from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.fake_run import FakeRun, append_op, are_alike, makes_numbers, written_by
 from scopetrace.program.graph import FxLowering, fakes_of, scope_path, set_place
-from scopetrace.program.matching import Matching, Position
+from scopetrace.program.matching import CallRanges, Matching, Position
 from scopetrace.program.outputs import outputs_of_edit
-from scopetrace.program.ranges import CallRanges
 from scopetrace.program.state import HeldTensors, is_copy, metadata_of
 from scopetrace.record.model import ModuleSnapshot
 
