@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
-from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, renamed
-from scopetrace.lower.exported.frames import CASTS
+from scopetrace.lower.exported.calls import is_cast
 from scopetrace.program.graph import FxLowering, set_place
 
 _T = TypeVar("_T", FunctionalTape, BodyTape)
@@ -26,20 +25,19 @@ _T = TypeVar("_T", FunctionalTape, BodyTape)
 
 def without_casts(tape: _T) -> _T:
     """The tape, and its bodies, with ops reading what autocast has cast for them."""
-    source = {op.result: op.tensor(0) for op in tape.ops if _is_cast(op)}
+    source = {op.result: op.tensor(0) for op in tape.ops if _is_autocasts(op)}
     ops = [_uncast(op, source) for op in tape.ops]
     read = {v for op in ops for v in op.inputs()} | {v for v in tape.graph_outputs() if isinstance(v, Value)}
-    return dataclasses.replace(tape, ops=[op for op in ops if not _is_cast(op) or op.result in read])
+    return dataclasses.replace(tape, ops=[op for op in ops if not _is_autocasts(op) or op.result in read])
 
 
-def _is_cast(op: Op) -> bool:
-    cast = op.autocast is not None and op.autocast.casts
-    return cast and is_op(op.target) and schema_of(op.target).name in CASTS
+def _is_autocasts(op: Op) -> bool:
+    return op.autocast is not None and op.autocast.casts and is_cast(op)
 
 
 def _uncast(op: Op, source: dict[Value, Value]) -> Op:
     new: dict[Any, Any] = {body: without_casts(body) for body in op.bodies()}
-    if op.autocast is not None and op.autocast.casts and not _is_cast(op):
+    if op.autocast is not None and op.autocast.casts and not _is_autocasts(op):
         new |= {v: source[v] for v in op.inputs() if v in source}
     return op.replace(args=renamed(op.args, new), kwargs=renamed(op.kwargs, new)) if new else op
 

@@ -27,10 +27,9 @@ from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat
-from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
+from scopetrace.lower.exported.calls import Identities, ModuleCallFrame, ModuleCalls, frames_of, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
-from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, frames_of
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
 from scopetrace.lower.exported.modes import switch_modes, without_casts
 from scopetrace.lower.exported.outputs import Outputs
