@@ -36,9 +36,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.function_mode import Handler, after
 from scopetrace._compat.ops import eager
-from scopetrace._compat.replaced import Interception
+from scopetrace._compat.replaced import Handler, Interception, after
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT
