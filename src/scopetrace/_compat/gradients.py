@@ -26,6 +26,9 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing as apply_activation_checkpointing,
+)
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau, _enable_get_lr_call
 from torch.optim.optimizer import (
