@@ -120,7 +120,6 @@ class _Keeping(torch.fx.Interpreter):
         self.values: dict[torch.fx.Node, Any] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """As in the base class."""
         value = super().run_node(n)
         if n in self._wanted:
             self.values[n] = value.clone() if self._copies and isinstance(value, torch.Tensor) else value
