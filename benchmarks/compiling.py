@@ -31,7 +31,7 @@ def build(layers: int, hidden: int) -> tuple[Any, Any]:
     """A Llama with random weights, and token ids of shape (1, 64)."""
     import torch
 
-    from scopetrace.cli.torchvision_ops import declare_missing_ops
+    from scopetrace.cli.targets import declare_missing_ops
 
     declare_missing_ops()
     from transformers import LlamaConfig, LlamaModel

@@ -183,7 +183,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     given = options.parse_args()
     sys.path += [str(ROOT), *([given.peers] if given.peers else [])]
-    from scopetrace.cli.torchvision_ops import declare_missing_ops
+    from scopetrace.cli.targets import declare_missing_ops
 
     declare_missing_ops()
     warnings.simplefilter("ignore")

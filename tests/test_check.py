@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
-from scopetrace.program.comparison import Outcome, differences
+from scopetrace.program.check import Outcome, differences
 
 aten = torch.ops.aten
 

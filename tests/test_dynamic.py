@@ -15,7 +15,7 @@ from torch.export import Dim, ShapesCollection
 
 import scopetrace as st
 from scopetrace.api.runnable import program_of
-from scopetrace.cli.torchvision_ops import declare_missing_ops
+from scopetrace.cli.targets import declare_missing_ops
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 from scopetrace.ir.tape import values_in
 from scopetrace.ir.write_back import resolved

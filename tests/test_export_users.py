@@ -20,7 +20,7 @@ from torch.testing._internal.custom_tensor import CustomTensorPlainOut
 from torch.utils import _pytree as pytree
 
 import scopetrace as st
-from scopetrace.cli.torchvision_ops import declare_missing_ops
+from scopetrace.cli.targets import declare_missing_ops
 
 OpaqueBase = torch._opaque_base.OpaqueBase if hasattr(torch, "_opaque_base") else object  # torch 2.15 asks for no base
 

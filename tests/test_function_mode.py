@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import scopetrace as st
-from scopetrace._compat.function_mode import FunctionMode
+from scopetrace._compat.replaced import FunctionMode
 
 
 def is_on() -> bool:

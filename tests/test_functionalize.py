@@ -14,9 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
-from scopetrace.api.functional import assert_pure, functional_backend, functionalize
+from scopetrace.api.functional import functional_backend, functionalize
 from scopetrace.errors import FunctionalizationError, InputMismatchError, ScopetraceError
 from scopetrace.program.graph import scope_path
+from scopetrace.torch_level.purity import assert_pure
 
 LEVELS = ("aten", "torch")
 FORMS = ("slice_scatter", "index_put", "where", "cat")

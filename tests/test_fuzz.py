@@ -16,8 +16,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import scopetrace as st
-from scopetrace.api.functional import assert_pure
 from scopetrace.program.check import copy_inputs
+from scopetrace.torch_level.purity import assert_pure
 
 F = nn.functional
 MOST = 200  # elements of a tensor

@@ -19,7 +19,7 @@ SOURCE, PACKAGES = Path(__file__).parents[1] / "src", Path(sysconfig.get_path("p
 MODELS = """
 import copy
 import torch
-from scopetrace.cli.torchvision_ops import declare_missing_ops
+from scopetrace.cli.targets import declare_missing_ops
 
 library = declare_missing_ops()  # where torchvision beside this torch has none
 import scopetrace as st

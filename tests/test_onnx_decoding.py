@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import scopetrace as st
-from scopetrace.cli.torchvision_ops import declare_missing_ops
+from scopetrace.cli.targets import declare_missing_ops
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

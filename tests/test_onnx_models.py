@@ -102,7 +102,7 @@ def test_diffusion_transformer():
 @pytest.fixture(scope="module")
 def transformers():
     """The package, where its models can be made; its caches are unknown to pytree, as people have them."""
-    from scopetrace.cli.torchvision_ops import declare_missing_ops
+    from scopetrace.cli.targets import declare_missing_ops
 
     kept = declare_missing_ops()
     yield pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
-from scopetrace.cli.terminal import print_text
+from scopetrace.cli.run import print_text
 
 X = torch.zeros(2, 4)
 

@@ -26,6 +26,9 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing as apply_activation_checkpointing,
+)
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.optim.lr_scheduler import ReduceLROnPlateau, _enable_get_lr_call
 from torch.optim.optimizer import (
@@ -36,9 +39,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.function_mode import Handler, after
 from scopetrace._compat.ops import eager
-from scopetrace._compat.replaced import Interception
+from scopetrace._compat.replaced import Handler, Interception, after
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT

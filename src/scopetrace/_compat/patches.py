@@ -36,7 +36,6 @@ from torch.overrides import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.function_mode import after, without_mode
 from scopetrace._compat.gradients import report_hooks, report_steps
 from scopetrace._compat.ops import (
     device_at_once,
@@ -45,8 +44,7 @@ from scopetrace._compat.ops import (
     without_transforms,
 )
 from scopetrace._compat.questions import Condition, Replace
-from scopetrace._compat.replaced import Interception
-from scopetrace._compat.replaced import replacing as replacing
+from scopetrace._compat.replaced import Interception, after, without_mode
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of

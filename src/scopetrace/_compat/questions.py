@@ -14,8 +14,6 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from scopetrace._compat.function_mode import depth as function_modes
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Missing:
@@ -57,6 +55,8 @@ properties: dict[str, Callable[..., Any]] = {
 """What a tensor is asked beside its shape, dtype and device, which every call is compared with anyway."""
 VIEW_QUESTIONS: dict[str, Any] = {"_is_view": _tensor._is_view, "_base": _tensor._base.__get__}
 """What tells whether a tensor is a view, or of what."""
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many modes of torch functions are active."""
 _CPU = torch.device("cpu")
 _is_autocast_enabled = torch.is_autocast_enabled
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from scopetrace._compat.checkpoints import apply_activation_checkpointing
+from scopetrace._compat.gradients import apply_activation_checkpointing
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentError
 from scopetrace.formatting import amount

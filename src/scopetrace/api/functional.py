@@ -22,10 +22,10 @@ from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.lower.split import Partition, SplitProgram, split_backward
 from scopetrace.program.graph import node_value
 from scopetrace.program.traced import TracedProgram
-from scopetrace.torch_level import aten_tapes, torch_level_tapes
 from scopetrace.torch_level.names import name_torch_functions
 from scopetrace.torch_level.numbers import number_inputs, with_numbers
-from scopetrace.torch_level.purity import assert_pure as assert_pure
+from scopetrace.torch_level.purity import assert_pure
+from scopetrace.torch_level.tapes import tapes_of
 
 Level = Literal["aten", "torch"]
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -84,7 +84,7 @@ def functionalize(
     if not isinstance(gm, torch.fx.GraphModule):
         raise ArgumentTypeError(f"gm must be a torch.fx.GraphModule, not {type(gm).__name__}; st.trace takes a model")
     args = tuple(example_inputs)
-    recorded, pure = (aten_tapes if level == "aten" else torch_level_tapes)(gm, args)
+    recorded, pure = tapes_of(gm, args, torch_level=level == "torch")
     program = TracedProgram(recorded, pure, gm)
     if decompositions is not None:
         program = program.decomposed(decompositions)

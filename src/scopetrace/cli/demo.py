@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from scopetrace.api.trace import Trace, trace
-from scopetrace.cli.run import FilePath, quiet
-from scopetrace.cli.terminal import print_text
+from scopetrace.cli.run import FilePath, print_text, quiet
 from scopetrace.ir.scopes import scope
 
 

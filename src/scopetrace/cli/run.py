@@ -1,33 +1,97 @@
-"""What the commands share: options for the model and its inputs, tracing, progress messages."""
+"""What the commands share: options for the model and its inputs, tracing, progress messages, text in colour.
+
+Data flow:
+    TARGET and options -> a model, and with `--step` a function around it: forward, loss, backward(), an optimizer
+    that and inputs -> Trace, or an error in the words of the options
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import inspect
+import io
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import torch
 from click.shell_completion import CompletionItem
 from rich.console import Console
+from rich.highlighter import RegexHighlighter
 from rich.text import Text
+from rich.theme import Theme
 from torch.utils._pytree import tree_map_only
 
 from scopetrace.api.functions import load
 from scopetrace.api.trace import Trace, trace
-from scopetrace.cli.group import ModelError, error_text, model_raised
+from scopetrace.cli import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
-from scopetrace.cli.step import OPTIMIZERS, TrainingStep
 from scopetrace.cli.targets import default_inputs, load_model
-from scopetrace.cli.terminal import print_text
+from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
+
+_NOT_IN_A_STEP = ("Adafactor", "ASGD", "LBFGS", "Optimizer", "RAdam", "SparseAdam")
+"""Those that branch on the values of tensors, need a closure or sparse gradients, and their base."""
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in _NOT_IN_A_STEP
+}
+"""The optimizers of torch.optim whose step can be traced, by their names in lower case."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """What a training step does after the forward."""
+
+    loss: str | None = None
+    """The name of the loss in the model's result; None for `loss` where it has that, else the sum of its floats."""
+    optimizer: str | None = None
+    """A key of OPTIMIZERS; None for a step that only computes gradients."""
+
+    def of(self, model: torch.nn.Module) -> Callable[..., Any]:
+        """The step of a model, with the arguments of its forward; it returns the loss.
+
+        Raises UsageError for an optimizer of a model without parameters.
+        """
+        if self.optimizer is not None and next(model.parameters(), None) is None:
+            raise UsageError(f"--optimizer {self.optimizer}: {type(model).__name__} has no parameters; leave it out")
+        optimizer = None if self.optimizer is None else OPTIMIZERS[self.optimizer](model.parameters())
+
+        def step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = self._loss(model(*args, **kwargs))
+            loss.backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        step.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+        return step
+
+    def _loss(self, result: Any) -> torch.Tensor:
+        """Raises UsageError for a result without the loss, or without a float of which there are gradients."""
+        name = self.loss or "loss"
+        loss = result.get(name) if isinstance(result, dict) else getattr(result, name, None)
+        if isinstance(loss, torch.Tensor):
+            return loss.float().sum()
+        if self.loss is not None:
+            kind = "tensor" if isinstance(result, torch.Tensor) else type(result).__name__
+            has = f"it has {', '.join(result)}" if isinstance(result, dict) else f"it is a {kind}"
+            raise UsageError(f"--loss {self.loss}: the model's result has no such tensor; {has}")
+        floats = [t for t in leaves(result, torch.Tensor) if t.is_floating_point() and t.requires_grad]
+        if not floats:
+            raise UsageError("--step: no result of the model is a float that requires grad; name one with --loss")
+        return torch.stack([t.float().sum() for t in floats]).sum()
 
 
 def _complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -228,3 +292,47 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield lambda text: status.update(Text(text))
+
+
+# ---------------------------------------------------------------- text in colour, on a terminal
+
+_LABEL = r"\w+(\[[^\]]*\])?"
+_PARTS = (
+    ("value", "cyan", r"%\w+"),
+    ("type", "green", r"\b[a-z]+\d+\w*\[[^\]]*\]"),
+    ("op", "yellow", r"(?<= = )[\w.]+(?=\()"),
+    ("attribute", "blue", r"\bself\.[\w.]+"),
+    ("scope", "bold magenta", r"^ *scope\(\"[^\"]*\"\)"),
+    ("call", "bold", rf"^ *{_LABEL}(/{_LABEL})*(#\d+)?(?=\()"),
+    ("call", "bold", r"^ *[^%(]*( ×\d+)? as [^\s(]+"),
+    ("note", "dim", r"  # .*$"),
+)
+"""What of a program is coloured: its name, how, and how it is found."""
+
+_THEME = Theme({f"st.{name}": style for name, style, _ in _PARTS})
+
+
+class _Program(RegexHighlighter):
+    base_style = "st."
+    highlights = [f"(?P<{name}>{pattern})" for name, _, pattern in _PARTS]  # noqa: RUF012  (rich's own way)
+
+
+def print_text(text: str, file: TextIO | None = None) -> None:
+    """Print a command's result to `file` or standard output, in colour on a terminal.
+
+    A pipe closed by its reader, such as `head`, is no error.
+    """
+    out = sys.stdout if file is None else file
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")
+    try:
+        if out.isatty():
+            console = Console(file=out, theme=_THEME, highlighter=_Program(), soft_wrap=True, markup=False, emoji=False)
+            for line in text.splitlines():
+                console.print(line)
+        else:
+            print(text, file=out)
+        out.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

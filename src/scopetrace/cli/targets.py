@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scopetrace.cli.group import error_text, model_raised, source_line
+from scopetrace.cli import error_text, model_raised, source_line
 from scopetrace.cli.inputs import Input
-from scopetrace.cli.torchvision_ops import declare_missing_ops
 from scopetrace.errors import UsageError
 
 FORM = "package.module:name, timm:NAME, torchvision:NAME or hf:NAME"
@@ -119,6 +121,39 @@ def _is_installed(module: str) -> bool:
 def _near(library: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3) or known[:3]
     return f"write {' or '.join(f'{library}:{other}' for other in near)}"
+
+
+# -------------------------------------------------------------------- torchvision without its compiled operators
+
+# Wheels of torchvision from PyPI are built for a CUDA torch. On a CPU-only one their operators do not load, and `import
+# torchvision` (so also `import timm`, and parts of transformers) fails with "operator torchvision::nms does not exist".
+
+_SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+
+
+@functools.cache
+def declare_missing_ops() -> torch.library.Library | None:
+    """Declare the ops that torchvision needs at import, without kernels, where its compiled operators do not load.
+
+    The declarations last as long as the result, which the cache keeps. A model that calls the ops cannot run.
+    """
+    package = importlib.util.find_spec("torchvision")
+    if package is None:
+        return None
+    binary = PathFinder.find_spec("_C", package.submodule_search_locations)  # as torchvision itself does at import
+    if binary is not None and binary.origin is not None:
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(binary.origin)
+    missing = [schema for name, schema in _SCHEMAS.items() if not hasattr(torch.ops.torchvision, name)]
+    if not missing:
+        return None
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in missing:
+        library.define(schema)
+    return library
 
 
 # -------------------------------------------------------------------- one's own modules

@@ -23,7 +23,6 @@ from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
 from scopetrace.functionalization.bodies import as_laid_out
 from scopetrace.functionalization.copier import TapeCopier
-from scopetrace.functionalization.freed_history import leave_out_freed_history
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.leaf_guards import note_leaf
 from scopetrace.ir.tape import (
@@ -82,7 +81,7 @@ class Functionalizer(TapeCopier):
         results = [*(self.new.returned or ()), *(w.value for w in self.new.attribute_writes)]
         self._schedule([v for v in results if isinstance(v, Value)])
         if self.old.backwards:
-            leave_out_freed_history(self.old, self.new)
+            write_back.leave_out_freed_history(self.old, self.new)
         verify_pure(self.new)
         tape: FunctionalTape = self.new
         return tape

@@ -1,6 +1,7 @@
 """What each call of a tape takes and gives, with a key by which equal calls are known before anything is cut out.
 
 Data flow:
+    for each value, where it is made and who reads it (Readers) -> what other code reads of what a call makes
     arguments, ops and results of a call -> inputs, outputs, and the values that these are in the call -> Interface
     values numbered in the order in which they are met -> a key; in equal calls, values of one number correspond
 """
@@ -18,7 +19,6 @@ from scopetrace.containers.structure import leaves
 from scopetrace.ir.segment import TapeSegment, free_symbols, has_symbols
 from scopetrace.ir.tape import Call, FunctionalTape, Op, Value, bind, forward_of
 from scopetrace.outline.key import KeyBuilder
-from scopetrace.outline.readers import Readers
 from scopetrace.outline.signature import (
     ArgumentLeaf,
     FunctionInput,
@@ -230,3 +230,48 @@ class Interfaces:
         if not name.startswith(call.prefix) or not name:
             return None
         return FunctionOutput(name.removeprefix(call.prefix), "mutated" if name in self.tape.attributes else "captured")
+
+
+class Readers:
+    """Of each value of a tape: the op that makes it, the last op that reads it, and the calls that take or give it.
+
+    The same of each symbol that an op makes from data.
+    """
+
+    def __init__(self, tape: FunctionalTape) -> None:
+        self._made: dict[Any, int] = {}
+        self._last: dict[Any, int] = {}
+        self._calls: dict[Any, list[Call]] = collections.defaultdict(list)
+        self._symbols = [symbol for op in tape.ops for symbol in op.unbacked or ()]
+        for i, op in enumerate(tape.ops):
+            read = op.inputs() if not self._symbols else [*op.inputs(), *self._symbols_in((op.args, op.kwargs))]
+            self._last.update(dict.fromkeys(read, i))
+            self._made.update(dict.fromkeys([*op.values(), *(op.unbacked or ())], i))
+        for call in tape.calls:
+            used = (call.args, call.kwargs, call.outputs, call.mutated)
+            for value in [*leaves(used, Value), *self._symbols_in(used)]:
+                self._calls[value].append(call)
+        results = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
+        self._results = {*leaves(results, Value), *self._symbols_in(results)}
+
+    def _symbols_in(self, x: Any) -> set[Any]:
+        numbers = leaves(x, Symbolic) if self._symbols else ()
+        return {symbol for number in numbers for symbol in to_expr(number).free_symbols}
+
+    def makes(self, call: Call, value: Any) -> bool:
+        """Whether a value or symbol is made in a call, including the calls inside it."""
+        return call.start <= self._made.get(value, -1) < call.stop
+
+    def lost_numbers(self, call: Call) -> list[Any]:
+        """The symbols that a call makes and that are used outside of it, though they are no sizes of its results."""
+        used = [symbol for symbol in self._symbols if self.leaves(symbol, call)]
+        sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if used else ()
+        return [symbol for symbol in used if symbol not in sizes]
+
+    def leaves(self, value: Any, call: Call) -> bool:
+        """Whether a value or symbol is made in a call and used outside of it."""
+        if not self.makes(call, value):
+            return False
+        if value in self._results or self._last.get(value, -1) >= call.stop:
+            return True
+        return not all(call in reader.ancestors() for reader in self._calls.get(value, ()))

@@ -15,13 +15,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
-from scopetrace._compat.ops import building, is_higher_order, is_op, schema_of
+from scopetrace._compat.ops import building, eager, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import buffers_of, parameters_of
 from scopetrace.containers.contents import Contents
@@ -34,14 +34,25 @@ from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.fake_run import FakeRun, append_op, are_alike, makes_numbers, written_by
 from scopetrace.program.graph import FxLowering, fakes_of, scope_path, set_place
-from scopetrace.program.matching import Matching, Position
+from scopetrace.program.matching import CallRanges, Matching, Position
 from scopetrace.program.outputs import outputs_of_edit
-from scopetrace.program.ranges import CallRanges
-from scopetrace.program.state import HeldTensors, is_copy, metadata_of
 from scopetrace.record.model import ModuleSnapshot
 
 Node = torch.fx.Node
 _aten = torch.ops.aten
+
+
+class HeldTensors(NamedTuple):
+    """The tensors that a program and its graph module hold, by name on the tape.
+
+    In an edited graph, a tensor is the model's where it is one of these, or a copy with equal values of the model's, as
+    a deepcopy of the graph module has. Any other tensor belongs to the graph module.
+    """
+
+    current: dict[str, torch.Tensor]
+    """What the model has now."""
+    bound: dict[str, torch.Tensor]
+    """What was last bound to the graph module."""
 
 
 class Reading:
@@ -309,13 +320,13 @@ class Reading:
         old = program.attributes.get(name)
         present = current.get(name, old)
         known = (old, present, self.held.bound.get(name))
-        is_models = old is not None and (any(t is other for other in known) or is_copy(t, present))
+        is_models = old is not None and (any(t is other for other in known) or _is_copy(t, present))
         self.tape.attributes[name] = tensor = present if is_models else t
         owner = program.owners.get(name) if is_models else self._owner(name, t)
         if owner is not None:
             self.tape.owners[name] = owner
         read = self._attribute_ops.get(name)
-        if read is not None and (is_models or metadata_of(old) == metadata_of(t)):
+        if read is not None and (is_models or _metadata_of(old) == _metadata_of(t)):
             value: Value = self._copied(read, None)
             value.real = tensor
         else:
@@ -393,3 +404,19 @@ def _facts(tape: Tape) -> set[Any]:
     """What lowering asserts of symbols."""
     env = tape.shape_env
     return set() if env is None else {fact.expr for facts in env.deferred_runtime_asserts.values() for fact in facts}
+
+
+def _is_copy(t: torch.Tensor, present: torch.Tensor) -> bool:
+    """Whether a tensor has the metadata and values of the model's."""
+    if _metadata_of(t) != _metadata_of(present) or t.layout is not torch.strided or t.is_quantized:
+        return False
+    if t.device.type == "meta":
+        return True
+    with eager():
+        return torch.equal(t, present)
+
+
+def _metadata_of(t: torch.Tensor) -> tuple[object, ...]:
+    """All that a tensor is, beside its values."""
+    stride = t.stride() if t.layout is torch.strided else ()
+    return type(t), t.size(), stride, t.dtype, t.device, t.layout, t.requires_grad

@@ -1,12 +1,11 @@
-"""Where modules have their tensors, and which of the tensors that a graph module holds are those of the model."""
+"""Where modules have their tensors."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import eager
 from scopetrace._compat.tensors import buffers_of, parameters_of
 
 
@@ -48,35 +47,3 @@ def put_tensor(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None
     """Put a tensor where the module has one of this name, else into its attributes."""
     tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
     next((table for table in tables if name in table), module.__dict__)[name] = tensor
-
-
-# An edited graph module ----------------------------------------------------------------------------------------------
-
-
-class HeldTensors(NamedTuple):
-    """The tensors that a program and its graph module hold, by name on the tape.
-
-    In an edited graph, a tensor is the model's where it is one of these, or a copy with equal values of the model's, as
-    a deepcopy of the graph module has. Any other tensor belongs to the graph module.
-    """
-
-    current: dict[str, torch.Tensor]
-    """What the model has now."""
-    bound: dict[str, torch.Tensor]
-    """What was last bound to the graph module."""
-
-
-def is_copy(t: torch.Tensor, present: torch.Tensor) -> bool:
-    """Whether a tensor has the metadata and values of the model's."""
-    if metadata_of(t) != metadata_of(present) or t.layout is not torch.strided or t.is_quantized:
-        return False
-    if t.device.type == "meta":
-        return True
-    with eager():
-        return torch.equal(t, present)
-
-
-def metadata_of(t: torch.Tensor) -> tuple[object, ...]:
-    """All that a tensor is, beside its values."""
-    stride = t.stride() if t.layout is torch.strided else ()
-    return type(t), t.size(), stride, t.dtype, t.device, t.layout, t.requires_grad

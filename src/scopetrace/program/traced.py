@@ -57,13 +57,11 @@ from scopetrace.program.boundary import CallBoundary, current_tensors, without_a
 from scopetrace.program.compiled import GraphValues
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.dynamo import prepare
-from scopetrace.program.edits import Reading
+from scopetrace.program.edits import HeldTensors, Reading
 from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, typed
-from scopetrace.program.inline import inlined
+from scopetrace.program.inline import has_regions, inlined, without_regions
 from scopetrace.program.mismatches import explained
 from scopetrace.program.outputs import without_effects
-from scopetrace.program.regions import has_regions, without_regions
-from scopetrace.program.state import HeldTensors
 
 Program = TypeVar("Program", bound=ProgramTape)
 

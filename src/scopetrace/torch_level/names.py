@@ -17,7 +17,7 @@ from scopetrace._compat.tensors import run_fake
 from scopetrace.ir.tape import Tape
 from scopetrace.ops.views import TO_THE_END
 from scopetrace.torch_level.purity import bound_arguments
-from scopetrace.torch_level.target import ORIGIN, TorchTarget
+from scopetrace.torch_level.tapes import ORIGIN, TorchTarget
 
 _aten = torch.ops.aten
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]

@@ -1,7 +1,7 @@
 """What the forward asks torch, or takes out of tensors, storages and symbolic numbers, where no op runs.
 
 Data flow:
-    `x.stride()`, `x.requires_grad`, by the mode of `function_mode` -> torch's answer, and `ReadRecorder` is told of it
+    `x.stride()`, `x.requires_grad`, by `FunctionMode` -> torch's answer, and `ReadRecorder` is told of it
     `torch.is_grad_enabled()`, replaced                              -> the same
     `x.data`, `x.data = y`, `storage.resize_(0)` -> ops that do the same, or a refusal
     `x.numpy()`, `f"{x}"`, `hash(n)`, `copy.copy(x)` -> a value, what torch gives, or a refusal
@@ -20,10 +20,9 @@ from typing import Any, NoReturn
 import torch
 
 from scopetrace._compat import questions
-from scopetrace._compat.function_mode import Handler, after
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
-from scopetrace._compat.replaced import Interception
+from scopetrace._compat.replaced import Handler, Interception, after
 from scopetrace._compat.sources import (
     NOT_THE_MODEL,
     SCOPETRACE,

@@ -1,8 +1,9 @@
 """`module_call_graph` of an ExportedProgram, and `nn_module_stack`s that `torch.export.unflatten` can follow.
 
 Data flow:
-    module calls of the tape -> frames: the calls that unflatten can tell apart
-    calls without ops, dead arguments and results -> a no-op check each, so that they have nodes (`with_marks`)
+    module calls of the tape -> frames: the calls that unflatten can tell apart (`frames_of`)
+    ops whose result is their argument -> the argument of each, which is read outside of the call (`Identities`)
+    casts, calls without ops, dead arguments and results -> a no-op check each, so that they have nodes (`with_marks`)
     nodes of the lifted graph -> the frame of each, written as `nn_module_stack` (`place_nodes`)
     frames -> signatures in ModuleCallEntries (`ModuleCalls`)
 
@@ -37,24 +38,120 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.export import can_be_saved
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
-from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import (
-    container_type,
-    instantiate,
-    is_object,
-    is_registered,
     leaves,
     map_structure,
-    open_container,
 )
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
-from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, casts
+from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value, renamed
 from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import call_position, has_effect, live_ops, node_value
 
 Node = torch.fx.Node
+
+
+@dataclasses.dataclass(eq=False)
+class ModuleCallFrame:
+    """A module call that `torch.export.unflatten` can tell apart from the calls around it."""
+
+    call: Call
+    fqn: str
+    index: int
+    """0 for the first call with this fqn."""
+    parent: ModuleCallFrame | None
+
+    @property
+    def name(self) -> str:
+        """The name of the call in `module_call_graph`: `a.b`, `a.b@1` for the second."""
+        return f"{self.fqn}@{self.index}" if self.index else self.fqn
+
+    def chain(self) -> Iterator[ModuleCallFrame]:
+        """This frame and those around it, inner before outer."""
+        frame: ModuleCallFrame | None = self
+        while frame is not None:
+            yield frame
+            frame = frame.parent
+
+    def module_stack(self) -> dict[str, tuple[str, str]]:
+        """The `nn_module_stack` of the nodes in it."""
+        kinds = [(f, f.call.module_type or torch.nn.Module) for f in reversed(list(self.chain()))]
+        return {f"L__self__{f.name}": (f.fqn, f"{kind.__module__}.{kind.__qualname__}") for f, kind in kinds}
+
+
+def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
+    """The frame of each call of the tape: its own, or that of a call around it."""
+    count: collections.Counter[str] = collections.Counter()
+    frames: dict[Call, ModuleCallFrame] = {}
+    for call in sorted(tape.calls, key=lambda c: c.position):
+        if call.parent is None:
+            frames[call] = ModuleCallFrame(call, "", 0, None)
+            continue
+        around = frames[call.parent]
+        prefix = f"{around.fqn}." if around.fqn else ""
+        if call.fqn and call.fqn.startswith(prefix) and call.module_type is not None and call.raised is None:
+            frames[call] = ModuleCallFrame(call, call.fqn, count[call.fqn], around)
+            count[call.fqn] += 1
+        else:
+            frames[call] = around
+    return frames
+
+
+class Identities:
+    """The values that are an argument of their op, and from where they are read as that argument.
+
+    The recorder knows a tensor by the op that returned it last. Where that is its own argument, as for
+    `x.to(torch.float32)` of a float32 tensor, a caller who goes on with `x` seems to read a value of the module that
+    cast it. The program is right; the signature of that module would be lost.
+    """
+
+    def __init__(self, tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> None:
+        self._frames = frames
+        self._argument = {
+            op.outputs: value
+            for op in tape.ops
+            if op.kind == "call_function" and isinstance(op.outputs, Value)
+            for value in op.inputs()[:1]
+            if op.outputs.fake is value.fake
+        }
+        calls = [call for call in tape.calls if frames[call].call is call]
+        self._results = {frames[call]: set(leaves(call.outputs, Value)) for call in calls}
+
+    def seen_from(self, frame: ModuleCallFrame, x: Any) -> Any:
+        """What ops in `frame` read for the values in a structure."""
+        return map_structure(lambda v: self._value(frame, v), x, Value) if self._argument else x
+
+    def _value(self, frame: ModuleCallFrame, value: Value) -> Value:
+        around = set(frame.chain())
+        while value in self._argument and value.op.call is not None:
+            left = [f for f in self._frames[value.op.call].chain() if f not in around]
+            if all(value in self._results[f] for f in left):
+                break
+            value = self._argument[value]
+        return value
+
+    def applied(self, tape: FunctionalTape) -> FunctionalTape:
+        """The tape with all ops, and the outputs, reading what they see."""
+        if not self._argument:
+            return tape
+        root = self._frames[tape.calls[0]]
+        ops = [self._applied_to(op) for op in tape.ops]
+        return dataclasses.replace(tape, ops=ops, returned=self.seen_from(root, tape.graph_outputs()))
+
+    def _applied_to(self, op: Op) -> Op:
+        read = [v for v in op.inputs() if v in self._argument]
+        if not read or op.call is None:
+            return op
+        values = {v: self._value(self._frames[op.call], v) for v in read}
+        return op.replace(args=renamed(op.args, values), kwargs=renamed(op.kwargs, values))
+
+
+def is_cast(op: Op) -> bool:
+    """Whether an op casts: with another dtype it returns, or writes, something else."""
+    return is_op(op.target) and schema_of(op.target).name in ("aten::to", "aten::type_as")
+
+
+# Signatures ---------------------------------------------------------------------------------------------------------
 
 
 class _Passed:
@@ -212,10 +309,10 @@ def with_marks(
     torch.export itself writes before casts: torch's passes keep it, and ONNX drops it.
     """
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
-    for i, value in casts(tape):
-        op, before = tape.ops[i], tape.ops[i - 1]
-        if before.target is not _CHECK or before.args[0] is not value:  # a graph of torch.export has it
-            marks[i].append(_mark(value, op.call, op.scope, op.frames, op.grad))
+    for i, op in enumerate(tape.ops):
+        before = tape.ops[i - 1]
+        if is_cast(op) and (before.target is not _CHECK or before.args[0] is not op.tensor(0)):  # torch.export's has it
+            marks[i].append(_mark(op.tensor(0), op.call, op.scope, op.frames, op.grad))
     _mark_idle_calls(tape, frames, chosen, marks)
     _mark_dead_values(tape, [call for call in tape.calls if frames[call] in chosen], marks)
     if not marks:
@@ -276,7 +373,7 @@ def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames, grad: b
     return Op("call_function", _CHECK, args, {}, None, scope, call, frames, grad=grad)
 
 
-Placement = tuple[dict[torch.fx.Node, "ModuleCallFrame"], set[torch.fx.Node]]
+Placement = tuple[dict[Node, ModuleCallFrame], set[Node]]
 """The frames of the nodes of a graph; nodes that will be moved into a body of a region."""
 
 
@@ -324,20 +421,6 @@ def _common(frames: list[ModuleCallFrame]) -> ModuleCallFrame | None:
     """The innermost frame that contains all of them; None for no frames."""
     chains = [list(frame.chain()) for frame in frames]
     return next((frame for frame in chains[0] if all(frame in chain for chain in chains)), None) if chains else None
-
-
-def flat_template(x: Any, path: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a template with their paths, as pytree has them: it does not open what is not registered."""
-    is_leaf = is_object(x) and not is_registered(container_type(x))
-    children = None if is_leaf else open_container(x)
-    if children is None:
-        return [(path, x)]
-    return [leaf for key, child in children for leaf in flat_template(child, path + key)]
-
-
-def example_of(template: Any) -> Any:
-    """What a user has for a template, of fake tensors: a registered class may compute with them, and takes no nodes."""
-    return instantiate(lambda v: v.fake if isinstance(v, Value) else v, template, (Value, *Symbolic))
 
 
 PLAIN = (bool, int, float, str, type(None))

@@ -22,11 +22,18 @@ from scopetrace._compat.export import modules_as_containers, opaque_name
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
-from scopetrace.containers.structure import container_type, identifier, map_structure
+from scopetrace.containers.structure import (
+    container_type,
+    identifier,
+    instantiate,
+    is_object,
+    is_registered,
+    map_structure,
+    open_container,
+)
 from scopetrace.errors import ExportError
 from scopetrace.ir.tape import Call, FunctionalTape, Value
-from scopetrace.lower.exported.calls import PLAIN, argument_of, example_of, flat_template, is_erased
-from scopetrace.lower.exported.frames import ModuleCallFrame
+from scopetrace.lower.exported.calls import PLAIN, ModuleCallFrame, argument_of, is_erased
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.program.graph import FxLowering, node_value
 
@@ -74,6 +81,20 @@ def flat_arguments(tape: FunctionalTape, names: list[str]) -> tuple[list[tuple[s
             ) from None
         lowered = flat_template(tape.args)
     return [(_path(path, names), leaf) for (path, _), (_, leaf) in zip(flat, lowered, strict=True)], tree
+
+
+def flat_template(x: Any, path: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a template with their paths, as pytree has them: it does not open what is not registered."""
+    is_leaf = is_object(x) and not is_registered(container_type(x))
+    children = None if is_leaf else open_container(x)
+    if children is None:
+        return [(path, x)]
+    return [leaf for key, child in children for leaf in flat_template(child, path + key)]
+
+
+def example_of(template: Any) -> Any:
+    """What a user has for a template, of fake tensors: a registered class may compute with them, and takes no nodes."""
+    return instantiate(lambda v: v.fake if isinstance(v, Value) else v, template, (Value, *Symbolic))
 
 
 def _path(keys: pytree.KeyPath, names: list[str]) -> str:

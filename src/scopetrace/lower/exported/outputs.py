@@ -22,8 +22,8 @@ from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError, SideEffectWarning
 from scopetrace.ir.tape import FunctionalTape, Value
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
-from scopetrace.lower.exported.calls import argument_of, example_of, flat_template
-from scopetrace.lower.exported.inputs import Lifted
+from scopetrace.lower.exported.calls import argument_of
+from scopetrace.lower.exported.inputs import Lifted, example_of, flat_template
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import FxLowering
 

@@ -2,45 +2,50 @@
 
 Data flow:
     tape -> a graph of its own, with a no-op check in module calls without ops (calls.py: with_marks)
+    blocks under `torch.no_grad()`, `torch.enable_grad()` and `torch.autocast`, by choice -> ops read what autocast has
+    cast, since it casts it again -> switches of modes where the ops of another block begin -> a subgraph for each block
     `get_attr` nodes and Python values among the arguments -> placeholders in torch.export's order (inputs.py)
     write-back program -> outputs: new values of parameters, buffers and inputs, then the results (outputs.py)
     module calls -> `module_call_graph` (calls.py)
+    both -> TracedExportedProgram, whose `run_decompositions` keeps the signatures of module calls
 """
 
 from __future__ import annotations
 
 import ast
 import collections
+import dataclasses
 import fnmatch
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, TensorArgument
 
 from scopetrace._compat import export as compat
+from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import building, is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
-from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat
-from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
+from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, flat, renamed
+from scopetrace.lower.exported.calls import (
+    Identities,
+    ModuleCallFrame,
+    ModuleCalls,
+    frames_of,
+    is_cast,
+    place_nodes,
+    with_marks,
+)
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
-from scopetrace.lower.exported.decompositions import TracedExportedProgram
-from scopetrace.lower.exported.frames import Identities, ModuleCallFrame, frames_of
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
-from scopetrace.lower.exported.modes import switch_modes, without_casts
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.outline.key import tape_key
-from scopetrace.program.graph import (
-    FxLowering,
-    leave_custom_to_users,
-    node_value,
-    refuse_names,
-)
+from scopetrace.program.graph import FxLowering, leave_custom_to_users, node_value, refuse_names, set_place
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import argument_names
 
@@ -58,7 +63,7 @@ def to_exported_program(
     with building(), outside_modes():
         assert isinstance(program.tape, FunctionalTape)
         refuse_narrowed(program.tape, program.model)
-        tape = without_casts(program.tape) if modes else program.tape
+        tape = _without_casts(program.tape) if modes else program.tape
         exported = _build(tape, program.forward, signed, deferred, modes)
         if program.tape.argument_numbers:
             numbers = {n.name: n.value for n in program.tape.argument_numbers}
@@ -78,7 +83,7 @@ def _build(
     marked = with_marks(identities.applied(tape), frames, chosen)
     program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else ())
     if modes:
-        switch_modes(program)
+        _switch_modes(program)
     names = argument_names(forward, len(tape.args[0]))
     arguments, in_spec = flat_arguments(marked, names)
     tensors = states(tape, frames, program.graph, arguments)
@@ -236,3 +241,162 @@ def _share_regions(program: FxLowering) -> None:
             del program.bodies[held.target]
             held.target = name
         node.args = (held, identifier, *operands)
+
+
+# Blocks of a mode -----------------------------------------------------------------------------------------------------
+
+_T = TypeVar("_T", FunctionalTape, BodyTape)
+
+
+def _without_casts(tape: _T) -> _T:
+    """The tape, and its bodies, with ops reading what autocast has cast for them."""
+    source = {op.result: op.tensor(0) for op in tape.ops if _is_autocasts(op)}
+    ops = [_uncast(op, source) for op in tape.ops]
+    read = {v for op in ops for v in op.inputs()} | {v for v in tape.graph_outputs() if isinstance(v, Value)}
+    return dataclasses.replace(tape, ops=[op for op in ops if not _is_autocasts(op) or op.result in read])
+
+
+def _is_autocasts(op: Op) -> bool:
+    return op.autocast is not None and op.autocast.casts and is_cast(op)
+
+
+def _uncast(op: Op, source: dict[Value, Value]) -> Op:
+    new: dict[Any, Any] = {body: _without_casts(body) for body in op.bodies()}
+    if op.autocast is not None and op.autocast.casts and not _is_autocasts(op):
+        new |= {v: source[v] for v in op.inputs() if v in source}
+    return op.replace(args=renamed(op.args, new), kwargs=renamed(op.kwargs, new)) if new else op
+
+
+def _switch_modes(program: FxLowering) -> None:
+    """Call `set_grad_enabled`, `_enter_autocast` and `_exit_autocast` between the ops of a graph, and in its bodies.
+
+    In blocks of both modes autocast is the inner one.
+    """
+    for lowered in program.walk():
+        for node in lowered.graph.find_nodes(op="call_function", target=set_grad_enabled):
+            lowered.graph.erase_node(node)
+        _switch_in(lowered)
+
+
+def _switch_in(lowered: FxLowering) -> None:
+    graph, outer, place = lowered.graph, lowered.tape.outer_grad, str(lowered.tape.root)
+    grad, state, entered = outer, (), None
+
+    def call(switch: Any, *args: Any) -> torch.fx.Node:
+        node = graph.call_function(switch, args)
+        set_place(node, place, 0)
+        node.meta["val"] = None
+        return node
+
+    for node in list(graph.nodes):
+        op = lowered.op_of.get(node)
+        if node.op != "output" and (op is None or op.kind != "call_function" or not op.values()):
+            continue
+        wanted = (outer, ()) if op is None else (op.grad, _autocast_arguments(op.autocast))
+        with graph.inserting_before(node):
+            if entered is not None and wanted != (grad, state):
+                call(exit_autocast, entered)
+                state, entered = (), None
+            if wanted[0] != grad:
+                call(set_grad_enabled, wanted[0])
+            if wanted[1] != state:
+                entered = call(enter_autocast, *wanted[1])
+        grad, state = wanted
+
+
+def _autocast_arguments(autocast: Autocast | None) -> tuple[Any, ...]:
+    return () if autocast is None else (autocast.device, autocast.dtype, True, False)
+
+
+# run_decompositions --------------------------------------------------------------------------------------------------
+
+_ALIAS, _COPY = torch.ops.aten.alias.default, torch.ops.aten.copy.default
+
+
+class TracedExportedProgram(ExportedProgram):
+    """An ExportedProgram of a trace. Those that `torch.export.load` returns are torch's own.
+
+    In torch's `run_decompositions`, the arguments and results of a module call are found in the decomposed graph by the
+    name of the last node that an old node became. That is wrong for a piece of a result (`unbind`, `max`), which has no
+    node of its own there, for an op that is dropped (a cast to the same dtype), and for one whose last node is not its
+    result. So an `aten.alias`, which torch keeps as it is, stands behind each value that a signature names for the time
+    of the run. The copies into changed inputs are taken out, as torch has it for buffers.
+    """
+
+    def run_decompositions(self, *args: Any, **kwargs: Any) -> ExportedProgram:
+        """As torch's, with the module signatures naming the same values as before."""
+        guards, aliases = compat.guards_of(self), _add_aliases(self)
+        added = {alias.name for alias in aliases}
+        try:
+            with (
+                outside_modes(),
+                compat.without_guards(self),
+            ):  # a FakeTensorMode of the user is not that of the program
+                result = super().run_decompositions(*args, **kwargs)
+        finally:
+            _remove_aliases(self, aliases)
+        new = [n for n in result.graph.find_nodes(op="call_function", target=_ALIAS) if _origin(n) in added]
+        _remove_aliases(result, new)
+        _remove_copies(result)
+        result.__class__ = TracedExportedProgram
+        compat.set_guards(result, [*compat.guards_of(result), *guards])
+        return result
+
+
+def _origin(node: torch.fx.Node) -> str | None:
+    """The name of the node of the program before that it came from."""
+    history = node.meta.get("from_node")
+    return history[-1].name if history else None
+
+
+def _add_aliases(program: ExportedProgram) -> list[torch.fx.Node]:
+    """Put an alias behind each value that a module signature names; returns the aliases."""
+    named = {x.name for x in _tensors_of_calls(program)}
+    aliases: dict[str, torch.fx.Node] = {}
+    for node in list(program.graph.nodes):
+        if node.name in named and node.op == "call_function" and isinstance(node_value(node), torch.Tensor):
+            with program.graph.inserting_after(node):
+                alias = aliases[node.name] = program.graph.call_function(_ALIAS, (node,))
+            alias.meta = dict(node.meta)
+            node.replace_all_uses_with(alias, delete_user_cb=lambda user, alias=alias: user is not alias)
+    _rename(program, {name: alias.name for name, alias in aliases.items()})
+    return list(aliases.values())
+
+
+def _remove_aliases(program: ExportedProgram, aliases: list[torch.fx.Node]) -> None:
+    renamed: dict[str, str] = {}
+    for alias in aliases:
+        (node,) = alias.all_input_nodes
+        renamed[alias.name] = node.name
+        alias.replace_all_uses_with(node)
+        program.graph.erase_node(alias)
+    _rename(program, renamed)
+
+
+def _remove_copies(program: ExportedProgram) -> None:
+    """Let the new value of an input be what torch copies into it: `unflatten` fails at a copy that is in no module."""
+    renamed: dict[str, str] = {}
+    output = program.graph.output_node()
+    nodes: Any = output.args[0]
+    for spec, node in zip(program.graph_signature.output_specs, nodes, strict=True):
+        if spec.kind is OutputKind.USER_INPUT_MUTATION and node.target is _COPY:
+            value = node.args[1]
+            if value.op == "call_function" and output not in value.users:
+                renamed[node.name] = value.name
+                node.replace_all_uses_with(value)
+                program.graph.erase_node(node)
+    _rename(program, renamed)
+
+
+def _tensors_of_calls(program: ExportedProgram) -> Iterator[TensorArgument]:
+    for entry in program.module_call_graph:
+        if entry.signature is not None:
+            for x in (*entry.signature.inputs, *entry.signature.outputs):
+                if isinstance(x, TensorArgument):
+                    yield x
+
+
+def _rename(program: ExportedProgram, names: dict[str, str]) -> None:
+    for x in (*_tensors_of_calls(program), *(spec.arg for spec in program.graph_signature.output_specs)):
+        x.name = names.get(x.name, x.name)
+    program.graph_module.recompile()
