@@ -365,6 +365,7 @@ class Recording:
             nonlocal fakes, containers
             fakes = instantiate(lambda v: v.fake, (args, kwargs), Value)  # registered classes may compute here
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
+            autograd.begin(effects.reach.names)
             return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)

@@ -32,9 +32,12 @@ from scopetrace._compat.gradients import (
 )
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
+from scopetrace._compat.symbols import named_text
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
 from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.optimizers import (
+    Number,
+    answer_of,
     are_held,
     has_gradient,
     how_many,
@@ -44,11 +47,12 @@ from scopetrace.autograd.optimizers import (
     state_of,
     state_tensors,
     tensors_of,
+    varied,
 )
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Source
+from scopetrace.ir.guards import Asked, GradientOfInput, Guard, HasGradient, OfInput, OfTensor, Source
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS
@@ -114,6 +118,8 @@ class GradientRecorder:
         self._stepping: list[_OptimizerStep] = []  # those that have begun, the innermost last
         self._new_optimizers: list[torch.optim.Optimizer] = []  # in the forward
         self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
+        self._varied: list[tuple[torch.optim.Optimizer, int, str, Any, Any]] = []  # before the forward, and in it
+        self._numbers: dict[Any, Number] = {}  # by symbol
 
     # ---------------------------------------------------------------- differentiating
 
@@ -301,6 +307,7 @@ class GradientRecorder:
     def finish(self) -> None:
         """Put on the tape what the gradients are after the forward."""
         self._refuse_other_settings()
+        self._note_asked()
         self._look_for_shared()
         for entry in self._gradients.values():
             placeholder = entry.value.op.name
@@ -327,6 +334,35 @@ class GradientRecorder:
         raise Retrace("a gradient shares its memory", Assumptions(gradients_shared=True))
 
     # ---------------------------------------------------------------- optimizers
+
+    def begin(self) -> None:
+        """Let numbers that schedules change, of optimizers around the forward, stand for what a call has there."""
+        for optimizer in self._model.contents.of_kind(torch.optim.Optimizer):
+            for i, key, numbers in varied(optimizer):
+                parts = {at: self._read_number(number) for at, number in numbers.items()}
+                current = parts[None] if None in parts else tuple(parts.values())
+                self._varied.append((optimizer, i, key, setting_of(optimizer, i, key), current))
+                optimizer.param_groups[i][key] = current
+
+    def _read_number(self, number: Number) -> Any:
+        """A symbol for a number; its tensor for an op that takes no symbols, as the fused ones."""
+        self._tape.guards.append(Guard(str(number), "a number", number, (), self._tape.root.path))
+        self._model.state_names[id(number.tensor)] = number.attribute
+        if number.is_fused:
+            return number.tensor
+        symbol = self._values.value_of(number.tensor).fake.item()
+        self._numbers[symbol.node.expr] = number
+        self._values.factory.shape_env.live_numbers[symbol.node.expr] = number.value()
+        return symbol
+
+    def _note_asked(self) -> None:
+        """What Python asked of these numbers is another fact of a call."""
+        names = {symbol: str(number) for symbol, number in self._numbers.items()}
+        for expr, (answer, frames) in self._values.factory.shape_env.asked.items():
+            places = tuple([(symbol, self._numbers[symbol]) for symbol in sorted(expr.free_symbols, key=str)])
+            hint = "let a scheduler leave it, or compute with the number without asking for its value"
+            source = Asked(answer_of, (expr, places), hint=hint)
+            self._reads.note_once(named_text(expr, names), answer, source, frames, self._tape.root.path)
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The forward has made an optimizer: what it keeps is of this call alone."""
@@ -377,12 +413,11 @@ class GradientRecorder:
             if isinstance(setting, torch.Tensor):
                 self._model.state_names[id(setting)] = f"{name}_{key}"
                 hint = f'write another value into the tensor that is there, as in `group["{key}"].copy_(new)`'
-            elif key == "lr":
-                hint = "a rate that a scheduler changes is a tensor, lr=torch.tensor(0.1)"
             elif key in ("momentum", "betas"):
                 hint = "let the scheduler leave it: OneCycleLR(..., cycle_momentum=False)"
-            place = Asked(setting_of, (optimizer, i, key), hint=hint)
-            self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
+            if all(setting is not current for *_, current in self._varied):
+                place = Asked(setting_of, (optimizer, i, key), hint=hint)
+                self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
             self._settings.append((optimizer, i, key, setting))
 
     def _refuse_other_settings(self) -> None:
@@ -430,9 +465,12 @@ class GradientRecorder:
         self._reads.note_once(held, True, Asked(are_held, (places,)))  # else it steps others than the model reads
 
     def close(self) -> None:
-        """End the steps that an error has left."""
+        """End the steps that an error has left, and put numbers back."""
         while self._stepping:
             self._stepping.pop().flags.close()
+        for optimizer, i, key, before, current in self._varied:
+            if setting_of(optimizer, i, key) is current:
+                optimizer.param_groups[i][key] = before
 
     def _make_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the state that an optimizer does not have yet, and name it."""

@@ -7,13 +7,18 @@ Data flow:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import numbers
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from scopetrace._compat.gradients import first_state, is_torchs
+from scopetrace._compat.ops import eager
+from scopetrace._compat.shape_env import evaluated
 from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.guards import CallInputs, Source
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
@@ -25,6 +30,76 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
 def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str) -> Any:
     """One setting; None where there is none any more."""
     return optimizer.param_groups[i].get(key) if i < len(optimizer.param_groups) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Number(Source):
+    """A number of Python among the settings of an optimizer, which the program takes from a tensor.
+
+    That it is a number still is compared at a call, and the tensor gets it.
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    key: str
+    position: int | None
+    """In a tuple, as `betas`; None for what is no tuple."""
+    tensor: torch.Tensor
+
+    def value(self) -> Any:
+        """What is there now; None where there is no such tuple."""
+        x = setting_of(self.optimizer, self.group, self.key)
+        return x if self.position is None else dict(enumerate(x)).get(self.position) if type(x) is tuple else None
+
+    def current(self, call: CallInputs) -> str:
+        value = self.value()
+        if not _is_number(value):
+            return type(value).__name__
+        with eager():
+            self.tensor.fill_(value)
+        return "a number"
+
+    @property
+    def attribute(self) -> str:
+        """What the program calls its tensor: `SGD_lr`."""
+        parts = [type(self.optimizer).__name__, self.key, *([] if self.position is None else [str(self.position)])]
+        return "_".join([*parts, str(self.group)] if self.group else parts)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the step takes it as a tensor."""
+        return bool(self.optimizer.param_groups[self.group].get("fused"))
+
+    def __str__(self) -> str:
+        inside = "" if self.position is None else f"[{self.position}]"
+        return f"{type(self.optimizer).__name__}.param_groups[{self.group}][{self.key!r}]{inside}"
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and type(x) is not bool
+
+
+def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
+    """What a comparison, or other expression, of numbers gives now."""
+    return evaluated(expr, {symbol: number.value() for symbol, number in numbers})
+
+
+def varied(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, dict[int | None, Number]]]:
+    """The settings that schedules change: group, key, and the numbers in it, by position.
+
+    A momentum or weight decay of zero, which turns a part of the step off, is none, and betas only if a scheduler says
+    so, since powers of them are asserted to be small.
+    """
+    for i, key in settings_of(optimizer):
+        x = setting_of(optimizer, i, key)
+        group = optimizer.param_groups[i]
+        is_varied = (key in ("momentum", "weight_decay") and x != 0) or (key == "betas" and "max_momentum" in group)
+        if key == "lr" or (is_varied and not group.get("fused")):  # a fused op takes numbers, but a rate as a tensor
+            parts = dict(enumerate(x)) if type(x) is tuple else {None: x}
+            if all(map(_is_number, parts.values())):
+                with eager():
+                    tensors = {at: torch.tensor(n, dtype=torch.float64, device="cpu") for at, n in parts.items()}
+                yield i, key, {at: Number(optimizer, i, key, at, t) for at, t in tensors.items()}
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -70,7 +145,7 @@ def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) 
     for group in optimizer.param_groups if wanted and is_torchs(optimizer) else ():
         for p in (p for p in group["params"] if id(p) in wanted):
             state = first_state(optimizer, group, p)
-            if type(optimizer) is torch.optim.SGD and group["momentum"]:
+            if type(optimizer) is torch.optim.SGD and group["momentum"] != 0:
                 state = {"momentum_buffer": _momentum(p, group["dampening"])}
             if state:
                 states[p] = state

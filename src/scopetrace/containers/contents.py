@@ -26,7 +26,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -35,6 +35,8 @@ from scopetrace._compat.questions import MISSING, Missing
 from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
 from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
 from scopetrace.containers.weak_cache import weak_cache
+
+T = TypeVar("T")
 
 ATOMS = frozenset(
     {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
@@ -545,6 +547,10 @@ class Contents:
             self._memos.append((x, x.cache_info().misses))
         elif isinstance(x, (types.FunctionType, type, operator.attrgetter)):
             self.functions.append(x)
+
+    def of_kind(self, kind: type[T]) -> list[T]:
+        """The objects of a class."""
+        return [saved.owner for saved in self._saved.values() if isinstance(saved.owner, kind)]
 
     def accept(self, table: Any, key: Any) -> None:
         """Keep an entry that was put into a saved dict, as if it had been there."""
