@@ -91,6 +91,7 @@ from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
+from scopetrace.watch.entries import are_alike, bind_entries
 from scopetrace.watch.questions import watch_questions
 from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
@@ -249,11 +250,12 @@ class Recording:
                     table.update(before)
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
-        changes = self._without_bound(changes, reads)
+        tape.guards += guards
+        entries = bind_entries(self.values, changes)
+        changes = self._without_bound([c for c in changes if c.place.id not in entries])
         note_plain_leaves(self.values)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        tape.guards += guards
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         positional = [name for name, _ in arguments[: len(args)]]
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
@@ -275,7 +277,7 @@ class Recording:
             verify(tape, "recording")
         return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of)
 
-    def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
+    def _without_bound(self, changes: list[Change]) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
         left = []
         for change in changes:
@@ -289,7 +291,7 @@ class Recording:
                     self._refuse_other_parameter(f"{names[0]}.{change.attribute}".lstrip("."))
                 write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
                 self.tape.attribute_writes.append(write)
-                if _are_alike(change.old, value.fake):
+                if are_alike(change.old, value.fake):
                     continue
             left.append(change)
         return left
@@ -542,13 +544,6 @@ class Recording:
 
 
 _LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-
-
-def _are_alike(old: Any, new: torch.Tensor) -> bool:
-    """Whether what Python sees of two tensors, while no op takes the first, is equal."""
-    if not isinstance(old, torch.Tensor) or is_symbolic(new):
-        return False
-    return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
 
 
 def _may_vary(leaf: Any) -> bool:

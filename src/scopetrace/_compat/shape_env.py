@@ -434,7 +434,7 @@ class _NumberArithmetic(PythonReferenceAnalysis):
     maximum = staticmethod(max)
 
 
-def evaluated(expr: Any, values: dict[Any, int]) -> Any:
+def evaluated(expr: Any, values: dict[Any, Any]) -> Any:
     """The value of an expression for values of its symbols. Raises ZeroDivisionError."""
     was, _interpreter_log.disabled = _interpreter_log.disabled, True  # torch logs what it raises
     try:

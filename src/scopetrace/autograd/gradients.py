@@ -350,7 +350,7 @@ class GradientRecorder:
         self._model.state_names[id(number.tensor)] = number.attribute
         if number.is_fused:
             return number.tensor
-        symbol = self._values.value_of(number.tensor).fake.item()
+        symbol: Any = self._values.value_of(number.tensor).fake.item()
         self._numbers[symbol.node.expr] = number
         self._values.factory.shape_env.live_numbers[symbol.node.expr] = number.value()
         return symbol

@@ -76,7 +76,7 @@ class Number(Source):
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and type(x) is not bool
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
