@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -120,7 +120,7 @@ def record(
     Traces of several threads take turns.
     """
 
-    def attempt(assumptions: Assumptions) -> Run:
+    def attempt(assumptions: Assumptions, entries: Set[tuple[int, Any]] | None = None) -> Run:
         model = Model(fn, named_arguments(fn, args, kwargs))
         _refuse_wrapped(model)
         _refuse_lazy(model)
@@ -128,9 +128,10 @@ def record(
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
-        return recording.run(fn, args, kwargs, dynamic_shapes)
+        return recording.run(fn, args, kwargs, dynamic_shapes, entries)
 
-    return judged(retraced(attempt), lambda: retraced(attempt))
+    first = retraced(attempt)
+    return judged(first, lambda: retraced(functools.partial(attempt, entries=first.entries)))
 
 
 def _refuse_wrapped(model: Model) -> None:
@@ -216,9 +217,14 @@ class Recording:
         self._progress = progress
 
     def run(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic_shapes: Any = None,
+        entries: Set[tuple[int, Any]] | None = None,
     ) -> Run:
-        """The recording of `fn(*args, **kwargs)`."""
+        """The recording of `fn(*args, **kwargs)`; `entries` are those of dicts and objects that may be state of it."""
         tape, forward = self.tape, self.model.forward
         others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
@@ -251,7 +257,7 @@ class Recording:
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
         tape.guards += guards
-        entries = bind_entries(self.values, changes)
+        entries = bind_entries(self.values, changes, entries) if changes else frozenset()
         changes = self._without_bound([c for c in changes if c.place.id not in entries])
         note_plain_leaves(self.values)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
@@ -275,7 +281,7 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of)
+        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, entries)
 
     def _without_bound(self, changes: list[Change]) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""

@@ -52,6 +52,7 @@ class Number(Source):
         return x if self.position is None else dict(enumerate(x)).get(self.position) if type(x) is tuple else None
 
     def current(self, call: CallInputs) -> str:
+        """`a number`, or the class of what is there in its place."""
         value = self.value()
         if not _is_number(value):
             return type(value).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -35,22 +35,25 @@ class Entries(torch.nn.Module):
 _TABLES = (dict, collections.defaultdict, collections.OrderedDict)
 
 
-def bind_entries(values: ValueTable, changes: Sequence[Change]) -> set[tuple[int, Any]]:
+def bind_entries(
+    values: ValueTable, changes: Sequence[Change], among: Set[tuple[int, Any]] | None
+) -> Set[tuple[int, Any]]:
     """Put on the tape where the forward leaves other tensors in dicts and objects; gives the ids of these places.
 
-    None are taken of a table in which the program cannot follow one.
+    None are taken of a table in which the program cannot follow one, and only those `among` them, if given.
     """
     tables: dict[int, list[Change]] = collections.defaultdict(list)
     for change in changes:
         of_module_or_tensor = change.attribute and isinstance(change.holder, (torch.nn.Module, torch.Tensor))
-        if isinstance(change.old, torch.Tensor) and not of_module_or_tensor:
+        is_new = among is not None and change.place.id not in among
+        if isinstance(change.old, torch.Tensor) and not (of_module_or_tensor or is_new):
             tables[id(change.place.owner)].append(change)
     held = collections.Counter(id(t) for _, t in values.model.contents.tensors) if tables else {}
     tape, renamed, taken = values.builder.tape, dict[str, str](), list[Change]()
     reads = {id(op.result.real): op for op in tape.ops if tables and op.kind == "get_attr"}
     for of_table in tables.values():
         owner = of_table[0].place.owner
-        table = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
+        table: Any = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
         if type(table) not in _TABLES or not all(held[id(c.old)] == 1 and _is_followed(c, values) for c in of_table):
             continue
         holder, taken = Entries(table), [*taken, *of_table]
