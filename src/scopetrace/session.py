@@ -128,7 +128,8 @@ def record(
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
-        return recording.run(fn, args, kwargs, dynamic_shapes, entries)
+        recording.entries = entries
+        return recording.run(fn, args, kwargs, dynamic_shapes)
 
     first = retraced(attempt)
     return judged(first, lambda: retraced(functools.partial(attempt, entries=first.entries)))
@@ -213,18 +214,15 @@ class Recording:
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
+        self.entries: Set[tuple[int, Any]] | None = None
+        """Of dicts and objects, the places that may be state of the program; None for all."""
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
         self._progress = progress
 
     def run(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dynamic_shapes: Any = None,
-        entries: Set[tuple[int, Any]] | None = None,
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None
     ) -> Run:
-        """The recording of `fn(*args, **kwargs)`; `entries` are those of dicts and objects that may be state of it."""
+        """The recording of `fn(*args, **kwargs)`."""
         tape, forward = self.tape, self.model.forward
         others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
@@ -257,7 +255,7 @@ class Recording:
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
         tape.guards += guards
-        entries = bind_entries(self.values, changes, entries) if changes else frozenset()
+        entries = bind_entries(self.values, changes, self.entries) if changes else frozenset()
         changes = self._without_bound([c for c in changes if c.place.id not in entries])
         note_plain_leaves(self.values)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too

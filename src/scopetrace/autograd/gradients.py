@@ -112,7 +112,7 @@ class GradientRecorder:
         self._reads, self._flags = reads, flags
         self._tape = self._builder.tape
         self._phases = PhaseRecorder(values)
-        self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
+        self._gradients: dict[Value, _Gradient] = {}
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_OptimizerStep] = []  # those that have begun, the innermost last
@@ -255,27 +255,25 @@ class GradientRecorder:
 
     def _of(self, t: torch.Tensor) -> _Gradient:
         value = self._first(self._flags.value_of(t))
-        gradient = self._gradients.get(id(value.fake))
+        gradient = self._gradients.get(value)
         if gradient is None:
             index = self._tape.inputs.index(value) if value in self._tape.inputs else None
             name = value.op.name if index is None else self._tape.input_paths[index]
             tensor = t if value.real is None else value.real
-            gradient = self._gradients[id(value.fake)] = _Gradient(tensor, value, index, name)
+            gradient = self._gradients[value] = _Gradient(tensor, value, index, name)
         return gradient
 
     def _first(self, value: Value) -> Value:
-        """What a tensor from outside was before the forward wrote it in place."""
+        """What a tensor from outside was before the forward wrote it in place, or set its `.data`."""
         if value.op.kind != "call_function":
             return value
         outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
         first = next((v for v in outside if v.fake is value.fake), None)
-        if first is None and (self._values.is_outside(value.fake) or value.op.target is _SET_DATA):
-            raise self._builder.refusal(
-                "the forward asks for the gradient of a tensor of which it has set `.data`, or adds to it",
-                op="Tensor.grad",
-                hint="do so before, or write the tensor in place: `p.data.copy_(new)`",
-            )
-        return value if first is None else first
+        if first is None:
+            same = [v for v in self._values.in_storage(value.storage) if v.fake is value.fake]
+            set_to = next((v for v in same if v.op.target is _SET_DATA), None)
+            return value if set_to is None else self._first(set_to.op.tensor(0))
+        return first
 
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
@@ -338,17 +336,18 @@ class GradientRecorder:
     def begin(self) -> None:
         """Let numbers that schedules change, of optimizers around the forward, stand for what a call has there."""
         for optimizer in self._model.contents.of_kind(torch.optim.Optimizer):
-            for i, key, numbers in varied(optimizer):
-                parts = {at: self._read_number(number) for at, number in numbers.items()}
-                current = parts[None] if None in parts else tuple(parts.values())
+            for numbers in varied(optimizer):
+                i, key, parts = numbers[0].group, numbers[0].key, list(map(self._read_number, numbers))
+                current = parts[0] if numbers[0].position is None else tuple(parts)
                 self._varied.append((optimizer, i, key, setting_of(optimizer, i, key), current))
                 optimizer.param_groups[i][key] = current
 
     def _read_number(self, number: Number) -> Any:
         """A symbol for a number; its tensor for an op that takes no symbols, as the fused ones."""
         self._tape.guards.append(Guard(str(number), "a number", number, (), self._tape.root.path))
-        self._model.state_names[id(number.tensor)] = number.attribute
-        if number.is_fused:
+        parts = type(number.optimizer).__name__, number.key, number.position, number.group
+        self._model.state_names[id(number.tensor)] = "_".join(map(str, filter(None, parts)))
+        if number.optimizer.param_groups[number.group].get("fused"):
             return number.tensor
         symbol: Any = self._values.value_of(number.tensor).fake.item()
         self._numbers[symbol.node.expr] = number
@@ -358,9 +357,9 @@ class GradientRecorder:
     def _note_asked(self) -> None:
         """What Python asked of these numbers is another fact of a call."""
         names = {symbol: str(number) for symbol, number in self._numbers.items()}
+        hint = "let a scheduler leave it, or compute with the number without asking for its value"
         for expr, (answer, frames) in self._values.factory.shape_env.asked.items():
-            places = tuple([(symbol, self._numbers[symbol]) for symbol in sorted(expr.free_symbols, key=str)])
-            hint = "let a scheduler leave it, or compute with the number without asking for its value"
+            places = tuple([item for item in self._numbers.items() if item[0] in expr.free_symbols])
             source = Asked(answer_of, (expr, places), hint=hint)
             self._reads.note_once(named_text(expr, names), answer, source, frames, self._tape.root.path)
 
@@ -411,10 +410,8 @@ class GradientRecorder:
         for i, key in settings_of(optimizer):
             setting, hint = setting_of(optimizer, i, key), ""
             if isinstance(setting, torch.Tensor):
-                self._model.state_names[id(setting)] = f"{name}_{key}"
+                self._model.state_names.setdefault(id(setting), f"{name}_{key}")
                 hint = f'write another value into the tensor that is there, as in `group["{key}"].copy_(new)`'
-            elif key in ("momentum", "betas"):
-                hint = "let the scheduler leave it: OneCycleLR(..., cycle_momentum=False)"
             if all(setting is not current for *_, current in self._varied):
                 place = Asked(setting_of, (optimizer, i, key), hint=hint)
                 self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)

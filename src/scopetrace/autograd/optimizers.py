@@ -8,8 +8,8 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -34,10 +34,7 @@ def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Number(Source):
-    """A number of Python among the settings of an optimizer, which the program takes from a tensor.
-
-    That it is a number still is compared at a call, and the tensor gets it.
-    """
+    """That a setting is a number still. The program has it in a tensor, which a call fills."""
 
     optimizer: torch.optim.Optimizer
     group: int
@@ -54,30 +51,15 @@ class Number(Source):
     def current(self, call: CallInputs) -> str:
         """`a number`, or the class of what is there in its place."""
         value = self.value()
-        if not _is_number(value):
+        if not isinstance(value, Real):
             return type(value).__name__
         with eager():
             self.tensor.fill_(value)
         return "a number"
 
-    @property
-    def attribute(self) -> str:
-        """What the program calls its tensor: `SGD_lr`."""
-        parts = [type(self.optimizer).__name__, self.key, *([] if self.position is None else [str(self.position)])]
-        return "_".join([*parts, str(self.group)] if self.group else parts)
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the step takes it as a tensor."""
-        return bool(self.optimizer.param_groups[self.group].get("fused"))
-
     def __str__(self) -> str:
         inside = "" if self.position is None else f"[{self.position}]"
         return f"{type(self.optimizer).__name__}.param_groups[{self.group}][{self.key!r}]{inside}"
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
@@ -85,22 +67,20 @@ def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
     return evaluated(expr, {symbol: number.value() for symbol, number in numbers})
 
 
-def varied(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, dict[int | None, Number]]]:
-    """The settings that schedules change: group, key, and the numbers in it, by position.
+def varied(optimizer: torch.optim.Optimizer) -> Iterator[list[Number]]:
+    """The numbers of each setting that schedules change: several of a tuple.
 
-    A momentum or weight decay of zero, which turns a part of the step off, is none, and betas only if a scheduler says
-    so, since powers of them are asserted to be small.
+    A momentum or weight decay of zero, which turns a part of the step off, is none; nor are betas, of which powers are
+    asserted to be small, unless a scheduler says so. A fused op takes only the rate as a tensor.
     """
     for i, key in settings_of(optimizer):
-        x = setting_of(optimizer, i, key)
-        group = optimizer.param_groups[i]
+        x, group = setting_of(optimizer, i, key), optimizer.param_groups[i]
         is_varied = (key in ("momentum", "weight_decay") and x != 0) or (key == "betas" and "max_momentum" in group)
-        if key == "lr" or (is_varied and not group.get("fused")):  # a fused op takes numbers, but a rate as a tensor
-            parts = dict(enumerate(x)) if type(x) is tuple else {None: x}
-            if all(map(_is_number, parts.values())):
-                with eager():
-                    tensors = {at: torch.tensor(n, dtype=torch.float64, device="cpu") for at, n in parts.items()}
-                yield i, key, {at: Number(optimizer, i, key, at, t) for at, t in tensors.items()}
+        parts = [*enumerate(x)] if type(x) is tuple else [(None, x)]
+        if (key == "lr" or (is_varied and not group.get("fused"))) and all(isinstance(n, Real) for _, n in parts):
+            with eager():
+                tensors = [(at, torch.tensor(float(n), dtype=torch.float64, device="cpu")) for at, n in parts]
+            yield [Number(optimizer, i, key, at, t) for at, t in tensors]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:

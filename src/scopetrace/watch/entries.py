@@ -17,7 +17,7 @@ import torch
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.contents import Change, short
 from scopetrace.ir.guards import Asked
-from scopetrace.ir.tape import AttributeWrite
+from scopetrace.ir.tape import AttributeWrite, Op
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.settle import leave_out
 
@@ -46,47 +46,45 @@ def bind_entries(
     for change in changes:
         of_module_or_tensor = change.attribute and isinstance(change.holder, (torch.nn.Module, torch.Tensor))
         is_new = among is not None and change.place.id not in among
-        if isinstance(change.old, torch.Tensor) and not (of_module_or_tensor or is_new):
+        if type(change.old) is torch.Tensor and not (of_module_or_tensor or is_new):
             tables[id(change.place.owner)].append(change)
-    held = collections.Counter(id(t) for _, t in values.model.contents.tensors) if tables else {}
-    tape, renamed, taken = values.builder.tape, dict[str, str](), list[Change]()
-    reads = {id(op.result.real): op for op in tape.ops if tables and op.kind == "get_attr"}
+    if not tables:
+        return frozenset()
+    tape, held = values.builder.tape, collections.Counter(id(t) for _, t in values.model.contents.tensors)
+    asked = [g.source.args[:1] for g in tape.guards if isinstance(g.source, Asked)]
+    held.update(id(x) for args in asked for x in args)  # as for its data
+    reads = {id(op.result.real): op for op in tape.ops if op.kind == "get_attr"}
+    names, taken, renamed = {*values.model.tensor_names, *tape.attributes}, list[Change](), dict[Op, Op]()
     for of_table in tables.values():
         owner = of_table[0].place.owner
         table: Any = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
-        if type(table) not in _TABLES or not all(held[id(c.old)] == 1 and _is_followed(c, values) for c in of_table):
+        new = {f"{_name_of_table(c)}.{c.place.key}" for c in of_table}
+        is_known = type(table) in _TABLES and names.isdisjoint(new) and all(held[id(c.old)] == 1 for c in of_table)
+        if not is_known or not all(_is_followed(change, values) for change in of_table):
             continue
-        holder, taken = Entries(table), [*taken, *of_table]
+        names, taken, holder = names | new, [*taken, *of_table], Entries(table)
         for change in of_table:
-            value, key = values.bound_value(change.new), change.place.key
-            assert value is not None, "it is followed"
-            tape.attribute_writes.append(write := AttributeWrite(holder, _name_of_table(change), key, value))
-            if id(change.old) in reads:
-                renamed[reads[id(change.old)].name] = write.path
-                tape.owners[write.path] = holder, key
+            write = AttributeWrite(holder, _name_of_table(change), change.place.key, values.value_of(change.new))
+            tape.attribute_writes.append(write)
+            if (op := reads.get(id(change.old))) is not None:
+                renamed[op] = op.replace(target=write.path).take_values()
+                tape.owners[write.path] = holder, write.name
     if taken:
+        by_name = {old.name: new.name for old, new in renamed.items()}
         leave_out(tape, taken)
-        named = {old: reads[id(tape.attributes[old])].replace(target=new).take_values() for old, new in renamed.items()}
-        tape.ops[:] = [named.get(op.name, op) if op.kind == "get_attr" else op for op in tape.ops]
-        tape.attributes = {renamed.get(name, name): t for name, t in tape.attributes.items()}
+        tape.ops[:] = [renamed.get(op, op) for op in tape.ops]
+        tape.attributes = {by_name.get(name, name): t for name, t in tape.attributes.items()}
     return {change.place.id for change in taken}
 
 
 def _is_followed(change: Change, values: ValueTable) -> bool:
-    """Whether a call can take a tensor from its place, and put the new one there.
-
-    The program may know it by nothing else, nor its data, and the next call finds one like it.
-    """
-    old, new, key, tape = change.old, change.new, change.place.key, values.builder.tape
+    """Whether a call can put the new tensor there, and the next one finds one like that which was there."""
+    old, new, key = change.old, change.new, change.place.key
     value = values.bound_value(new) if isinstance(new, torch.Tensor) else None
     if value is None or values.model.owner(old) or values.is_state(old):
         return False
-    name = f"{_name_of_table(change)}.{key}"
-    is_name = type(key) is str and re.fullmatch(r"\w+(\.\w+)*", key)
-    is_baked = any(isinstance(g.source, Asked) and any(x is old for x in g.source.args[:1]) for g in tape.guards)
-    if not is_name or is_baked or name in values.model.tensor_names or name in tape.attributes:
-        return False
-    return are_alike(old, value.fake) and not (old.requires_grad or value.requires_grad)
+    is_name = type(key) is str and re.fullmatch(r"\w+(\.\w+)*", key) is not None
+    return is_name and are_alike(old, value.fake) and not (old.requires_grad or value.requires_grad)
 
 
 def _name_of_table(change: Change) -> str:
