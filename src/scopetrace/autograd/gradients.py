@@ -158,6 +158,7 @@ class GradientRecorder:
         grad_outputs = list(grad_outputs)
         with self._phases.backward(outputs, grad_outputs, keeps_graph=keeps_graph):
             gradients = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
+        self._refuse_lost([t for t, gradient in zip(by, gradients, strict=False) if gradient is None])
         if not accumulates:
             return gradients
         self._taken |= {self._values.value_of(t).storage for t in grad_outputs if t is not None}
@@ -576,6 +577,13 @@ class GradientRecorder:
                 "differentiate by `x.view_as(x)` of an input, or by an input that is detached first; clone() one of "
                 "those that share memory; or differentiate outside of the forward",
             )
+
+    def _refuse_lost(self, by: list[torch.Tensor]) -> None:
+        """Refuse where autograd gives no gradient by a tensor that got other memory."""
+        if any(v.op.target is _SET_DATA for t in by for v in self._values.names_of(t)):
+            problem = "the forward sets `.data` of a tensor between what it computes from that and the backward"
+            hint = "do so before or after, or write the tensor in place: `p.data.copy_(new)`"
+            self._refuse(problem, hint, "Tensor.data")
 
     def _refuse_beyond(self) -> NoReturn:
         self._refuse("backward() goes on beyond an input that was itself computed", "give the input detached")

@@ -54,7 +54,7 @@ class Number(Source):
         if not isinstance(value, Real):
             return type(value).__name__
         with eager():
-            self.tensor.fill_(value)
+            self.tensor.fill_(float(value))
         return "a number"
 
     def __str__(self) -> str:
