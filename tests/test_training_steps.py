@@ -735,7 +735,7 @@ def test_an_optimizer_whose_first_step_is_another_is_refused():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    with pytest.raises(st.errors.UnsupportedOpError, match="SGD has no state yet"):
+    with pytest.raises(st.errors.UnsupportedOpError, match="SGD makes its state in its first step"):
         st.trace(step, batches(1)[0])
 
 

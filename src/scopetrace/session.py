@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -120,7 +120,7 @@ def record(
     Traces of several threads take turns.
     """
 
-    def attempt(assumptions: Assumptions, entries: Set[tuple[int, Any]] | None = None) -> Run:
+    def attempt(assumptions: Assumptions, before: RecordedTape | None = None) -> Run:
         model = Model(fn, named_arguments(fn, args, kwargs))
         _refuse_wrapped(model)
         _refuse_lazy(model)
@@ -128,11 +128,11 @@ def record(
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
-        recording.entries = entries
+        recording.first = before
         return recording.run(fn, args, kwargs, dynamic_shapes)
 
     first = retraced(attempt)
-    return judged(first, lambda: retraced(functools.partial(attempt, entries=first.entries)))
+    return judged(first, lambda: retraced(functools.partial(attempt, before=first.tape)))
 
 
 def _refuse_wrapped(model: Model) -> None:
@@ -214,8 +214,7 @@ class Recording:
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
-        self.entries: Set[tuple[int, Any]] | None = None
-        """Of dicts and objects, the places that may be state of the program; None for all."""
+        self.first: RecordedTape | None = None  # of which this run is to be judged
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
         self._progress = progress
 
@@ -255,7 +254,7 @@ class Recording:
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
         tape.guards += guards
-        entries = bind_entries(self.values, changes, self.entries) if changes else frozenset()
+        entries = bind_entries(self.values, changes, self.first) if changes else frozenset()
         changes = self._without_bound([c for c in changes if c.place.id not in entries])
         note_plain_leaves(self.values)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
@@ -279,7 +278,7 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, entries)
+        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of)
 
     def _without_bound(self, changes: list[Change]) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
@@ -371,7 +370,8 @@ class Recording:
             nonlocal fakes, containers
             fakes = instantiate(lambda v: v.fake, (args, kwargs), Value)  # registered classes may compute here
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
-            autograd.begin(effects.reach.names)
+            if not effects.reach.names.isdisjoint(("step", "param_groups")):
+                autograd.gradients.begin()
             return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)

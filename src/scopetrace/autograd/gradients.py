@@ -268,13 +268,11 @@ class GradientRecorder:
         """What a tensor from outside was before the forward wrote it in place, or set its `.data`."""
         if value.op.kind != "call_function":
             return value
+        ops = [v.op for v in self._values.in_storage(value.storage) if v.fake is value.fake]
+        if (set_to := next((op for op in ops if op.target is _SET_DATA), None)) is not None:
+            return self._first(set_to.tensor(0))
         outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
-        first = next((v for v in outside if v.fake is value.fake), None)
-        if first is None:
-            same = [v for v in self._values.in_storage(value.storage) if v.fake is value.fake]
-            set_to = next((v for v in same if v.op.target is _SET_DATA), None)
-            return value if set_to is None else self._first(set_to.op.tensor(0))
-        return first
+        return next((v for v in outside if v.fake is value.fake), value)
 
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
@@ -336,7 +334,7 @@ class GradientRecorder:
 
     def begin(self) -> None:
         """Let numbers that schedules change, of optimizers around the forward, stand for what a call has there."""
-        for optimizer in self._model.contents.of_kind(torch.optim.Optimizer):
+        for optimizer in self._model.contents.of_class(torch.optim.Optimizer):
             for numbers in varied(optimizer):
                 i, key, parts = numbers[0].group, numbers[0].key, list(map(self._read_number, numbers))
                 current = parts[0] if numbers[0].position is None else tuple(parts)
@@ -361,8 +359,7 @@ class GradientRecorder:
         hint = "let a scheduler leave it, or compute with the number without asking for its value"
         for expr, (answer, frames) in self._values.factory.shape_env.asked.items():
             places = tuple([item for item in self._numbers.items() if item[0] in expr.free_symbols])
-            source = Asked(answer_of, (expr, places), hint=hint)
-            self._reads.note_once(named_text(expr, names), answer, source, frames, self._tape.root.path)
+            self._reads.note_once(named_text(expr, names), answer, Asked(answer_of, (expr, places), hint=hint), frames)
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The forward has made an optimizer: what it keeps is of this call alone."""
@@ -427,7 +424,7 @@ class GradientRecorder:
             name, key = type(changed[0][0]).__name__, changed[0][2]
             self._refuse(
                 f"the step changes a setting of {name}, {key!r}, by which it has stepped",
-                f"change it after each call of the trace; or give {name} its lr as a tensor, and write that in place",
+                "change it after each call of the trace, which reads what is there then",
                 f"{name}.param_groups",
             )
 
@@ -439,13 +436,11 @@ class GradientRecorder:
             return
         name = type(optimizer).__name__
         if state_of(optimizer) != step.state:
-            problem, hint = f"{name} puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
             if state_of(optimizer).keys() - step.state:
-                problem, hint = (
-                    f"{name} makes its state in its first step",
-                    "run optimizer.step() once before the trace",
-                )
-            self._refuse(problem, hint, f"{name}.step")
+                problem, hint = "makes its state in its first step", "run optimizer.step() once before the trace"
+            else:
+                problem, hint = "puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
+            self._refuse(f"{name} {problem}", hint, f"{name}.step")
         place = Asked(tensors_of, (optimizer,), how_many)
         self._reads.note_once(f"the parameters and state of {name}", tensors_of(optimizer), place)
         self._note_held(optimizer)
@@ -527,7 +522,7 @@ class GradientRecorder:
         kind, name = type(by).__name__, type(optimizer).__name__
         self._refuse(
             f"{kind}.step changes settings of {name}, which are numbers of Python",
-            f"call {kind}.step after each call of the trace, and give {name} its lr as a tensor, which it then writes",
+            f"call {kind}.step after each call of the trace, which reads what is there then",
             f"{kind}.step",
         )
 
@@ -582,8 +577,7 @@ class GradientRecorder:
         """Refuse where autograd gives no gradient by a tensor that got other memory."""
         if any(v.op.target is _SET_DATA for t in by for v in self._values.names_of(t)):
             problem = "the forward sets `.data` of a tensor between what it computes from that and the backward"
-            hint = "do so before or after, or write the tensor in place: `p.data.copy_(new)`"
-            self._refuse(problem, hint, "Tensor.data")
+            self._refuse(problem, "do so before or after, or write in place: `p.data.copy_(new)`", "Tensor.data")
 
     def _refuse_beyond(self) -> NoReturn:
         self._refuse("backward() goes on beyond an input that was itself computed", "give the input detached")

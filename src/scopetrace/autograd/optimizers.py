@@ -17,7 +17,6 @@ import torch
 from scopetrace._compat.gradients import first_state, is_torchs
 from scopetrace._compat.ops import eager
 from scopetrace._compat.shape_env import evaluated
-from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.guards import CallInputs, Source
 
 
@@ -58,8 +57,8 @@ class Number(Source):
         return "a number"
 
     def __str__(self) -> str:
-        inside = "" if self.position is None else f"[{self.position}]"
-        return f"{type(self.optimizer).__name__}.param_groups[{self.group}][{self.key!r}]{inside}"
+        inside = [self.group, self.key, *([] if self.position is None else [self.position])]
+        return f"{type(self.optimizer).__name__}.param_groups" + "".join(f"[{part!r}]" for part in inside)
 
 
 def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
@@ -68,10 +67,9 @@ def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
 
 
 def varied(optimizer: torch.optim.Optimizer) -> Iterator[list[Number]]:
-    """The numbers of each setting that schedules change: several of a tuple.
+    """The numbers of each setting that schedules change: not one of zero that turns a part of the step off.
 
-    A momentum or weight decay of zero, which turns a part of the step off, is none; nor are betas, of which powers are
-    asserted to be small, unless a scheduler says so. A fused op takes only the rate as a tensor.
+    Powers of betas are asserted to be small, so that they are if a scheduler says so. A fused op takes the rate alone.
     """
     for i, key in settings_of(optimizer):
         x, group = setting_of(optimizer, i, key), optimizer.param_groups[i]
@@ -119,26 +117,16 @@ def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) 
     """The state that an optimizer needs for those of the parameters for which it has none.
 
     It is what its first step makes before it computes. Classes other than those of torch.optim make theirs in their
-    step. Raises UnsupportedOpError where the first step is not like the others.
+    step, and so does SGD with dampening, whose first step is not like the others.
     """
     wanted = {id(p) for p in params if not optimizer.state.get(p)}
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups if wanted and is_torchs(optimizer) else ():
         for p in (p for p in group["params"] if id(p) in wanted):
             state = first_state(optimizer, group, p)
-            if type(optimizer) is torch.optim.SGD and group["momentum"] != 0:
-                state = {"momentum_buffer": _momentum(p, group["dampening"])}
+            if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and not group["dampening"]:
+                # from which a step makes what its first step makes without one: the gradient
+                state = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
             if state:
                 states[p] = state
     return states
-
-
-def _momentum(p: torch.Tensor, dampening: float) -> torch.Tensor:
-    """The momentum from which a step of SGD makes what its first step makes without one: the gradient."""
-    if dampening:
-        raise UnsupportedOpError(
-            "SGD has no state yet, and with dampening= its first step is not like the others",
-            op="SGD.step",
-            hint="run optimizer.step() once before the trace",
-        )
-    return torch.zeros_like(p, memory_format=torch.preserve_format)

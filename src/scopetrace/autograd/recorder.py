@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,11 +39,6 @@ class AutogradRecorder:
         self._values, self._model = ops.values, ops.values.model
         self._checkpointed: list[CheckpointedRegion] = []
         self._open_regions: list[CheckpointedRegion] = []
-
-    def begin(self, names: Set[str]) -> None:
-        """The forward begins, in which some code names `names`."""
-        if not names.isdisjoint(("step", "param_groups")):
-            self.gradients.begin()
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""

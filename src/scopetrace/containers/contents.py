@@ -26,7 +26,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -35,8 +35,6 @@ from scopetrace._compat.questions import MISSING, Missing
 from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
 from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
 from scopetrace.containers.weak_cache import weak_cache
-
-T = TypeVar("T")
 
 ATOMS = frozenset(
     {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
@@ -548,7 +546,7 @@ class Contents:
         elif isinstance(x, (types.FunctionType, type, operator.attrgetter)):
             self.functions.append(x)
 
-    def of_kind(self, kind: type[T]) -> list[T]:
+    def of_class(self, kind: type) -> list[Any]:
         """The objects of a class."""
         return [saved.owner for saved in self._saved.values() if isinstance(saved.owner, kind)]
 

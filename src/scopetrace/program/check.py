@@ -118,8 +118,7 @@ class _State:
     def values(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
-        writes = [(w.path, w.module, w.name) for w in self._writes if w.module is not None]
-        bound |= {f"attribute {path} after it": look_up(module, name) for path, module, name in writes}
+        bound |= {f"{w.path} after it": look_up(w.module, w.name) for w in self._writes if w.module is not None}
         gradients = {f"gradient of {name}": t.grad for name, t in self._leaves.items()}
         return {name: _copy(t) for name, t in {**self._tensors, **bound, **gradients}.items()}
 

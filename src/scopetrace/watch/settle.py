@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +66,6 @@ class Run(NamedTuple):
     """Whether the results of another recording differ from those of this one for the example inputs."""
     data_of: Callable[[Value], torch.Tensor | None]
     """What a value is for the example inputs; None where it has no data, or sizes are dynamic."""
-    entries: Set[tuple[int, Any]]
-    """The ids of places in dicts and objects that are state of the program: none of `changes`."""
 
 
 def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
