@@ -417,11 +417,12 @@ def test_the_error_names_the_effect_the_line_and_the_way_out():
 
 
 def test_the_error_about_a_tensor_that_is_kept_says_how_to_keep_it():
-    shadow = {"mean": torch.zeros(4)}
+    shadow = torch.zeros(4)
 
     def average(x):
-        shadow["mean"] = shadow["mean"] * 0.9 + x.mean(0) * 0.1
-        return shadow["mean"] * 2
+        nonlocal shadow
+        shadow = shadow * 0.9 + x.mean(0) * 0.1
+        return shadow * 2
 
     tr = st.trace(average, (X,))
     tr(X)
@@ -563,7 +564,7 @@ def test_a_method_of_the_class_that_remembers_results_forgets_those_of_the_trace
 
 class Trainer:
     def __init__(self):
-        self.total, self.mean, self.by_name = 0.0, torch.zeros(()), {}
+        self.total, self.by_name = 0.0, {}
 
     def sums(self, x):
         self.total = self.total + x.sum()
@@ -573,21 +574,17 @@ class Trainer:
         self.total += x.sum()
         return x * 2
 
-    def averages(self, x):
-        self.mean = 0.9 * self.mean + 0.1 * x.mean()
-        return x * 2
-
     def in_a_table(self, x):
         self.by_name["x"] = self.by_name.get("x", 0) + x.sum()
         return x * 2
 
 
-@pytest.mark.parametrize("name", ["sums", "adds", "averages", "in_a_table"])
+@pytest.mark.parametrize("name", ["sums", "adds", "in_a_table"])
 def test_a_tensor_that_is_made_of_the_one_before_stops_the_second_call(name):
     """Of a number the same is a count, which only people may look at."""
     tr = st.trace(getattr(Trainer(), name), (X,))
     tr(X)
-    with pytest.raises(st.errors.SideEffectError, match=r"self\.(total|mean|by_name)"):
+    with pytest.raises(st.errors.SideEffectError, match=r"self\.(total|by_name)"):
         tr(X)
 
 

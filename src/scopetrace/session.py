@@ -91,6 +91,7 @@ from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
+from scopetrace.watch.entries import are_alike, bind_entries
 from scopetrace.watch.questions import watch_questions
 from scopetrace.watch.settle import Run, judged
 from scopetrace.watch.table import StateReads
@@ -119,7 +120,7 @@ def record(
     Traces of several threads take turns.
     """
 
-    def attempt(assumptions: Assumptions) -> Run:
+    def attempt(assumptions: Assumptions, before: RecordedTape | None = None) -> Run:
         model = Model(fn, named_arguments(fn, args, kwargs))
         _refuse_wrapped(model)
         _refuse_lazy(model)
@@ -127,9 +128,11 @@ def record(
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
+        recording.first = before
         return recording.run(fn, args, kwargs, dynamic_shapes)
 
-    return judged(retraced(attempt), lambda: retraced(attempt))
+    first = retraced(attempt)
+    return judged(first, lambda: retraced(functools.partial(attempt, before=first.tape)))
 
 
 def _refuse_wrapped(model: Model) -> None:
@@ -211,6 +214,7 @@ class Recording:
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
+        self.first: RecordedTape | None = None  # of which this run is to be judged
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
         self._progress = progress
 
@@ -249,11 +253,12 @@ class Recording:
                     table.update(before)
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
-        changes = self._without_bound(changes, reads)
+        tape.guards += guards
+        entries = bind_entries(self.values, changes, self.first) if changes else frozenset()
+        changes = self._without_bound([c for c in changes if c.place.id not in entries])
         note_plain_leaves(self.values)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        tape.guards += guards
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         positional = [name for name, _ in arguments[: len(args)]]
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
@@ -275,7 +280,7 @@ class Recording:
             verify(tape, "recording")
         return Run(tape, changes, bound, reads.was_read, self._data_of)
 
-    def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
+    def _without_bound(self, changes: list[Change]) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
         left = []
         for change in changes:
@@ -289,7 +294,7 @@ class Recording:
                     self._refuse_other_parameter(f"{names[0]}.{change.attribute}".lstrip("."))
                 write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
                 self.tape.attribute_writes.append(write)
-                if _are_alike(change.old, value.fake):
+                if are_alike(change.old, value.fake):
                     continue
             left.append(change)
         return left
@@ -345,6 +350,8 @@ class Recording:
             nonlocal fakes, containers
             fakes = instantiate(lambda v: v.fake, (args, kwargs), Value)  # registered classes may compute here
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
+            if not effects.reach.names.isdisjoint(("step", "param_groups")):
+                autograd.gradients.begin()
             return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)
@@ -521,13 +528,6 @@ class Recording:
 
 
 _LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-
-
-def _are_alike(old: Any, new: torch.Tensor) -> bool:
-    """Whether what Python sees of two tensors, while no op takes the first, is equal."""
-    if not isinstance(old, torch.Tensor) or is_symbolic(new):
-        return False
-    return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
 
 
 def _may_vary(leaf: Any) -> bool:

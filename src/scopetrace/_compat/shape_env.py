@@ -111,6 +111,10 @@ class WatchedShapeEnv(ShapeEnv):
         """The range of a symbol that is at most 2, which is wider to torch: see `new_symbol`."""
         self.names: dict[sympy.Symbol, str] = {}
         """The names of symbols for users: those of their Dims."""
+        self.live_numbers: dict[sympy.Symbol, float] = {}
+        """Symbols that stand for numbers of Python which a call reads anew, with their values in the trace."""
+        self.asked: dict[sympy.Expr, tuple[Any, Any]] = {}
+        """What Python asked of `live_numbers` alone: the answer, and the frames."""
         self._recorder: Callable[[], Any] = _nobody
         self._decider: Callable[[], Any] = _nobody
         self._answers: dict[sympy.Expr, Any] = {}
@@ -149,6 +153,9 @@ class WatchedShapeEnv(ShapeEnv):
             limits = bound_sympy(orig_expr, self.narrow)
             if limits.is_singleton():
                 return limits.lower
+        if self.live_numbers and orig_expr.free_symbols and orig_expr.free_symbols <= self.live_numbers.keys():
+            answer, frames = evaluated(orig_expr, self.live_numbers), self._recorder().frames()
+            return sympy.sympify(self.asked.setdefault(orig_expr, (answer, frames))[0])
         orig_expr = _without_bounds(orig_expr)
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -429,7 +436,7 @@ class _NumberArithmetic(PythonReferenceAnalysis):
     maximum = staticmethod(max)
 
 
-def evaluated(expr: Any, values: dict[Any, int]) -> Any:
+def evaluated(expr: Any, values: dict[Any, Any]) -> Any:
     """The value of an expression for values of its symbols. Raises ZeroDivisionError."""
     was, _interpreter_log.disabled = _interpreter_log.disabled, True  # torch logs what it raises
     try:

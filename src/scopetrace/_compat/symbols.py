@@ -233,6 +233,12 @@ python_text: Callable[[Any], str] = PythonPrinter().doprint
 """A condition as Python code, as the guards of an ExportedProgram are written: `x == 1 + y`."""
 
 
+def named_text(expr: Any, names: dict[Any, str]) -> str:
+    """As `python_text`, with these names for symbols, and numbers as Python writes them."""
+    names = names | {number: repr(float(number)) for number in expr.atoms(sympy.Float)}
+    return python_text(expr.xreplace({part: sympy.Symbol(name) for part, name in names.items()}))
+
+
 def all_hold(symbols: Sequence[sympy.Symbol], conditions: Iterable[Any]) -> Callable[..., bool]:
     """A function of the values of `symbols`, whether all conditions hold, in Python that torch.compile traces."""
     names = {symbol: sympy.Symbol(f"n{i}", integer=True) for i, symbol in enumerate(symbols)}

@@ -32,9 +32,12 @@ from scopetrace._compat.gradients import (
 )
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
+from scopetrace._compat.symbols import named_text
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
 from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.optimizers import (
+    Number,
+    answer_of,
     are_held,
     has_gradient,
     how_many,
@@ -44,11 +47,12 @@ from scopetrace.autograd.optimizers import (
     state_of,
     state_tensors,
     tensors_of,
+    varied,
 )
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import Asked, GradientOfInput, HasGradient, OfInput, OfTensor, Source
+from scopetrace.ir.guards import Asked, GradientOfInput, Guard, HasGradient, OfInput, OfTensor, Source
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.ops.higher_order import FUNCTIONS
@@ -108,12 +112,14 @@ class GradientRecorder:
         self._reads, self._flags = reads, flags
         self._tape = self._builder.tape
         self._phases = PhaseRecorder(values)
-        self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
+        self._gradients: dict[Value, _Gradient] = {}
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_OptimizerStep] = []  # those that have begun, the innermost last
         self._new_optimizers: list[torch.optim.Optimizer] = []  # in the forward
         self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
+        self._varied: list[tuple[torch.optim.Optimizer, int, str, Any, Any]] = []  # before the forward, and in it
+        self._numbers: dict[Any, Number] = {}  # by symbol
 
     # ---------------------------------------------------------------- differentiating
 
@@ -152,6 +158,7 @@ class GradientRecorder:
         grad_outputs = list(grad_outputs)
         with self._phases.backward(outputs, grad_outputs, keeps_graph=keeps_graph):
             gradients = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
+        self._refuse_lost([t for t, gradient in zip(by, gradients, strict=False) if gradient is None])
         if not accumulates:
             return gradients
         self._taken |= {self._values.value_of(t).storage for t in grad_outputs if t is not None}
@@ -249,27 +256,23 @@ class GradientRecorder:
 
     def _of(self, t: torch.Tensor) -> _Gradient:
         value = self._first(self._flags.value_of(t))
-        gradient = self._gradients.get(id(value.fake))
+        gradient = self._gradients.get(value)
         if gradient is None:
             index = self._tape.inputs.index(value) if value in self._tape.inputs else None
             name = value.op.name if index is None else self._tape.input_paths[index]
             tensor = t if value.real is None else value.real
-            gradient = self._gradients[id(value.fake)] = _Gradient(tensor, value, index, name)
+            gradient = self._gradients[value] = _Gradient(tensor, value, index, name)
         return gradient
 
     def _first(self, value: Value) -> Value:
-        """What a tensor from outside was before the forward wrote it in place."""
+        """What a tensor from outside was before the forward wrote it in place, or set its `.data`."""
         if value.op.kind != "call_function":
             return value
+        ops = [v.op for v in self._values.in_storage(value.storage) if v.fake is value.fake]
+        if (set_to := next((op for op in ops if op.target is _SET_DATA), None)) is not None:
+            return self._first(set_to.tensor(0))
         outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
-        first = next((v for v in outside if v.fake is value.fake), None)
-        if first is None and (self._values.is_outside(value.fake) or value.op.target is _SET_DATA):
-            raise self._builder.refusal(
-                "the forward asks for the gradient of a tensor of which it has set `.data`, or adds to it",
-                op="Tensor.grad",
-                hint="do so before, or write the tensor in place: `p.data.copy_(new)`",
-            )
-        return value if first is None else first
+        return next((v for v in outside if v.fake is value.fake), value)
 
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
@@ -301,6 +304,7 @@ class GradientRecorder:
     def finish(self) -> None:
         """Put on the tape what the gradients are after the forward."""
         self._refuse_other_settings()
+        self._note_asked()
         self._look_for_shared()
         for entry in self._gradients.values():
             placeholder = entry.value.op.name
@@ -327,6 +331,35 @@ class GradientRecorder:
         raise Retrace("a gradient shares its memory", Assumptions(gradients_shared=True))
 
     # ---------------------------------------------------------------- optimizers
+
+    def begin(self) -> None:
+        """Let numbers that schedules change, of optimizers around the forward, stand for what a call has there."""
+        for optimizer in self._model.contents.of_class(torch.optim.Optimizer):
+            for numbers in varied(optimizer):
+                i, key, parts = numbers[0].group, numbers[0].key, list(map(self._read_number, numbers))
+                current = parts[0] if numbers[0].position is None else tuple(parts)
+                self._varied.append((optimizer, i, key, setting_of(optimizer, i, key), current))
+                optimizer.param_groups[i][key] = current
+
+    def _read_number(self, number: Number) -> Any:
+        """A symbol for a number; its tensor for an op that takes no symbols, as the fused ones."""
+        self._tape.guards.append(Guard(str(number), "a number", number, (), self._tape.root.path))
+        parts = type(number.optimizer).__name__, number.key, number.position, number.group
+        self._model.state_names[id(number.tensor)] = "_".join(map(str, filter(None, parts)))
+        if number.optimizer.param_groups[number.group].get("fused"):
+            return number.tensor
+        symbol: Any = self._values.value_of(number.tensor).fake.item()
+        self._numbers[symbol.node.expr] = number
+        self._values.factory.shape_env.live_numbers[symbol.node.expr] = number.value()
+        return symbol
+
+    def _note_asked(self) -> None:
+        """What Python asked of these numbers is another fact of a call."""
+        names = {symbol: str(number) for symbol, number in self._numbers.items()}
+        hint = "let a scheduler leave it, or compute with the number without asking for its value"
+        for expr, (answer, frames) in self._values.factory.shape_env.asked.items():
+            places = tuple([item for item in self._numbers.items() if item[0] in expr.free_symbols])
+            self._reads.note_once(named_text(expr, names), answer, Asked(answer_of, (expr, places), hint=hint), frames)
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The forward has made an optimizer: what it keeps is of this call alone."""
@@ -375,14 +408,11 @@ class GradientRecorder:
         for i, key in settings_of(optimizer):
             setting, hint = setting_of(optimizer, i, key), ""
             if isinstance(setting, torch.Tensor):
-                self._model.state_names[id(setting)] = f"{name}_{key}"
+                self._model.state_names.setdefault(id(setting), f"{name}_{key}")
                 hint = f'write another value into the tensor that is there, as in `group["{key}"].copy_(new)`'
-            elif key == "lr":
-                hint = "a rate that a scheduler changes is a tensor, lr=torch.tensor(0.1)"
-            elif key in ("momentum", "betas"):
-                hint = "let the scheduler leave it: OneCycleLR(..., cycle_momentum=False)"
-            place = Asked(setting_of, (optimizer, i, key), hint=hint)
-            self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
+            if all(setting is not current for *_, current in self._varied):
+                place = Asked(setting_of, (optimizer, i, key), hint=hint)
+                self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
             self._settings.append((optimizer, i, key, setting))
 
     def _refuse_other_settings(self) -> None:
@@ -394,7 +424,7 @@ class GradientRecorder:
             name, key = type(changed[0][0]).__name__, changed[0][2]
             self._refuse(
                 f"the step changes a setting of {name}, {key!r}, by which it has stepped",
-                f"change it after each call of the trace; or give {name} its lr as a tensor, and write that in place",
+                "change it after each call of the trace, which reads what is there then",
                 f"{name}.param_groups",
             )
 
@@ -406,13 +436,11 @@ class GradientRecorder:
             return
         name = type(optimizer).__name__
         if state_of(optimizer) != step.state:
-            problem, hint = f"{name} puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
             if state_of(optimizer).keys() - step.state:
-                problem, hint = (
-                    f"{name} makes its state in its first step",
-                    "run optimizer.step() once before the trace",
-                )
-            self._refuse(problem, hint, f"{name}.step")
+                problem, hint = "makes its state in its first step", "run optimizer.step() once before the trace"
+            else:
+                problem, hint = "puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
+            self._refuse(f"{name} {problem}", hint, f"{name}.step")
         place = Asked(tensors_of, (optimizer,), how_many)
         self._reads.note_once(f"the parameters and state of {name}", tensors_of(optimizer), place)
         self._note_held(optimizer)
@@ -430,9 +458,12 @@ class GradientRecorder:
         self._reads.note_once(held, True, Asked(are_held, (places,)))  # else it steps others than the model reads
 
     def close(self) -> None:
-        """End the steps that an error has left."""
+        """End the steps that an error has left, and put numbers back."""
         while self._stepping:
             self._stepping.pop().flags.close()
+        for optimizer, i, key, before, current in self._varied:
+            if setting_of(optimizer, i, key) is current:
+                optimizer.param_groups[i][key] = before
 
     def _make_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the state that an optimizer does not have yet, and name it."""
@@ -491,7 +522,7 @@ class GradientRecorder:
         kind, name = type(by).__name__, type(optimizer).__name__
         self._refuse(
             f"{kind}.step changes settings of {name}, which are numbers of Python",
-            f"call {kind}.step after each call of the trace, and give {name} its lr as a tensor, which it then writes",
+            f"call {kind}.step after each call of the trace, which reads what is there then",
             f"{kind}.step",
         )
 
@@ -541,6 +572,12 @@ class GradientRecorder:
                 "differentiate by `x.view_as(x)` of an input, or by an input that is detached first; clone() one of "
                 "those that share memory; or differentiate outside of the forward",
             )
+
+    def _refuse_lost(self, by: list[torch.Tensor]) -> None:
+        """Refuse where autograd gives no gradient by a tensor that got other memory."""
+        if any(v.op.target is _SET_DATA for t in by for v in self._values.names_of(t)):
+            problem = "the forward sets `.data` of a tensor between what it computes from that and the backward"
+            self._refuse(problem, "do so before or after, or write in place: `p.data.copy_(new)`", "Tensor.data")
 
     def _refuse_beyond(self) -> NoReturn:
         self._refuse("backward() goes on beyond an input that was itself computed", "give the input detached")

@@ -7,13 +7,17 @@ Data flow:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 
 from scopetrace._compat.gradients import first_state, is_torchs
-from scopetrace.errors import UnsupportedOpError
+from scopetrace._compat.ops import eager
+from scopetrace._compat.shape_env import evaluated
+from scopetrace.ir.guards import CallInputs, Source
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
@@ -25,6 +29,56 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
 def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str) -> Any:
     """One setting; None where there is none any more."""
     return optimizer.param_groups[i].get(key) if i < len(optimizer.param_groups) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Number(Source):
+    """That a setting is a number still. The program has it in a tensor, which a call fills."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    key: str
+    position: int | None
+    """In a tuple, as `betas`; None for what is no tuple."""
+    tensor: torch.Tensor
+
+    def value(self) -> Any:
+        """What is there now; None where there is no such tuple."""
+        x = setting_of(self.optimizer, self.group, self.key)
+        return x if self.position is None else dict(enumerate(x)).get(self.position) if type(x) is tuple else None
+
+    def current(self, call: CallInputs) -> str:
+        """`a number`, or the class of what is there in its place."""
+        value = self.value()
+        if not isinstance(value, Real):
+            return type(value).__name__
+        with eager():
+            self.tensor.fill_(float(value))
+        return "a number"
+
+    def __str__(self) -> str:
+        inside = [self.group, self.key, *([] if self.position is None else [self.position])]
+        return f"{type(self.optimizer).__name__}.param_groups" + "".join(f"[{part!r}]" for part in inside)
+
+
+def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
+    """What a comparison, or other expression, of numbers gives now."""
+    return evaluated(expr, {symbol: number.value() for symbol, number in numbers})
+
+
+def varied(optimizer: torch.optim.Optimizer) -> Iterator[list[Number]]:
+    """The numbers of each setting that schedules change: not one of zero that turns a part of the step off.
+
+    Powers of betas are asserted to be small, so that they are if a scheduler says so. A fused op takes the rate alone.
+    """
+    for i, key in settings_of(optimizer):
+        x, group = setting_of(optimizer, i, key), optimizer.param_groups[i]
+        is_varied = (key in ("momentum", "weight_decay") and x != 0) or (key == "betas" and "max_momentum" in group)
+        parts = [*enumerate(x)] if type(x) is tuple else [(None, x)]
+        if (key == "lr" or (is_varied and not group.get("fused"))) and all(isinstance(n, Real) for _, n in parts):
+            with eager():
+                tensors = [(at, torch.tensor(float(n), dtype=torch.float64, device="cpu")) for at, n in parts]
+            yield [Number(optimizer, i, key, at, t) for at, t in tensors]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -63,26 +117,16 @@ def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) 
     """The state that an optimizer needs for those of the parameters for which it has none.
 
     It is what its first step makes before it computes. Classes other than those of torch.optim make theirs in their
-    step. Raises UnsupportedOpError where the first step is not like the others.
+    step, and so does SGD with dampening, whose first step is not like the others.
     """
     wanted = {id(p) for p in params if not optimizer.state.get(p)}
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups if wanted and is_torchs(optimizer) else ():
         for p in (p for p in group["params"] if id(p) in wanted):
             state = first_state(optimizer, group, p)
-            if type(optimizer) is torch.optim.SGD and group["momentum"]:
-                state = {"momentum_buffer": _momentum(p, group["dampening"])}
+            if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and not group["dampening"]:
+                # from which a step makes what its first step makes without one: the gradient
+                state = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
             if state:
                 states[p] = state
     return states
-
-
-def _momentum(p: torch.Tensor, dampening: float) -> torch.Tensor:
-    """The momentum from which a step of SGD makes what its first step makes without one: the gradient."""
-    if dampening:
-        raise UnsupportedOpError(
-            "SGD has no state yet, and with dampening= its first step is not like the others",
-            op="SGD.step",
-            hint="run optimizer.step() once before the trace",
-        )
-    return torch.zeros_like(p, memory_format=torch.preserve_format)

@@ -551,6 +551,10 @@ class Contents:
         elif isinstance(x, (types.FunctionType, type, operator.attrgetter)):
             self.functions.append(x)
 
+    def of_class(self, kind: type) -> list[Any]:
+        """The objects of a class."""
+        return [saved.owner for saved in self._saved.values() if isinstance(saved.owner, kind)]
+
     def accept(self, table: Any, key: Any) -> None:
         """Keep an entry that was put into a saved dict, as if it had been there."""
         if id(table) in self._saved:

@@ -457,6 +457,8 @@ class Functionalizer(TapeCopier):
         is_itself = aliases is left and left.same(source) is left.same(before)
         differ = not is_itself and (after.fake.requires_grad or source.fake.requires_grad)  # in what autograd knows
         keeps_gradient = differ and after.fake.requires_grad and (self.grad or not source.fake.requires_grad)
+        if keeps_gradient and isinstance(self.old, RecordedTape) and (freed := self.old.differentiated()):
+            keeps_gradient = any(v.currently_requires_grad and v.op not in freed for v in self._results())
         objects = {id(after.fake), *(id(v.fake) for v in self.originals)}
         shared = any(v.storage == after.storage and id(v.fake) not in objects for v in self._results())
         other_size = to_expr(before.fake.size()) != to_expr(after.fake.size())

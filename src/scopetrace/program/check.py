@@ -28,6 +28,7 @@ from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
+from scopetrace.program.state import look_up
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import ModuleSnapshot
 
@@ -118,7 +119,7 @@ class _State:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
         self._objects = Contents()
         self._modules = [ModuleSnapshot("", module, self._objects) for module in modules]
-        written = tape.written_storages()
+        self._writes, written = tape.attribute_writes, tape.written_storages()
         read = [name for name, value in tape.attribute_reads() if value.storage in written]
         tensors = self._buffers() | {f"attribute {name}": tape.attributes[name] for name in read}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
@@ -141,6 +142,7 @@ class _State:
     def values(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
+        bound |= {f"{w.path} after it": look_up(w.module, w.name) for w in self._writes if w.module is not None}
         gradients = {f"gradient of {name}": t.grad for name, t in self._leaves.items()}
         return {name: _copy(t) for name, t in {**self._tensors, **bound, **gradients}.items()}
 
@@ -169,7 +171,8 @@ def _copy(t: torch.Tensor | None) -> torch.Tensor | None:
 
 def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
     called = [call.module for call in tape.calls if call.module is not None]
-    return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values() if module is not None)]))
+    others = [module for module, _ in tape.owners.values()] + [write.module for write in tape.attribute_writes]
+    return list(dict.fromkeys([*called, *(module for module in others if module is not None)]))
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outcome:

@@ -185,7 +185,7 @@ _WAYS_OUT = {
     "torch.distributions": "make the distribution with validate_args=False, or call "
     "torch.distributions.Distribution.set_default_validate_args(False): it looks at its parameters and samples",
     "guard_float": "compute with the tensor, x * s in place of x * float(s), or with s.item(), which may be returned "
-    f"too; {_SPECIALIZE}",
+    f"too: `return loss.item()`, not `float(loss)`; {_SPECIALIZE}",
     "guard_int": "where it is a length, take the whole tensor and a mask, torch.arange(x.size(1)) < n[:, None], and "
     f"n.item() in place of int(n), which asks for the value; where it decides, {_BRANCH}",
 }

@@ -230,7 +230,7 @@ def _is_content(change: Change) -> bool:
 
 def _does_not_matter(run: Run, lines: dict[str, str]) -> RecordedTape:
     """No result depends on the changes: what a call finds there does not count."""
-    _leave_out(run.tape, run.changes)
+    leave_out(run.tape, run.changes)
     run.tape.side_effects += _harmless(run, lines)
     return run.tape
 
@@ -374,7 +374,7 @@ def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> Recorded
     return run.tape
 
 
-def _leave_out(tape: RecordedTape, changes: list[Change]) -> None:
+def leave_out(tape: RecordedTape, changes: list[Change]) -> None:
     """Take what was changed out of the table of what a call is checked for."""
     entries = frozenset(change.place.id for change in changes)
     names = {(id(change.holder), change.attribute) for change in changes if change.attribute}
