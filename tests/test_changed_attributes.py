@@ -152,7 +152,7 @@ CHANGES = {
 }
 """What is done to the model `m`, by name; `G_` are the globals of its file."""
 
-EVERY = [pytest.param(10, id="some"), pytest.param(5, id="more", marks=pytest.mark.slow)]
+EVERY = [pytest.param(20, id="some"), pytest.param(5, id="more", marks=pytest.mark.slow)]
 """Each question is asked with one in so many of the changes, which are others for the next question."""
 
 
