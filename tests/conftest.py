@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import time
+import types
 from pathlib import Path
 
 # Before torch is imported, and for the processes that tests start: results and times do not depend on the cores.
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Every stage checks the tape that it leaves, which adds about 3 % to a trace.
 os.environ.setdefault("SCOPETRACE_CHECK", "1")
 
+import compared
 import numpy
 import pytest
 import torch
@@ -19,8 +21,29 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import scopetrace as st
+from scopetrace.infer import check
 
 torch.set_num_threads(1)
+check.compare = compared.once(check.compare)
+# Each `manual_seed` formats the stack for the GPU that may be used later, which takes longer than a call of a program.
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    _devices.traceback = types.SimpleNamespace(format_stack=list)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What imports and collection make stays: the garbage collector need not look at it, then or in each test.
+
+    It looks at all that tests and later imports leave ten times more seldom than it would by itself.
+    """
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item):

@@ -9,6 +9,7 @@ python tests/state_programs.py --draw 1000 --seed 910000
 """
 
 import argparse
+import contextlib
 import decimal
 import functools
 import logging
@@ -218,7 +219,7 @@ def _reset():
 
 def _traced(program):
     built = Built(program)
-    return built, st.trace(built.fn, built.args)
+    return built, _called(functools.partial(st.trace, built.fn), (built.args,))
 
 
 def _called(run, args):
@@ -240,32 +241,38 @@ def _equal(got, want):
 
 def faults(program: Program) -> list[str]:
     """What is wrong with the trace of a program."""
-    torch.set_grad_enabled(False)
-    try:
-        built = Built(program)
-        trace = _called(functools.partial(st.trace, built.fn), (built.args,))
+    with _as_at_first():
+        built, trace = _traced(program)
         if isinstance(trace, Exception):
             return []
         got = _called(trace, built.args)
         built = Built(program)
         found = [] if _equal(got, _called(built.fn, built.args)) else ["call"]
-        return found + _faults_of_changes(program)
-    finally:
-        torch.set_grad_enabled(True)
-        _reset()
+        return found + faults_of_changes(program)
 
 
-def _faults_of_changes(program):
+def faults_of_changes(program: Program) -> list[str]:
     """What is wrong with a call after a layer has changed; nothing where the trace is right for one call only."""
-    built, trace = _traced(program)
-    if any(effect.baked_in for effect in program_of(trace).tape.side_effects):
-        return []
-    built.change()
-    got = _called(trace, built.args)
-    built = Built(program)
-    _called(built.fn, built.args)  # as the trace did
-    built.change()
-    return [] if _equal(got, _called(built.fn, built.args)) else ["late call"]
+    with _as_at_first():
+        built, trace = _traced(program)
+        if isinstance(trace, Exception) or any(effect.baked_in for effect in program_of(trace).tape.side_effects):
+            return []
+        built.change()
+        got = _called(trace, built.args)
+        built = Built(program)
+        _called(built.fn, built.args)  # as the trace did
+        built.change()
+        return [] if _equal(got, _called(built.fn, built.args)) else ["late call"]
+
+
+@contextlib.contextmanager
+def _as_at_first():
+    """Without autograd, and afterwards all that programs change in the process is as it was."""
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _reset()
 
 
 def main(argv: list[str] | None = None) -> int:

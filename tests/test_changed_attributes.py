@@ -5,6 +5,7 @@
 Each question is asked by a model of its own, which is changed between the trace and the call in many ways.
 """
 
+import functools
 import linecache
 import sys
 import threading
@@ -151,17 +152,23 @@ CHANGES = {
 }
 """What is done to the model `m`, by name; `G_` are the globals of its file."""
 
-EVERY = [pytest.param(10, id="some"), pytest.param(5, id="more", marks=pytest.mark.slow)]
+EVERY = [pytest.param(20, id="some"), pytest.param(5, id="more", marks=pytest.mark.slow)]
 """Each question is asked with one in so many of the changes, which are others for the next question."""
+
+
+@functools.lru_cache(1)
+def compiled(question):
+    """The code of a file that has the model."""
+    code = MODEL.replace("QUESTION)", f"{question})")
+    name = f"<{question}>"
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    return compile(code, name, "exec")
 
 
 def made(question):
     """The globals of a file that has the model, and `m`, one of them."""
-    code = MODEL.replace("QUESTION)", f"{question})")
-    name = f"<{question}>"
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     found = {"__name__": "changed_model"}
-    exec(compile(code, name, "exec"), found)
+    exec(compiled(question), found)
     torch.manual_seed(0)
     return found | {"G_": found, "m": found["M"]()}
 

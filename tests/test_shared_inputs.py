@@ -72,11 +72,18 @@ def is_same(a, b):
     return a == b or (isinstance(a, str) and "modified" in a)  # a trace keeps what eager has overwritten
 
 
+SECOND = [*itertools.product(WRITES, RESULTS, (False, True))]
+EVERY = [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+"""One in so many of what may follow a write, which are others for the next write."""
+
+
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("first", WRITES)
-def test_writes_to_inputs_in_one_memory(inputs, first):
+def test_writes_to_inputs_in_one_memory(inputs, first, every):
     right = 0
-    for second, result, derived in itertools.product(WRITES, RESULTS, (False, True)):
+    number = [*itertools.product(WRITES, INPUTS)].index((first, inputs))
+    for second, result, derived in SECOND[(number + number // 3) % every :: every]:
         net = Net((first, second), result)
         try:
             expected = outcome(net, net, given(inputs, derived))
@@ -89,7 +96,7 @@ def test_writes_to_inputs_in_one_memory(inputs, first):
         assert is_same(expected, got), (second, result, derived, expected[1], got[1])
         right += 1
     if inputs != "one detached" and first != "across":  # refused, and torch's error
-        assert right >= 20
+        assert right >= 20 / every
 
 
 INNER = {

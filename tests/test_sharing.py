@@ -154,11 +154,11 @@ class Held(torch.nn.Module):
 def test_tensors_of_the_model_in_one_memory(traced):
     if traced == "bits":
         return
+    net, x = Held(LAYOUTS[traced]), torch.full((3,), 2.0)
+    trace = st.trace(net, (x,))
     for called, layout in LAYOUTS.items():
         if called == "bits":
             continue
-        net, x = Held(LAYOUTS[traced]), torch.full((3,), 2.0)
-        trace = st.trace(net, (x,))
         net.lie(layout)
         net_in_eager = Held(layout)
         expected = (net_in_eager(x), net_in_eager.a, net_in_eager.b)

@@ -127,20 +127,34 @@ def run(program, x):
     return out, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("partition_fn", PARTITIONERS)
+def start(*models):
+    """Without gradients, as before the first call."""
+    for model in models:
+        model.zero_grad()
+
+
+def assert_as_eager(split, model, twin, x):
+    """Of one call each: results, gradients and buffers, where those before it are equal."""
+    other = x.detach().clone().requires_grad_(x.requires_grad)
+    found, expected = run(split, x), run(twin, other)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(x.grad, other.grad, rtol=0, atol=0)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(list(model.buffers()), list(twin.buffers()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_effects_and_gradients_are_those_of_eager(name, partition_fn):
+def test_results_effects_and_gradients_are_those_of_eager(name):
     torch.manual_seed(0)
     model, needs_grad = Model(PROGRAMS[name]), "input" in name
     twin, x = copy.deepcopy(model), torch.randn(5, 4, requires_grad=needs_grad)
-    split, other = st.trace(model, (x,)).split_backward(partition_fn), x.detach().clone().requires_grad_(needs_grad)
-    for _ in range(2):
-        found, expected = run(split, x), run(twin, other)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        torch.testing.assert_close(x.grad, other.grad, rtol=0, atol=0)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(list(model.buffers()), list(twin.buffers()), rtol=0, atol=0)
+    trace = st.trace(model, (x,))
+    for partition_fn in PARTITIONERS:
+        start(model, twin)
+        split = trace.split_backward(partition_fn)
+        for _ in range(2):
+            assert_as_eager(split, model, twin, x.detach().clone().requires_grad_(needs_grad))
 
 
 @pytest.mark.parametrize("partition_fn", PARTITIONERS)
@@ -336,22 +350,17 @@ SIZED = {
 
 
 @pytest.mark.parametrize("dim", [BATCH, 2 * BATCH])
-@pytest.mark.parametrize("partition_fn", PARTITIONERS)
 @pytest.mark.parametrize("name", SIZED)
-def test_dynamic_sizes(name, partition_fn, dim):
+def test_dynamic_sizes(name, dim):
     torch.manual_seed(0)
     model, needs_grad = Model(SIZED[name]), "input" in name
     twin, x = copy.deepcopy(model), torch.randn(6, 4, requires_grad=needs_grad)
-    split = st.trace(model, (x,), dynamic_shapes={"x": {0: dim}}).split_backward(partition_fn)
-    for count in (6, 4, 10):
-        x = torch.randn(count, 4, requires_grad=needs_grad)
-        other = x.detach().clone().requires_grad_(needs_grad)
-        found, expected = run(split, x), run(twin, other)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        torch.testing.assert_close(x.grad, other.grad, rtol=0, atol=0)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(list(model.buffers()), list(twin.buffers()), rtol=0, atol=0)
+    trace = st.trace(model, (x,), dynamic_shapes={"x": {0: dim}})
+    for partition_fn in PARTITIONERS:
+        start(model, twin)
+        split = trace.split_backward(partition_fn)
+        for count in (6, 4, 10):
+            assert_as_eager(split, model, twin, torch.randn(count, 4, requires_grad=needs_grad))
 
 
 class OfTwo(Model):

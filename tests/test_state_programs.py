@@ -24,10 +24,10 @@ def test_layers_that_differ_in_what_python_holds(programs):
 
 def faults_of_late_changes(holder, value, late):
     """Of layers that hold a value so, of which one is changed after the trace."""
-    in_place = [False, True] if state_programs.VALUES[value] else [False]
-    for way in in_place:
-        program = Program((State(holder, value, True, ""),), 3, 1, late, way, "layers", False, "")
-        yield from state_programs.faults(program)
+    program = Program((State(holder, value, True, ""),), 3, 1, late, False, "layers", False, "")
+    yield from state_programs.faults(program)
+    if state_programs.VALUES[value]:
+        yield from state_programs.faults_of_changes(program._replace(late_in_place=True))
 
 
 WHICH = [pytest.param(0, id="first", marks=pytest.mark.slow), pytest.param(2, id="last")]
