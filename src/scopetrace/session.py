@@ -255,7 +255,7 @@ class Recording:
         guards = reads.guards(fn, changes)
         tape.guards += guards
         entries = bind_entries(self.values, changes, self.first) if changes else frozenset()
-        changes = self._without_bound([c for c in changes if c.place.id not in entries])
+        changes = self._without_bound([c for c in changes if c.place.id not in entries], reads)
         note_plain_leaves(self.values)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
@@ -280,7 +280,7 @@ class Recording:
             verify(tape, "recording")
         return Run(tape, changes, bound, reads.was_read, self._data_of)
 
-    def _without_bound(self, changes: list[Change]) -> list[Change]:
+    def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
         left = []
         for change in changes:

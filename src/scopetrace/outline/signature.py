@@ -99,9 +99,9 @@ def argument_leaves(named: Mapping[str, Template], used: set[Value]) -> list[Arg
     return [leaf for name, x in named.items() for leaf in _leaves(name, x, used, may_be_partial=True)]
 
 
-def result_leaves(result: Template, made: set[Value]) -> Iterator[ArgumentLeaf]:
+def result_leaves(result: Template, produced: set[Value]) -> Iterator[ArgumentLeaf]:
     """The leaves of a result in order; of an object that holds tensors, those that the call makes."""
-    return _leaves("", result, made)
+    return _leaves("", result, produced)
 
 
 def _leaves(path: str, x: Any, used: set[Value], *, may_be_partial: bool = False) -> Iterator[ArgumentLeaf]:
