@@ -1,10 +1,9 @@
 """Traces as files: a zip archive with a header, the tapes as JSON, and the tensors' memory.
 
 archive   entries of the zip file: JSON, and tensors over shared storages
-records   the classes that a file may have, and the types of their fields
+records   the classes that a file may have, the types of their fields, and what of a tape would be code
 encoder   tapes -> tables of rows
 decoder   tables of rows -> tapes
-names     what of a tape would be code
 
     scopetrace/header.json     {"format": "scopetrace trace", "version": 3, "scopetrace": "0.1.0", "torch": "2.13.0"}
     scopetrace/program.json    {"tables": {...}, "environment": ..., "recorded": row, "program": row}
@@ -12,7 +11,7 @@ names     what of a tape would be code
     scopetrace/tensors/0.pt    torch.save of a tensor that is not strided
 
 Reading runs no code of the file: it imports nothing and calls nothing that the file names. What torch.fx would write
-into the code of the graph is checked (`names`).
+into the code of the graph is checked (`refuse_code`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from scopetrace.errors import ScopetraceError, TraceFileError
 from scopetrace.files.archive import ArchiveReader, ArchiveWriter
 from scopetrace.files.decoder import Decoder
 from scopetrace.files.encoder import Encoder, NoForm
-from scopetrace.files.names import refuse_code
+from scopetrace.files.records import refuse_code
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.verify import verify
 

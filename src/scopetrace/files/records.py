@@ -1,4 +1,4 @@
-"""The classes of which a file has instances, by name, the fields that a file does not have, and the types of fields.
+"""What a file may have: the classes of its instances with the fields and their types, and no names that would be code.
 
 An instance is written as the fields that differ from their defaults, so that a file of an older version is read where
 new fields have defaults.
@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import enum
 import functools
+import keyword
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
-from scopetrace._compat.ops import OPS
+import torch
+
+from scopetrace._compat.graph_module import is_writable
+from scopetrace._compat.ops import OPS, is_op, schema_of
 from scopetrace._compat.shape_env import DimSpec
-from scopetrace._compat.symbols import BINDING_KEYS
+from scopetrace._compat.symbols import BINDING_KEYS, METHODS, CallMethodKey, Symbolic
 from scopetrace.containers.structure import Effect, Returned
 from scopetrace.ir import conditions, guards, registered, tape, write_back
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, ProgramTape, Tape, Value
 
-_TAPES = (tape.RecordedTape, tape.FunctionalTape, tape.BodyTape)
+_TAPES = (tape.RecordedTape, FunctionalTape, BodyTape)
 
 TABLES: dict[type, str] = {
-    tape.Value: "values",
-    **{tape.Op: "ops", tape.Call: "calls", Scope: "scopes"},
+    Value: "values",
+    **{Op: "ops", tape.Call: "calls", Scope: "scopes"},
     **dict.fromkeys(_TAPES, "tapes"),
 }
 """The tables of what a program refers to from several places. Each is written once, as a row."""
@@ -60,7 +67,7 @@ LEFT_OUT: dict[type, tuple[str, ...]] = {
     DimSpec: ("derive",),  # used only where the trace is made
     guards.GradientOfInput: ("gradient",),
     **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "example_inputs", "settled")),
-    tape.BodyTape: _OF_A_TAPE,
+    BodyTape: _OF_A_TAPE,
 }
 """The fields that a file does not have: the model's modules and inputs, and what is made anew for all its tapes."""
 
@@ -81,7 +88,7 @@ def is_default(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 _OF_AN_OP = {"args": tuple, "kwargs": dict, "outputs": Any}
-"""Leaf modules take and give objects of any class, and an op of a pickle an object of C++; `names` checks arguments."""
+"""Leaf modules take and give objects of any class, and an op of a pickle one of C++; `refuse_code` checks arguments."""
 
 
 def checked_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def checked_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
-    return {name: hints[name] for name in fields_of(kind)} | {"frames": Any} | (_OF_AN_OP if kind is tape.Op else {})
+    return {name: hints[name] for name in fields_of(kind)} | {"frames": Any} | (_OF_AN_OP if kind is Op else {})
 
 
 def _fits(x: Any, hint: Any) -> bool:
@@ -127,3 +134,92 @@ def _fits(x: Any, hint: Any) -> bool:
     if origin is tuple and parts[1:] != (...,):
         return len(x) == len(parts) and all(map(_fits, x, parts))
     return all(_fits(item, parts[0]) for item in x)
+
+
+# What would be code --------------------------------------------------------------------------------------------------
+
+# torch.fx writes names of arguments, attributes and keywords into the code of a graph as they are, and the `repr` of
+# constants. So a name that is no name, and an object whose text a file chooses, would be code that the file brings.
+
+_CONSTANTS = (
+    *(type(None), bool, int, float, complex, str, bytes, type(...), enum.Enum, *OPS),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Classes whose `repr` is the object, or which torch.fx writes in another safe way."""
+_TENSORS = (Value, type(None), bool, int, float, complex, *Symbolic)
+"""What an op takes for a tensor."""
+_OPERANDS = (Value, BodyTape, *Symbolic)
+
+
+def refuse_code(tape: ProgramTape, *, is_file: bool) -> None:
+    """Raise ValueError for a tape whose names or constants would be code. A pickle may also have objects of its own."""
+    for inner in tape.walk():
+        for op in inner.ops:
+            _check_op(op, is_file)
+        for x in _outputs(inner):
+            if not isinstance(x, _OPERANDS):
+                raise ValueError(f"a program gives {type(x).__name__}")
+        for call in inner.calls:
+            if not is_writable(call.fqn or "", keywords=True):
+                raise ValueError(f"{call.fqn!r} is no name of a module")
+        if isinstance(inner, BodyTape):
+            _check_name(inner.name)
+
+
+def _outputs(tape: Tape) -> Iterator[Any]:
+    if isinstance(tape, ProgramTape):
+        yield from (write.value for write in tape.attribute_writes)
+    if isinstance(tape, FunctionalTape) and tape.returned is not None:
+        yield from tape.returned
+    elif isinstance(tape, BodyTape):
+        yield from (x for x in _leaves(tape.outputs) if not isinstance(x, _CONSTANTS))
+
+
+def _check_op(op: Op, is_file: bool) -> None:
+    if op.kind == "placeholder":
+        _check_name(op.target)
+    elif op.kind != "call_function" and not (isinstance(op.target, str) and is_writable(op.target)):
+        raise ValueError(f"{op.target!r} is no name of an attribute")
+    for name in op.kwargs:
+        _check_name(name)
+    if any(isinstance(key, CallMethodKey) and key.name not in METHODS for key in _leaves(op.unbacked or {})):
+        raise ValueError(f"a size is no result of {op.unbacked}")
+    if op.kind == "call_module" and is_file:
+        raise ValueError(f"a file has no code of a leaf module, such as {op.target}")
+    if op.kind == "call_function":
+        _check_arguments(op)
+        for x in _leaves((op.args, op.kwargs)):
+            if not isinstance(x, (*_OPERANDS, *_CONSTANTS)) and (is_file or not isinstance(x, torch.ScriptObject)):
+                raise TypeError(f"an argument of {op.target} is an object of {type(x).__name__}")
+
+
+def _check_arguments(op: Op) -> None:
+    """Raise TypeError for arguments that the op does not have, and for others than tensors where it takes tensors."""
+    if not is_op(op.target):
+        return
+    arguments = schema_of(op.target).arguments
+    operands = dict(zip([a.name for a in arguments if not a.kwarg_only], op.args, strict=False)) | op.kwargs
+    kinds = {a.name: a for a in arguments}
+    if len(operands) != len(op.args) + len(op.kwargs) or not operands.keys() <= kinds.keys():
+        raise TypeError(f"{op.target} does not take these arguments")
+    for name, x in operands.items():
+        if kinds[name].is_tensor and not all(isinstance(leaf, _TENSORS) for leaf in _leaves(x)):
+            raise TypeError(f"{name} of {op.target} is no tensor")
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    """What torch.fx writes of an argument, beside lists, tuples, dicts and slices."""
+    if isinstance(x, (list, tuple)):
+        for item in x:
+            yield from _leaves(item)
+    elif isinstance(x, dict):
+        yield from _leaves([*x, *x.values()])
+    elif isinstance(x, slice):
+        yield from (x.start, x.stop, x.step)
+    else:
+        yield x
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{name!r} is no name of an argument")
