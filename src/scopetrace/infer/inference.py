@@ -185,7 +185,7 @@ class Inference:
                     return False
             elif kind is torch.SymInt and not has_unbacked(to_expr(x)):
                 key.append(to_expr(x))
-            else:
+            elif kind is not torch.SymFloat or not rules.is_elementwise(key[0]):  # of which no number decides more
                 return False
         return True
 
