@@ -767,7 +767,7 @@ class Sums(Plain):
 
     def forward(self, x):
         y = x * 2
-        self.t = self.t + y.sum(0)
+        self.t = self.t.to(torch.float32) + y.sum(0)
         return y
 
 

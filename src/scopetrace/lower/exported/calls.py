@@ -199,7 +199,7 @@ def _can_be_repeated(node: Node) -> bool:
     return in_python or node.target is torch.ops.aten.sym_size.int
 
 
-_CHECK = torch.ops.aten._assert_tensor_metadata.default
+CHECK_OF_DTYPE = torch.ops.aten._assert_tensor_metadata.default
 
 
 def with_marks(
@@ -214,7 +214,7 @@ def with_marks(
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
     for i, value in casts(tape):
         op, before = tape.ops[i], tape.ops[i - 1]
-        if before.target is not _CHECK or before.args[0] is not value:  # a graph of torch.export has it
+        if before.target is not CHECK_OF_DTYPE or before.args[0] is not value:  # a graph of torch.export has it
             marks[i].append(_mark(value, op.call, op.scope, op.frames, op.grad))
     _mark_idle_calls(tape, frames, chosen, marks)
     _mark_dead_values(tape, [call for call in tape.calls if frames[call] in chosen], marks)
@@ -273,7 +273,7 @@ def is_erased(call: Op | torch.fx.Node) -> bool:
 
 def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames, grad: bool) -> Op:
     args = (value, None, None, value.fake.dtype)
-    return Op("call_function", _CHECK, args, {}, None, scope, call, frames, grad=grad)
+    return Op("call_function", CHECK_OF_DTYPE, args, {}, None, scope, call, frames, grad=grad)
 
 
 Placement = tuple[dict[torch.fx.Node, "ModuleCallFrame"], set[torch.fx.Node]]

@@ -22,7 +22,7 @@ from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError, SideEffectWarning
 from scopetrace.ir.tape import FunctionalTape, Value
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
-from scopetrace.lower.exported.calls import argument_of, example_of, flat_template
+from scopetrace.lower.exported.calls import CHECK_OF_DTYPE, argument_of, example_of, flat_template
 from scopetrace.lower.exported.inputs import Lifted
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import FxLowering
@@ -157,7 +157,7 @@ class Outputs(ResultNodes):
         writes = [w for w in self._tape.attribute_writes if w.path in self._state]
         kept = [node for w in writes if self._is_kept(w.path, node := self.lower(w.value))]
         is_result = ref in [getattr(source, "base", source) for source in self._write_back.results]
-        is_asked = any(node.is_impure() for node in reached - {start})
+        is_asked = any(n.is_impure() and n.target is not CHECK_OF_DTYPE for n in reached - {start})
         return is_result or is_asked or not reached.isdisjoint([*self.values, *kept])
 
     def _new_values(self) -> list[torch.fx.Node]:
