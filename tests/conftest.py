@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import scopetrace as st
-from scopetrace.infer import check
+from scopetrace.infer import inference
 
 torch.set_num_threads(1)
-check.compare = compared.once(check.compare)
+inference.compare = compared.once(inference.compare)
 # Each `manual_seed` formats the stack for the GPU that may be used later, which takes longer than a call of a program.
 for _devices in (torch.cuda, torch.xpu, torch.mtia):
     _devices.traceback = types.SimpleNamespace(format_stack=list)

@@ -762,6 +762,54 @@ class Grow(nn.Module):
         return x + self.t[:4]
 
 
+class Sums(Plain):
+    """As the metrics of torchmetrics do: what is summed up is not in the result of a call."""
+
+    def forward(self, x):
+        y = x * 2
+        self.t = self.t.to(torch.float32) + y.sum(0)
+        return y
+
+
+class Starts(Grow):
+    """As the neurons of snntorch do: a state that begins anew in each call, in a buffer without elements before."""
+
+    def __init__(self):
+        super().__init__()
+        self.t = torch.zeros(0)
+
+    def forward(self, x):
+        self.t = torch.zeros_like(self.t)
+        self.t = torch.zeros_like(x) if self.t.shape != x.shape else self.t
+        self.t = self.t + x
+        return self.t * 2
+
+
+@pytest.mark.parametrize("model", [Sums(), Starts()], ids=lambda m: type(m).__name__)
+def test_a_tensor_on_which_no_result_depends_is_left_as_it_is_with_a_warning(model):
+    with pytest.warns(st.errors.SideEffectWarning, match=r"self\.t was assigned"):
+        module = st.trace(model, (X,)).to_exported_program().module()
+    for n in range(3):
+        assert torch.equal(module(X + n), model(X + n))
+
+
+class SumsIntoABuffer(Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("all", torch.zeros(4))
+
+    def forward(self, x):
+        self.t = self.t + x.sum(0)
+        self.all = self.all + self.t
+        return x * 2
+
+
+class GivesTheOld(Plain):
+    def forward(self, x):
+        old, self.t = self.t, self.t + x.sum(0)
+        return old[1:]
+
+
 class Opaque:
     pass
 
@@ -775,7 +823,10 @@ class TakesOpaque(nn.Module):
     ("model", "args", "message", "hint"),
     [
         (Turn(), (X.clone(),), "`x.t_()` changes the shape or memory", "return a new tensor"),
-        (Plain(), (X,), "reads self.t and binds it to a new tensor", "register_buffer"),
+        *(
+            (m, (X,), "reads self.t and binds it to a new", "register_buffer")
+            for m in (Plain(), SumsIntoABuffer(), GivesTheOld())
+        ),
         (
             PlainInPlace(),
             (X,),

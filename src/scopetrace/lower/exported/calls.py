@@ -296,7 +296,7 @@ def _can_be_repeated(node: Node) -> bool:
     return in_python or node.target is torch.ops.aten.sym_size.int
 
 
-_CHECK = torch.ops.aten._assert_tensor_metadata.default
+CHECK_OF_DTYPE = torch.ops.aten._assert_tensor_metadata.default
 
 
 def with_marks(
@@ -311,7 +311,9 @@ def with_marks(
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
     for i, op in enumerate(tape.ops):
         before = tape.ops[i - 1]
-        if is_cast(op) and (before.target is not _CHECK or before.args[0] is not op.tensor(0)):  # torch.export's has it
+        if is_cast(op) and (
+            before.target is not CHECK_OF_DTYPE or before.args[0] is not op.tensor(0)
+        ):  # torch.export's has it
             marks[i].append(_mark(op.tensor(0), op.call, op.scope, op.frames, op.grad))
     _mark_idle_calls(tape, frames, chosen, marks)
     _mark_dead_values(tape, [call for call in tape.calls if frames[call] in chosen], marks)
@@ -370,7 +372,7 @@ def is_erased(call: Op | torch.fx.Node) -> bool:
 
 def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames, grad: bool) -> Op:
     args = (value, None, None, value.fake.dtype)
-    return Op("call_function", _CHECK, args, {}, None, scope, call, frames, grad=grad)
+    return Op("call_function", CHECK_OF_DTYPE, args, {}, None, scope, call, frames, grad=grad)
 
 
 Placement = tuple[dict[Node, ModuleCallFrame], set[Node]]

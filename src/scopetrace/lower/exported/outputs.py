@@ -22,7 +22,7 @@ from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError, SideEffectWarning
 from scopetrace.ir.tape import FunctionalTape, Value
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
-from scopetrace.lower.exported.calls import argument_of
+from scopetrace.lower.exported.calls import CHECK_OF_DTYPE, argument_of
 from scopetrace.lower.exported.inputs import Lifted, example_of, flat_template
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import FxLowering
@@ -90,15 +90,13 @@ class Outputs(ResultNodes):
             changes[update.target] = self._change(update.target, self.values[update.value.index])
             self.updated[update.target] = changes[update.target].value
         for write in self._tape.attribute_writes:
-            name = f"{write.fqn}.{write.name}" if write.fqn else write.name
-            change = self._binding(name, self.lower(write.value)) if name in self._state else None
+            change = self._binding(write.path, self.lower(write.value)) if write.path in self._state else None
             if change is not None:
-                changes[StateRef(name)] = change
+                changes[StateRef(write.path)] = change
                 self._bound.add(self._storage(change.placeholder))
             else:
-                text = (
-                    f"The tensor attribute self.{name} was assigned during export, and the program does not assign it"
-                )
+                text = f"The tensor attribute self.{write.path} was assigned during export"
+                text += ", and the program does not assign it"
                 warnings.warn(f"{text}: register it as a buffer, or return the tensor", SideEffectWarning, stacklevel=6)
         order = {node: i for i, node in enumerate(self._graph.nodes)}
         return dict(sorted(changes.items(), key=lambda item: order[item[1].placeholder]))
@@ -121,25 +119,46 @@ class Outputs(ResultNodes):
     def _binding(self, name: str, value: torch.fx.Node) -> _Change | None:
         """`self.n = self.n + 1` as a change of the buffer's data, since an ExportedProgram cannot rebind a buffer.
 
-        None for a buffer of another shape or dtype that the graph does not read, such as a cache that forward fills.
+        None for a tensor that it cannot write, no buffer or one of another shape or dtype, where it need not: such as a
+        cache that forward fills, or what a metric sums up beside its result.
         """
-        if self._state[name][0].kind is not InputKind.BUFFER:
+        state, node = self._state[name]
+        if self._is_kept(name, value):
+            return self._change(StateRef(name), value)
+        if not self._is_needed(StateRef(name)):
+            return None
+        if state.kind is not InputKind.BUFFER:
             raise ExportError(
                 f"the forward reads self.{name} and binds it to a new tensor, and it is no buffer",
                 module=self._tape.root.path,
                 hint="register it with register_buffer",
             )
-        old, new = self._state[name][1].meta["val"], value.meta["val"]
-        if old.shape != new.shape or old.dtype != new.dtype:
-            if not self._state[name][1].users:
-                return None
-            raise ExportError(
-                f"the forward binds the buffer {name}, {list(old.shape)} of {old.dtype}, to a tensor of "
-                f"{list(new.shape)} of {new.dtype}",
-                module=self._tape.root.path,
-                hint="a buffer of an ExportedProgram keeps its shape and dtype: register it as it becomes",
-            )
-        return self._change(StateRef(name), value)
+        old, new = node.meta["val"], value.meta["val"]
+        raise ExportError(
+            f"the forward binds the buffer {name}, {list(old.shape)} of {old.dtype}, to a tensor of "
+            f"{list(new.shape)} of {new.dtype}",
+            module=self._tape.root.path,
+            hint="a buffer of an ExportedProgram keeps its shape and dtype: register it as it becomes",
+        )
+
+    def _is_kept(self, name: str, value: torch.fx.Node) -> bool:
+        """Whether it is a buffer, and gets a tensor of its shape and dtype."""
+        state, node = self._state[name]
+        facts = [(n.meta["val"].shape, n.meta["val"].dtype) for n in (node, value)]
+        return state.kind is InputKind.BUFFER and facts[0] == facts[1]
+
+    def _is_needed(self, ref: StateRef) -> bool:
+        """Whether a result, a new value that the program writes or one of its checks depends on a tensor."""
+        start = self._state[ref.name][1]
+        reached = {start}
+        for node in self._graph.nodes:
+            if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+                reached.add(node)
+        writes = [w for w in self._tape.attribute_writes if w.path in self._state]
+        kept = [node for w in writes if self._is_kept(w.path, node := self.lower(w.value))]
+        is_result = ref in [getattr(source, "base", source) for source in self._write_back.results]
+        is_asked = any(n.is_impure() and n.target is not CHECK_OF_DTYPE for n in reached - {start})
+        return is_result or is_asked or not reached.isdisjoint([*self.values, *kept])
 
     def _new_values(self) -> list[torch.fx.Node]:
         """The nodes of the new values: none twice, none in the memory of a placeholder, none before a read of the old.
