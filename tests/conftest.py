@@ -6,6 +6,7 @@ import random
 import sys
 import time
 import types
+import typing
 from pathlib import Path
 
 # Before torch is imported, and for the processes that tests start: results and times do not depend on the cores.
@@ -28,6 +29,8 @@ inference.compare = compared.once(inference.compare)
 # Each `manual_seed` formats the stack for the GPU that may be used later, which takes longer than a call of a program.
 for _devices in (torch.cuda, torch.xpu, torch.mtia):
     _devices.traceback = types.SimpleNamespace(format_stack=list)
+# Each export registers thousands of kernels, whose annotations are made anew, a fifth of the time; these are kept.
+torch._ops.Callable = typing.Callable
 
 
 @pytest.hookimpl(wrapper=True)

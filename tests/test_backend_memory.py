@@ -39,6 +39,14 @@ BACKENDS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_new_objects():
+    """The garbage collector leaves out what other tests and imports made, which takes most of its time."""
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def reset():
     torch._dynamo.reset()

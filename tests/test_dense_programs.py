@@ -28,8 +28,8 @@ def larger(way, number):
 @pytest.mark.parametrize(
     ("way", "every"),
     [
-        *(("static", 120), ("gradients", 300), ("leaves", 1000), ("dynamic", 800)),
-        *(larger("gradients", 150), larger("leaves", 500), larger("dynamic", 400)),
+        *(("static", 240), ("gradients", 600), ("leaves", 2000), ("dynamic", 1600)),
+        *(larger("static", 120), larger("gradients", 150), larger("leaves", 500), larger("dynamic", 400)),
     ],
 )
 def test_small_programs(way, every):
@@ -40,7 +40,7 @@ def test_small_programs(way, every):
 @pytest.mark.parametrize(
     ("way", "number"),
     [
-        *(("static", 150), ("gradients", 50), ("leaves", 20), ("dynamic", 20)),
+        *(("static", 75), ("gradients", 25), ("leaves", 10), ("dynamic", 10)),
         *(larger("static", 300), larger("gradients", 100), larger("leaves", 40), larger("dynamic", 40)),
     ],
 )

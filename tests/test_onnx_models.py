@@ -112,7 +112,7 @@ def transformers():
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 64,
@@ -145,7 +145,7 @@ def test_a_decoder_with_a_cache_at_other_lengths(transformers):
     kwargs = {"input_ids": torch.randint(0, 64, (2, 3)), "past_key_values": cache}
     shapes = {"input_ids": {0: batch, 1: new}, "past_key_values": cache_shapes(cache, {0: batch, 2: past})}
     made = exported(transformers.LlamaForCausalLM(config), (), kwargs, dynamic_shapes=shapes)
-    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 4}
+    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 3}
     assert caches_taken(made) == ["past_key_values.layers[0].keys", "past_key_values.layers[0].values"]
     assert [d.value for d in made.graph.outputs[1].shape if not isinstance(d, int)] == ["batch", "new + past"]
 
@@ -160,7 +160,7 @@ def test_a_prompt_with_an_empty_cache(transformers):
     config = transformers.LlamaConfig(**SMALL)
     kwargs = {"input_ids": torch.randint(0, 64, (2, 3)), "past_key_values": transformers.DynamicCache(config=config)}
     made = exported(transformers.LlamaModel(config), (), kwargs)
-    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 4} and caches_taken(made) == []
+    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 3} and caches_taken(made) == []
 
 
 @pytest.fixture
@@ -175,13 +175,13 @@ def static(transformers):
 def test_a_static_cache_is_written_in_place(static):
     model, kwargs = static
     made = exported(model, (), kwargs)
-    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 4}
+    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 3}
     (layer,) = [f for f in made.functions.values() if f.name == "LlamaDecoderLayer"]
     names = ("keys", "values", "cumulative_length")
     assert caches_taken(made) == [f"past_key_values.layers[0].{name}" for name in names]
     assert [v.name for v in layer.outputs] == ["output", *(f"past_key_values_layers_0_{n}_updated" for n in names)]
-    changed = [f"past_key_values_layers_{i}_{name}_updated" for i in range(4) for name in names]
-    assert [v.name for v in made.graph.outputs][-12:] == changed
+    changed = [f"past_key_values_layers_{i}_{name}_updated" for i in range(3) for name in names]
+    assert [v.name for v in made.graph.outputs][-9:] == changed
 
 
 def test_a_cache_that_is_registered_with_pytree(static):
@@ -194,9 +194,9 @@ def test_a_cache_that_is_registered_with_pytree(static):
         made = exported(model, (), kwargs)
     finally:
         del torch.utils._pytree.SUPPORTED_NODES[cls]
-    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 4}
+    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 3}
     assert caches_taken(made) == [f"past_key_values[{i}]" for i in range(3)]
-    assert [v.name for v in made.graph.outputs][-12:] == [f"past_key_values_{i}_updated" for i in range(12)]
+    assert [v.name for v in made.graph.outputs][-9:] == [f"past_key_values_{i}_updated" for i in range(9)]
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
@@ -208,7 +208,7 @@ def test_one_function_for_each_kind_of_layer(transformers, implementation):
     model.set_experts_implementation(implementation)
     kwargs = {"input_ids": torch.randint(0, 64, (2, 9)), "use_cache": False}
     made = exported(model, (), kwargs, dynamic_shapes={"input_ids": {1: Dim("length")}, "use_cache": None})
-    assert layers(made, "Qwen3MoeDecoderLayer") == {"Qwen3MoeDecoderLayer": 1, "Qwen3MoeDecoderLayer_2": 3}
+    assert layers(made, "Qwen3MoeDecoderLayer") == {"Qwen3MoeDecoderLayer": 1, "Qwen3MoeDecoderLayer_2": 2}
 
 
 def test_an_encoder(transformers):
@@ -217,7 +217,7 @@ def test_an_encoder(transformers):
     kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model = transformers.BertModel(transformers.BertConfig(**SMALL))
     made = exported(model, (), kwargs, dynamic_shapes=dict.fromkeys(kwargs, shape))
-    assert layers(made, "BertLayer") == {"BertLayer": 4}
+    assert layers(made, "BertLayer") == {"BertLayer": 3}
 
 
 def two_caches(transformers, count, past, source):

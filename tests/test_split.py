@@ -349,8 +349,11 @@ SIZED = {
 }
 
 
-@pytest.mark.parametrize("dim", [BATCH, 2 * BATCH])
-@pytest.mark.parametrize("name", SIZED)
+DIMS = BATCH, 2 * BATCH
+IN_TEST_ALL = [pytest.param(name, DIMS[i % 2 - 1], marks=pytest.mark.slow) for i, name in enumerate(SIZED)]
+
+
+@pytest.mark.parametrize(("name", "dim"), [*((name, DIMS[i % 2]) for i, name in enumerate(SIZED)), *IN_TEST_ALL])
 def test_dynamic_sizes(name, dim):
     torch.manual_seed(0)
     model, needs_grad = Model(SIZED[name]), "input" in name

@@ -4,12 +4,12 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+from processes import in_another_process
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -643,13 +643,11 @@ def test_equal_digests_are_no_differences():
                 assert st.diff(tr, other), (name, other_name)
 
 
-def test_the_digest_is_the_same_in_another_process():
-    code = textwrap.dedent("""
-        import torch, scopetrace as st
-        print(st.trace(torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.ones(1, 2),)).digest)
-    """)
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert there.strip() == st.trace(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),)).digest
+def test_the_digests_of_a_trace_and_of_its_order_are_the_same_in_another_process():
+    code = "tr = st.trace(torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.ones(1, 2),)); print(tr.digest)\n"
+    there = in_another_process(f"{code}print(tr.order.digest)").split()
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert there == [st.trace(model, (torch.ones(1, 2),)).digest, st.trace(model, (torch.ones(3, 2),)).order.digest]
 
 
 def test_a_loaded_trace_is_equal(tmp_path):
