@@ -13,7 +13,7 @@ from scopetrace.ir.tape import Value
 
 
 def once(compare):
-    """As `compare`, of `scopetrace.infer.check`, for what is asked for the first time, or has symbolic sizes."""
+    """As `compare`, of `scopetrace.infer.inference`, for what is asked for the first time, or has symbolic sizes."""
     known = set()
 
     @functools.wraps(compare)
@@ -24,6 +24,8 @@ def once(compare):
             if facts is not None:
                 known.add(facts)
 
+    for function in (compare_once, _facts, _add):  # the lines of a forward are those of files outside of scopetrace
+        function.__code__ = function.__code__.replace(co_filename=of.__file__)
     return compare_once
 
 
