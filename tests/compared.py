@@ -4,6 +4,7 @@ op, metadata of its tensors, other arguments, modes, inferred results -> torch's
 """
 
 import functools
+import types
 
 import torch
 
@@ -24,9 +25,15 @@ def once(compare):
             if facts is not None:
                 known.add(facts)
 
-    for function in (compare_once, _facts, _add):  # the lines of a forward are those of files outside of scopetrace
-        function.__code__ = function.__code__.replace(co_filename=of.__file__)
+    for function in (compare_once, _facts, _add):
+        function.__code__ = _of_scopetrace(function.__code__)
     return compare_once
+
+
+def _of_scopetrace(code):
+    """Code, as of a file of scopetrace: the lines of a forward, which errors name, are those of other files."""
+    consts = [_of_scopetrace(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
+    return code.replace(co_filename=of.__file__, co_consts=tuple(consts))
 
 
 def _facts(func, arguments, inputs, container, tensors):

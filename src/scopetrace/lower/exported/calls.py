@@ -311,9 +311,8 @@ def with_marks(
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
     for i, op in enumerate(tape.ops):
         before = tape.ops[i - 1]
-        if is_cast(op) and (
-            before.target is not CHECK_OF_DTYPE or before.args[0] is not op.tensor(0)
-        ):  # torch.export's has it
+        has_check = before.target is CHECK_OF_DTYPE and before.args[0] is op.tensor(0)  # a graph of torch.export
+        if is_cast(op) and not has_check:
             marks[i].append(_mark(op.tensor(0), op.call, op.scope, op.frames, op.grad))
     _mark_idle_calls(tape, frames, chosen, marks)
     _mark_dead_values(tape, [call for call in tape.calls if frames[call] in chosen], marks)
