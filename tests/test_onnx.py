@@ -1448,6 +1448,15 @@ def test_an_addition_to_every_row_is_no_assignment(tmp_path):
     tr.to_onnx(tmp_path / "add.onnx", verify=True)
 
 
+def test_an_attribute_that_is_an_input_has_what_is_written_to_it(tmp_path):
+    class Net(nn.Module):
+        def forward(self, x):
+            self.seen = x
+            return x.mul_(2) + 1
+
+    st.trace(Net(), (torch.randn(2),)).to_onnx(tmp_path / "seen.onnx", verify=True)
+
+
 CHANGES_OF_SHAPE = [
     lambda x: x.transpose_(0, 1),
     lambda x: x.squeeze_(0),

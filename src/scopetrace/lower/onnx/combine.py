@@ -376,8 +376,11 @@ class Results:
         lowering = FxLowering(self._tape)
         bound: Any = lowering.output.args[0][len(self._tape.graph_outputs()) :]
         nodes = ResultNodes.of(lowering)
+        before = {target: nodes.get(target) for target in self._changed}
         for update in self._write_back.updates:
             nodes.updated[_target(update)] = _updated(nodes, update)
+        changed = {before[target]: node for target, node in nodes.updated.items()}
+        bound = [changed.get(node, node) for node in bound]  # an attribute may be the very tensor that is changed
         results = nodes.all_results(self._write_back)
         listed = [results[i] for i in self._listed.values()]
         lowering.output.args = ((*listed, *(nodes.updated[t] for t in self._changed), *bound),)
