@@ -1449,6 +1449,36 @@ def test_scatter_reduce_with_indices_that_are_there_twice(name, tmp_path):
         torch.testing.assert_close(torch.from_numpy(found), expected, msg=lambda text, how=how: f"{how}: {text}")
 
 
+def test_an_addition_to_every_row_is_no_assignment(tmp_path):
+    add = torch.randn(2, 3)
+    tr = st.trace(lambda x: x.index_add(0, torch.tensor([0, 1]), add), (torch.randn(2, 3),))
+    tr.to_onnx(tmp_path / "add.onnx", verify=True)
+
+
+def test_an_attribute_that_is_an_input_has_what_is_written_to_it(tmp_path):
+    class Net(nn.Module):
+        def forward(self, x):
+            self.seen = x
+            return x.mul_(2) + 1
+
+    st.trace(Net(), (torch.randn(2),)).to_onnx(tmp_path / "seen.onnx", verify=True)
+
+
+CHANGES_OF_SHAPE = [
+    lambda x: x.transpose_(0, 1),
+    lambda x: x.squeeze_(0),
+    lambda x: x.squeeze_(),
+    lambda x: x.t_(),
+    lambda x: x.unsqueeze_(1),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_SHAPE)
+def test_an_input_that_changes_its_shape_in_place(change, tmp_path):
+    tr = st.trace(lambda x: change(x) * 2, (torch.randn(1, 3),))
+    tr.to_onnx(tmp_path / "shape.onnx", verify=True)
+
+
 ATTENDED = {
     "two": ((5, 8), (7, 8), (5, 7)),
     "three": ((2, 5, 8), (2, 7, 8), (2, 5, 7)),

@@ -17,6 +17,7 @@ from onnxscript import optimizer, rewriter
 from onnxscript.rewriter import onnx_fusions, pattern
 from onnxscript.rewriter._matcher import SimplePatternMatcher
 from onnxscript.rewriter.rules.common import _no_op
+from onnxscript.rewriter.rules.common._redundant_scatter_nd import no_op_static_scatter_nd_rule
 from torch._decomp import get_decompositions
 from torch._export.utils import _collect_all_valid_cia_ops
 from torch.export import decomp_utils, exported_program
@@ -178,7 +179,8 @@ def optimize(model: ir.Model, kept: Container[str]) -> None:
     are not merged with equal ones; where there are some, the model was optimized before, has its shapes, and one round
     is enough. Raises OnnxExportError where the optimizer fails.
     """
-    others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in _no_op.rules.rules]
+    inexact = (*_no_op.rules.rules, no_op_static_scatter_nd_rule)  # the last takes `index_add` for an assignment
+    others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in inexact]
     rules = RulesByOp([*_exact_rules(), *others])
 
     class Deduplicate(common.DeduplicateInitializersPass):

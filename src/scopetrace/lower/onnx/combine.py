@@ -32,6 +32,7 @@ from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
 from scopetrace.lower.onnx.translate import quiet
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
+from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.program.graph import FxLowering, node_value, scope_path
 from scopetrace.program.outlined import Function
@@ -375,8 +376,11 @@ class Results:
         lowering = FxLowering(self._tape)
         bound: Any = lowering.output.args[0][len(self._tape.graph_outputs()) :]
         nodes = ResultNodes.of(lowering)
+        before = {target: nodes.get(target) for target in self._changed}
         for update in self._write_back.updates:
             nodes.updated[_target(update)] = _updated(nodes, update)
+        changed = {before[target]: node for target, node in nodes.updated.items()}
+        bound = [changed.get(node, node) for node in bound]  # an attribute may be the very tensor that is changed
         results = nodes.all_results(self._write_back)
         listed = [results[i] for i in self._listed.values()]
         lowering.output.args = ((*listed, *(nodes.updated[t] for t in self._changed), *bound),)
@@ -398,15 +402,14 @@ def _updated(nodes: ResultNodes, update: Update) -> Any:
     if not isinstance(update, ChangeShape):
         return nodes.get(update.value)
     op = update.step.op
-    name = schema_of(op).op_name
-    variant = getattr(_aten, name.removesuffix("_"), None)
-    if variant is None or "resize" in name:
+    variant = functional_variant(op)
+    if variant is None or "resize" in schema_of(op).op_name:
         raise OnnxExportError(
             f"the model changes the shape of {update.target} in a way that ONNX cannot express",
             op=str(op),
             hint="change a copy of it",
         )
-    return nodes.view(nodes.get(update.target), dataclasses.replace(update.step, op=variant.default))
+    return nodes.view(nodes.get(update.target), dataclasses.replace(update.step, op=variant.op))
 
 
 def result_name(path: str) -> str:
