@@ -283,6 +283,23 @@ def test_what_python_asks_of_such_a_number_is_fixed(case):
         beside_eager(SGD, schedule, make)
 
 
+@pytest.mark.parametrize("reads", [lambda s: s.get_last_lr()[0], lambda s: s.last_epoch])
+def test_what_a_scheduler_says_is_fixed(reads):
+    """The program has the rate of the optimizer."""
+    model = net()
+    optimizer = SGD(model)
+    scheduler = schedules.StepLR(optimizer, 1, 0.5)
+
+    def step(x):
+        return step_of(model, optimizer)(x), reads(scheduler)
+
+    tr, x = st.trace(step, (torch.ones(5, 4),)), torch.randn(5, 4)
+    tr(x)
+    scheduler.step()
+    with pytest.raises(st.StateMismatchError, match=r"scheduler\.\w+.*when traced and .* now"):
+        tr(x)
+
+
 def test_a_branch_that_goes_the_same_way_is_no_other_program():
     beside_eager(SGD, by_hand("lr", 0.09, 0.05, 0.3, 0.2), branches_on_it)
 

@@ -214,7 +214,7 @@ _FORMS: dict[type, Form] = {
     **dict.fromkeys((types.SimpleNamespace, argparse.Namespace, threading.local), ATTRIBUTES),
     **dict.fromkeys((collections.UserDict, collections.UserList, collections.ChainMap), _INNER),
     **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _INNER),
-    **dict.fromkeys((torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler), _OPTIMIZER),
+    **{torch.optim.Optimizer: _OPTIMIZER, torch.optim.lr_scheduler.LRScheduler: _INNER},
 }
 _WITHOUT = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.BuiltinFunctionType)
 _WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)

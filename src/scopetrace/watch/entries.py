@@ -50,6 +50,7 @@ def bind_entries(values: ValueTable, changes: Sequence[Change], first: Tape | No
         return frozenset()
     tape, held = values.builder.tape, collections.Counter(id(t) for _, t in values.model.contents.tensors)
     held.update(id(x) for g in tape.guards if isinstance(g.source, Asked) for x in g.source.args[:1])  # as for its data
+    held.update(id(t) for saved in values.model.saved_modules for table in saved.tables[1:3] for t in table.values())
     reads = {id(op.result.real): op for op in tape.ops if op.kind == "get_attr"}
     names, taken, renamed = {*values.model.tensor_names, *tape.attributes}, list[Change](), dict[Op, Op]()
     for key, of_table in tables.items():
