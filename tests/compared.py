@@ -4,6 +4,7 @@ op, metadata of its tensors, other arguments, modes, inferred results -> torch's
 """
 
 import functools
+import types
 
 import torch
 
@@ -18,13 +19,24 @@ def once(compare):
 
     @functools.wraps(compare)
     def compare_once(maker, func, args, kwargs, inputs, container, tensors):
-        facts = _facts(func, (args, kwargs), inputs, container, tensors)
+        with (
+            of.without_dispatch(),
+            torch._C.DisableTorchFunction(),
+        ):  # no question of the model
+            facts = _facts(func, (args, kwargs), inputs, container, tensors)
         if facts not in known:
             compare(maker, func, args, kwargs, inputs, container, tensors)
             if facts is not None:
                 known.add(facts)
 
+    for function in (compare_once, _facts, _add):  # in a trace the code of a file elsewhere would be the model's
+        function.__code__ = _in_file(function.__code__, compare.__code__.co_filename)
     return compare_once
+
+
+def _in_file(code, file):
+    consts = [_in_file(x, file) if isinstance(x, types.CodeType) else x for x in code.co_consts]
+    return code.replace(co_filename=file, co_consts=tuple(consts))
 
 
 def _facts(func, arguments, inputs, container, tensors):
