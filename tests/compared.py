@@ -19,21 +19,24 @@ def once(compare):
 
     @functools.wraps(compare)
     def compare_once(maker, func, args, kwargs, inputs, container, tensors):
-        facts = _facts(func, (args, kwargs), inputs, container, tensors)
+        with (
+            of.without_dispatch(),
+            torch._C.DisableTorchFunction(),
+        ):  # no question of the model
+            facts = _facts(func, (args, kwargs), inputs, container, tensors)
         if facts not in known:
             compare(maker, func, args, kwargs, inputs, container, tensors)
             if facts is not None:
                 known.add(facts)
 
-    for function in (compare_once, _facts, _add):
-        function.__code__ = _of_scopetrace(function.__code__)
+    for function in (compare_once, _facts, _add):  # in a trace the code of a file elsewhere would be the model's
+        function.__code__ = _in_file(function.__code__, compare.__code__.co_filename)
     return compare_once
 
 
-def _of_scopetrace(code):
-    """Code, as of a file of scopetrace: the lines of a forward, which errors name, are those of other files."""
-    consts = [_of_scopetrace(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
-    return code.replace(co_filename=of.__file__, co_consts=tuple(consts))
+def _in_file(code, file):
+    consts = [_in_file(x, file) if isinstance(x, types.CodeType) else x for x in code.co_consts]
+    return code.replace(co_filename=file, co_consts=tuple(consts))
 
 
 def _facts(func, arguments, inputs, container, tensors):

@@ -439,6 +439,47 @@ def test_a_counter_that_a_branch_computes_with_is_read():
         tr(X)
 
 
+class Norm(nn.Module):
+    """Keeps what it computed, and in `both` a table too, as it does in eager: anew in each call."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.keep, self.norm, self.last, self.cos = keep, nn.BatchNorm1d(4), None, None
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.keep(self, h)
+
+
+def activation(m, h):
+    m.last = h.detach()
+    return h
+
+
+def loss(m, h):
+    m.last = (h**2).mean()
+    return h
+
+
+def both(m, h):
+    if m.cos is None:
+        m.cos = torch.arange(4.0).cos()
+    m.last = h * m.cos
+    return m.last + 1
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("keep", [activation, loss, both])
+def test_what_each_call_keeps_anew_is_no_cache(keep, training):
+    model = Norm(keep).train(training)
+    eager = copy.deepcopy(model)
+    tr = st.trace(model, (X,))
+    for i in range(4):
+        torch.testing.assert_close(tr(X * i), eager(X * i))
+        torch.testing.assert_close((model.last, model.cos), (eager.last, eager.cos))
+        torch.testing.assert_close(list(model.buffers()), list(eager.buffers()))
+
+
 class Side:
     """Of which two are equal by value."""
 

@@ -247,10 +247,12 @@ def _stored(first: Run, lefts: list[list[_Left]], last: Run) -> dict[int, Value]
 
     Where there was one like it already, that stands for it: another trace has stored it, and no number beside it.
     """
-    stored = {id(t): first.bound[key] for left in lefts[0] for key, t in left.tensors.items() if key in first.bound}
     again = {write.path for write in last.tape.attribute_writes}
     writes = [write for write in first.tape.attribute_writes if write.path not in again]
+    anew = {write.value for write in first.tape.attribute_writes if write.path in again}
+    left = [(id(t), first.bound.get(key)) for left in lefts[0] for key, t in left.tensors.items()]
     there = [(source_in(w.module, w.name).current(NO_CALL), w.value) for w in writes if w.module is not None]
+    stored = {key: value for key, value in left if value is not None and value not in anew}
     return stored | {id(t): value for t, value in there if isinstance(t, torch.Tensor)}
 
 
