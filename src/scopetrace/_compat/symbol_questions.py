@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -57,18 +58,19 @@ def index_with_symbols(torch_calls: Interception) -> None:
     """
 
     def getitem(ask: Callable[..., Any], t: torch.Tensor, index: Any) -> Any:
-        items = tuple(map(_number_of, index if isinstance(index, tuple) else (index,)))
+        index, items = _with_numbers(index)
         if not any(isinstance(item, torch.SymInt) for item in items):
-            return ask(t, items)
+            return ask(t, index)
         selected, rest = _select_symbols(t, items)
         is_whole = all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in rest)
         return selected if is_whole else ask(selected, rest)
 
     def setitem(ask: Callable[..., Any], t: torch.Tensor, index: Any, value: Any) -> None:
-        items = tuple(map(_number_of, index if isinstance(index, tuple) else (index,)))
+        index, items = _with_numbers(index)
         if any(isinstance(item, torch.SymInt) for item in items):
             t, items = _select_symbols(t, items)
-        ask(t, items or ..., value)
+            index = items or ...
+        ask(t, index, value)
 
     def tensor(ask: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
         symbolic = any(isinstance(a, Symbolic) for a in tree_leaves(data))
@@ -92,6 +94,15 @@ def index_with_symbols(torch_calls: Interception) -> None:
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _with_numbers(index: Any) -> tuple[Any, tuple[Any, ...]]:
+    """An index with numbers in the place of tensors that stand for them, and its items."""
+    items = index if isinstance(index, tuple) else (index,)
+    numbers = tuple(map(_number_of, items))
+    if all(map(operator.is_, numbers, items)):
+        return index, items
+    return (numbers if items is index else numbers[0]), numbers
 
 
 def _number_of(item: Any) -> Any:
