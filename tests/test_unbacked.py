@@ -62,6 +62,12 @@ def indexes_by_tensors(x, n):
     return x[n], table[n], table[:, n], table[n, n], table[..., n], table[n, None], table[[0, 1], n], x[x.argmax()]
 
 
+def gathers_by_tensors_of_vmap(x, n):
+    table, at = x.view(5, 1) + x, torch.stack([n, n - 1])
+    gathered = torch.vmap(lambda k: table[k])(at), torch.vmap(lambda row, k: row[k])(table[:2], at)
+    return *gathered, torch.vmap(lambda k: torch.func.grad(lambda t: t[k].sum())(table))(at)
+
+
 def slices_by_tensors(x, n):
     return x[n:], x[: n + 1], x[n : n + 1]
 
@@ -128,6 +134,7 @@ READS = [
     makes_tensors,
     selects,
     indexes_by_tensors,
+    gathers_by_tensors_of_vmap,
     slices_by_tensors,
     slices,
     splits,
@@ -294,6 +301,7 @@ def recorded_ops(graph_module):
 DIFFERENT = {
     "splits_at_a_tensor": "torch.export keeps the op that reads the tensor, and loses the numbers that it reads",
     **dict.fromkeys(("narrows_from_a_tensor", "indexes_by_tensors", "writes_by_tensors"), "torch.export refuses it"),
+    "gathers_by_tensors_of_vmap": "torch.export refuses it",
     "makes_tensors": "torch.export keeps aten.promote_types, which is no op on data",
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor
 from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.replaced import Interception
@@ -107,8 +108,8 @@ def _with_numbers(index: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _number_of(item: Any) -> Any:
     """An item of an index, with the numbers of tensors without dimensions in their place."""
-    if isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype in _INTEGERS:
-        return item.item()
+    if isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype in _INTEGERS and not is_batchedtensor(item):
+        return item.item()  # a batched one, of torch.vmap, is many numbers
     if isinstance(item, slice) and any(isinstance(n, torch.Tensor) for n in (item.start, item.stop, item.step)):
         return slice(*map(_number_of, (item.start, item.stop, item.step)))
     return item
