@@ -55,6 +55,14 @@ def set_once(m, x):
     return x * 2
 
 
+def other_ops_at_first(m, x):
+    """The first program has another op, which changes no value."""
+    if m.n == 0:
+        m.n = 5
+        return x * 2 + 0
+    return x * 2
+
+
 def rotary(m, x):
     if m.cos is None or len(m.cos) < len(x):
         m.cos = torch.arange(len(x), dtype=x.dtype).cos()
@@ -109,7 +117,7 @@ def drawn(m, x):
     return x * random.random()
 
 
-SERVED = [counter, history, last_kept, rebuilt, set_once]
+SERVED = [counter, history, last_kept, rebuilt, set_once, other_ops_at_first]
 CACHES = [rotary, anchors, scratch, memo]
 ONE_CALL = [scheduled, grows, recurrent, of_the_first_batch, drawn]
 

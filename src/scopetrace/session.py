@@ -93,7 +93,7 @@ from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
 from scopetrace.watch.entries import are_alike, bind_entries
 from scopetrace.watch.questions import watch_questions
-from scopetrace.watch.settle import Run, judged
+from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
 
 T = TypeVar("T")
@@ -278,7 +278,7 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        return Run(tape, changes, bound, reads.was_read, self._data_of)
+        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of)
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
@@ -315,15 +315,35 @@ class Recording:
             return type(x)([self._as_given(item) for item in x])
         return {key: self._as_given(item) for key, item in x.items()} if type(x) is dict else x
 
+    def _example_run(self, tape: RecordedTape, seed: int = 0) -> ExampleRun:
+        """Of a recording, on the example inputs; with a seed, on random ones like them."""
+        inputs = self.values.examples.values()
+        by_input = {v: random_like(t, seed) if seed else t for v, t in zip(tape.inputs, inputs, strict=True)}
+        return ExampleRun(self.values, tape, by_input, lambda *_: None)
+
     def _data_of(self, value: Value) -> torch.Tensor | None:
         """What a value is for the example inputs; None where tensors have no data, or sizes are dynamic."""
         try:
-            if is_symbolic(value.fake):
-                return None
-            by_input = dict(zip(self.tape.inputs, self.values.examples.values(), strict=True))
-            return ExampleRun(self.values, self.tape, by_input, lambda *_: None).tensor(value)
+            return None if is_symbolic(value.fake) else self._example_run(self.tape).tensor(value)
         except NoRealValue:
             return None
+
+    def _differs(self, other: RecordedTape) -> bool:
+        """Whether two recordings give other results, for the example inputs and for random ones like them.
+
+        True where it cannot be told: tensors have no data, or an op does not take that of random inputs.
+        """
+        try:
+            for seed in range(3):
+                tapes = self.tape, other
+                runs = [(self._example_run(tape, seed), tape.outputs) for tape in tapes]
+                first, second = [[run.tensor(v) for v in leaves(outputs, Value)] for run, outputs in runs]
+                with eager():
+                    if len(first) != len(second) or not all(map(torch.equal, first, second)):
+                        return True
+        except Exception:
+            return True
+        return False
 
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:

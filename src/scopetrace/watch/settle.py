@@ -63,6 +63,8 @@ class Run(NamedTuple):
     """By id of a change's new value, the value of the tape that a tensor is."""
     was_read: Callable[[Change], bool]
     """Whether the forward read what it changed before it wrote it."""
+    values_differ: Callable[[RecordedTape], bool]
+    """Whether the results of another recording differ from those of this one for the example inputs."""
     data_of: Callable[[Value], torch.Tensor | None]
     """What a value is for the example inputs; None where it has no data, or sizes are dynamic."""
 
@@ -261,7 +263,16 @@ def _is_settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> 
     first, last, stored = runs[0], runs[-1], _stored(runs[0], lefts, runs[-1])
     if is_same or len(runs) > 2:
         return is_same
-    return not _depends_on_data(first.tape, stored.values()) and holds_when_filled(first.tape, last.tape, stored)
+    if not _depends_on_data(first.tape, stored.values()) and holds_when_filled(first.tape, last.tape, stored):
+        return True
+    return not _writes_to_state(last.tape) and not first.values_differ(last.tape)
+
+
+def _writes_to_state(tape: RecordedTape) -> bool:
+    """Whether a forward writes into tensors that were there or puts others there, as `self.total += x` does."""
+    return bool(tape.attribute_writes) or not tape.written_storages().isdisjoint(
+        v.storage for _, v in tape.attribute_reads()
+    )
 
 
 def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -> RecordedTape:
