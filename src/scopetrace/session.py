@@ -128,8 +128,7 @@ def record(
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )
-        recording.first = before
-        return recording.run(fn, args, kwargs, dynamic_shapes)
+        return recording.run(fn, args, kwargs, dynamic_shapes, before)
 
     first = retraced(attempt)
     return judged(first, lambda: retraced(functools.partial(attempt, before=first.tape)))
@@ -214,14 +213,18 @@ class Recording:
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
-        self.first: RecordedTape | None = None  # of which this run is to be judged
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
         self._progress = progress
 
     def run(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic_shapes: Any = None,
+        first: RecordedTape | None = None,
     ) -> Run:
-        """The recording of `fn(*args, **kwargs)`."""
+        """The recording of `fn(*args, **kwargs)`; `first` is that which this one is to judge."""
         tape, forward = self.tape, self.model.forward
         others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
@@ -254,7 +257,7 @@ class Recording:
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
         tape.guards += guards
-        entries = bind_entries(self.values, changes, self.first) if changes else frozenset()
+        entries = bind_entries(self.values, changes, first) if changes else frozenset()
         changes = self._without_bound([c for c in changes if c.place.id not in entries], reads)
         note_plain_leaves(self.values)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
@@ -341,7 +344,7 @@ class Recording:
                 with eager():
                     if len(first) != len(second) or not all(map(torch.equal, first, second)):
                         return True
-        except Exception:
+        except Exception:  # ops of users, and checks of the program, raise anything on random inputs
             return True
         return False
 
