@@ -185,13 +185,12 @@ def test_ways_to_differentiate(way, name):
 
 OF_TORCH = {
     **{name: getattr(torch.optim, name) for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam")},
-    **{name: getattr(torch.optim, name) for name in ("RMSprop", "Rprop")},
+    **{name: getattr(torch.optim, name) for name in ("RMSprop", "Rprop", "ASGD", "RAdam", "Adafactor")},
     "RMSprop, centered": lambda p, **k: torch.optim.RMSprop(p, momentum=0.9, centered=True, **k),
     "Adam, amsgrad": lambda p, **k: torch.optim.Adam(p, amsgrad=True, **k),
     "NAdam, decoupled": lambda p, **k: torch.optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True, **k),
     "SGD, nesterov": lambda p, **k: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, **k),
 }
-NEEDS_VALUES = ("ASGD", "Adafactor", "RAdam", "LBFGS")
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -207,12 +206,38 @@ def test_optimizers_of_torch_at_the_first_step_and_later(name, steps_before, for
     assert_like_eager(make, lambda p: OF_TORCH[name](p, foreach=foreach))
 
 
-@pytest.mark.parametrize("name", NEEDS_VALUES)
-def test_optimizers_that_branch_on_values_are_refused(name):
+class Careful(torch.optim.SGD):
+    """One that looks at the gradients."""
+
+    def step(self, closure=None):
+        if closure() > 1:
+            super().step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Careful])
+def test_optimizers_that_branch_on_data_are_refused(kind):
     model = Net()
-    step = with_closure(model, getattr(torch.optim, name)(model.parameters()))
-    with pytest.raises(st.errors.DataDependentError, match=f"(?s){name} branches in Python.*step it after a call"):
+    step = with_closure(model, kind(model.parameters()))
+    with pytest.raises(st.errors.DataDependentError, match=f"(?s){kind.__name__} branches in Python.*step it after"):
         st.trace(step, batches()[0])
+
+
+def test_an_optimizer_that_branches_on_the_number_of_the_step_is_traced_until_it_goes_the_other_way():
+    ours, theirs = Net(), Net()
+    theirs.load_state_dict(ours.state_dict())
+    eager, trace = step_of(theirs, torch.optim.RAdam(theirs.parameters())), None
+    step = step_of(ours, torch.optim.RAdam(ours.parameters()))
+    for i in range(12):
+        if i in (0, 6):
+            trace = st.trace(step, batches()[0])
+        if i == 5:
+            with pytest.raises(st.errors.InputMismatchError, match=r"the trace is specialized(.*)in step/RAdam[.]step"):
+                trace(*batches()[0])
+            step(*batches()[0])
+        else:
+            trace(*batches()[0])
+        eager(*batches()[0])
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["SGD", "momentum", "AdamW", "Adagrad"])

@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from scopetrace._compat.ops import eager
 from scopetrace._compat.replaced import Handler, Interception, after
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
+from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT
 
@@ -360,6 +361,11 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
+def counts_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """A call of a trace steps an optimizer without calling it, and torch's schedulers warn where nobody did."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The state that the first step of an optimizer of torch.optim makes for a parameter before it computes.
 
@@ -389,7 +395,7 @@ def report_steps(torch_calls: Interception, listener: Any) -> None:
 
 
 def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
-    """Optimizers that are made, and the steps of all."""
+    """Optimizers that are made, and the steps of all. What one takes for the greater of numbers may be a symbol."""
     hooks = hooks_of_all_optimizers()
 
     def init(make: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -410,6 +416,12 @@ def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
         if torch_calls.in_forward():
             listener.gradients.after_step(optimizer)
 
+    def of_two(ask: Callable[..., Any], a: Any, b: Any) -> Any:
+        symbolic = isinstance(a, Symbolic) or isinstance(b, Symbolic)
+        return getattr(torch, f"sym_{ask.__name__}")(a, b) if symbolic else ask(a, b)
+
+    for name in ("max", "min"):
+        torch_calls.replace(torch.optim._adafactor, name, of_two)
     torch_calls.replace(torch.optim.Optimizer, "__init__", init, torch_calls.in_forward)
     torch_calls.stack.callback(register_optimizer_step_pre_hook(before_step).remove)
     torch_calls.stack.callback(register_optimizer_step_post_hook(after_step).remove)

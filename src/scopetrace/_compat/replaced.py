@@ -9,6 +9,7 @@ Data flow:
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import threading
@@ -58,6 +59,8 @@ REPLACED = {
         torch.amp.GradScaler._lazy_init_scale_growth_tracker torch.amp.GradScaler._maybe_opt_step
         torch.amp.GradScaler.scale torch.optim.lr_scheduler.ReduceLROnPlateau._is_better
         torch.optim.lr_scheduler._enable_get_lr_call.__init__""",
+    "an optimizer takes the greater of two numbers that data decides": """
+        torch.optim._adafactor.max torch.optim._adafactor.min""",
     "the state of the random generators is set": """
         torch.set_rng_state torch.random.set_rng_state torch.cuda.random._lazy_call""",
     "Python objects are exchanged with other processes": """
@@ -217,8 +220,8 @@ class Interception:
         self.in_tracing_thread, self.is_observed, self.in_forward = in_tracing_thread, is_observed, in_forward
 
     def replace(self, owner: Any, name: str, handler: Handler, when: Condition | None = None) -> None:
-        """Let a handler answer in the place of a function of a module or class."""
-        ask, is_heard = getattr(owner, name), when or self.is_observed
+        """Let a handler answer in the place of a function of a module or class, or a builtin that it uses."""
+        ask, is_heard = getattr(owner, name, None) or vars(builtins)[name], when or self.is_observed
 
         @functools.wraps(ask)
         def answered(*args: Any, **kwargs: Any) -> Any:

@@ -124,7 +124,7 @@ class WatchedShapeEnv(ShapeEnv):
     def watch(self, recorder: Any, decider: Any = None) -> None:
         """Ask `recorder.where()` what is running, and `decider.decide(expr)` for values that depend on data.
 
-        The decider gives the value and the error message of a call with another one; without a decider, torch raises.
+        The decider gives the value and the error message of a call with another one; without these, torch raises.
         Both are held weakly. A fake tensor leads to its environment, and autograd's C++ graph holds fake tensors: a
         strong reference to what holds the tape would be a cycle that Python's garbage collector cannot see.
         """
@@ -163,10 +163,11 @@ class WatchedShapeEnv(ShapeEnv):
             if super()._is_python_assert() and self.guard_or_defer_runtime_assert(sympy.Not(orig_expr), "assert not"):
                 return sympy.false
             decider = self._decider()
-            if decider is None:
+            decision = None if decider is None else decider.decide(orig_expr)
+            if decision is None:
                 self._on_failed(error)
                 raise
-            value, message = decider.decide(orig_expr)
+            value, message = decision
             if isinstance(value, bool):
                 condition = orig_expr if value else sympy.Not(orig_expr)
             else:

@@ -53,7 +53,7 @@ _SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
 
 
 def index_with_symbols(torch_calls: Interception) -> None:
-    """Handle indexing, `torch.tensor` and `ctc_loss`: C++ asks for the values of symbolic integers.
+    """Handle indexing, `torch.tensor`, `as_tensor` and `ctc_loss`: C++ asks for the values of symbolic integers.
 
     In an index it also asks for those of tensors without dimensions, which are numbers there: `table[step]`.
     """
@@ -90,6 +90,7 @@ def index_with_symbols(torch_calls: Interception) -> None:
 
     torch_calls.on(torch.ctc_loss, ctc_loss)
     torch_calls.on(torch.tensor, tensor)
+    torch_calls.on(torch.as_tensor, tensor)
     torch_calls.on(torch.Tensor.__getitem__, getitem)
     torch_calls.on(torch.Tensor.__setitem__, setitem)
 

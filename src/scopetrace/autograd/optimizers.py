@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.gradients import first_state, is_torchs
+from scopetrace._compat.gradients import counts_as_stepped, first_state, is_torchs
 from scopetrace._compat.ops import eager
 from scopetrace._compat.shape_env import evaluated
 from scopetrace.ir.guards import CallInputs, Source
@@ -50,6 +50,7 @@ class Number(Source):
     def current(self, call: CallInputs) -> str:
         """`a number`, or the class of what is there in its place."""
         value = self.value()
+        counts_as_stepped(self.optimizer)
         if not isinstance(value, Real):
             return type(value).__name__
         with eager():

@@ -38,8 +38,8 @@ from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 
-_NOT_IN_A_STEP = ("Adafactor", "ASGD", "LBFGS", "Optimizer", "RAdam", "SparseAdam")
-"""Those that branch on the values of tensors, need a closure or sparse gradients, and their base."""
+_NOT_IN_A_STEP = ("LBFGS", "Optimizer", "SparseAdam")
+"""Those that need a closure or sparse gradients, and their base."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name.lower(): kind

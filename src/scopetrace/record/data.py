@@ -171,8 +171,14 @@ class DataReader:
             return None if running is None else str(running)
         return str(maker.target)
 
-    def decide(self, expr: Any) -> tuple[bool | int | float, str]:
-        """What `expr` is in the example run, a specialization, and the error where it is not. Raises NoRealValue."""
+    def decide(self, expr: Any) -> tuple[bool | int | float, str] | None:
+        """What `expr` is in the example run, a specialization, and the error where it is not. Raises NoRealValue.
+
+        None where the trace is not to be specialized. What an optimizer asks of its own state, as the number of the
+        step, is one also then: it changes once, after some steps.
+        """
+        if not self._specialize and not (self._builder.optimizer and self._example.is_of_state(expr)):
+            return None
         call, specializations = self._builder.call, self._builder.tape.specializations
         fqn, op = (call.fqn if call is not None else None), self.reader(expr, self._builder.running)
         where: dict[str, Any] = {"op": op, "fqn": fqn, **self._builder.where()}
@@ -237,6 +243,16 @@ class ExampleRun:
             if values[symbol] is None:
                 raise NoRealValue(f"no op on the tape made {symbol}")
         return evaluated(expr, values)
+
+    def is_of_state(self, expr: Any) -> bool:
+        """Whether an expression depends on an optimizer's state alone."""
+
+        def may(op: Op) -> bool:
+            if op.kind == "get_attr":
+                return self._is_state(self._tape.attributes[op.name]) or self._is_constant(op)
+            return is_op(op.target) and not is_random(op.target)
+
+        return self._leading_to([(expr, len(self._tape.ops))], may) is not None
 
     def maker(self, expr: Any) -> Op | None:
         """The last op that made a symbol of an expression."""
