@@ -146,13 +146,11 @@ def make(folder: Path) -> None:
     ):
         opened.to_html(folder / "page.html")
         screenshot(folder / "page.html", name, "#" + quote(box), "1400,900")
-    for name, content, size in (
-        ("bert-summary.png", traced.summary(depth=2).to_html(), "1250,480"),
-        ("diff.png", st.diff(*versions()).to_html(), "900,170"),
-    ):
-        page = folder / "page.html"
-        page.write_text(f"<body style='font: 13px sans-serif; margin: 16px'>{content}</body>")
-        screenshot(page, name, size=size)
+    page = folder / "page.html"
+    st.diff(*versions()).to_html(page)
+    screenshot(page, "diff.png", size="1100,700")
+    page.write_text(f"<body style='font: 13px sans-serif; margin: 16px'>{traced.summary(depth=2).to_html()}</body>")
+    screenshot(page, "bert-summary.png", size="1250,480")
 
 
 if __name__ == "__main__":

@@ -439,6 +439,33 @@ def test_what_comes_from_the_model_is_text():
     assert "<img" not in st.diff(tr, trace(Net(), X)).to_html()
 
 
+def test_a_page_of_differences_has_both_programs_and_the_text(tmp_path):
+    before, after = trace(Net(), X), trace(Net(act=nn.GELU), X)
+    text = st.diff(before, after).to_html(tmp_path / "diff.html")
+    assert (tmp_path / "diff.html").read_text() == text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+    assert data["pages"] == [before.to_html(), after.to_html()]
+    assert [d["before"].partition("(")[0] for d in data["differences"] if d["before"]] == ["ReLU[act]", "ReLU[act]"]
+    assert "+ GELU[act](input=%linear)" in text
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        at = torch.arange(x.shape[0])
+        mask = (at[:, None] >= at) & (at > 0)
+        bias = torch.where(mask, torch.zeros(()), torch.full((), -1e9))
+        return (x @ x.T + bias).softmax(-1)
+
+
+def test_ops_that_only_make_masks_are_folded_in_pictures():
+    root = boxes(program_of(trace(Masked(), X)))
+    folded, *others = root.children
+    assert (folded.label, folded.key, folded.kind) == ("positions and masks", "Masked~2", "scope")
+    assert [box.label for box in others] == ["aten.numpy_T", "aten.matmul", "aten.add.Tensor", "aten.softmax.int"]
+    assert folded.children[-1].label == "aten.where.self"
+    assert [port.type for port in folded.outputs] == ["f32[2, 2]"]
+
+
 def test_the_records_of_a_page(tmp_path):
     tr = trace(Net(), X)
     text = tr.to_html(tmp_path / "net.html")

@@ -145,7 +145,7 @@ def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[st
     """
     differences = functions.diff(asked.trace(), dataclasses.replace(asked, target=other).trace())
     if html is not None:
-        html.write_text(f"<!doctype html><meta charset='utf-8'>{differences.to_html()}", encoding="utf-8")
+        differences.to_html(html)
     return differences.to_json() if as_json else str(differences), 3 if differences else 0
 
 

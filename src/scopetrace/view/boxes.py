@@ -140,6 +140,10 @@ def outermost_boxes(root: Box, selection: Selection) -> list[Box]:
     return [box for box in root.walk() if box.section in sections]
 
 
+_MASKS = "positions and masks"
+_FEW = 3
+"""More ops than these are folded."""
+
 Item = Op | Section | Run
 Nodes = dict[torch.fx.Node, None]
 """A set of nodes that keeps their order."""
@@ -152,6 +156,7 @@ class _Boxes:
         self._meter = Meter(program)
         self._marks = Marks(program, self._tree)
         self._keys = collections.Counter[str]()
+        self._masks: Nodes = {}
 
     def root(self) -> Box:
         return self._section(self._tree.root, self._tree.root.path, {})
@@ -162,10 +167,32 @@ class _Boxes:
         kind: Kind = "scope" if section.kind == "backward" else section.kind
         box = Box(self._unique(key), section.label, kind, section.call, self._meter.of(section), section)
         box.writes = self._marks.writes(section)
-        runs = self._tree.runs(section.items)
+        runs = self._tree.runs(self._folded(section))
         items = [x.members[0] if isinstance(x, Run) and len(x.members) == 1 else x for x in runs]
         self._fill(box, section, items, dict.fromkeys([*_results(section), *needed]))
         return box
+
+    def _folded(self, section: Section) -> list[Op | Section]:
+        """The items of a section, with neighbours that only make positions and masks in a section of their own."""
+        items: list[Op | Section] = []
+        for makes_mask, group in itertools.groupby(section.items, self._makes_mask):
+            ops = list(group)
+            if makes_mask and _FEW < len(ops) < len(section.items):
+                ops = [Section("scope", section.path, section.call, _MASKS, None, ops, ops[0].first, ops[-1].stop)]
+                self._tree.runs(ops)
+            items += ops
+        return items
+
+    def _makes_mask(self, item: Op | Section) -> bool:
+        """Whether an op computes with no float but constants, and with what such ops make."""
+        if isinstance(item, Section) or item.bodies:
+            return False
+        constants = self._program.tape.constants
+        others = (n for n in item.node.all_input_nodes if n not in self._masks and str(n.target) not in constants)
+        if any(isinstance(x := node_value(n), torch.Tensor) and x.is_floating_point() for n in others):
+            return False
+        self._masks |= dict.fromkeys([item.node, *item.results])
+        return True
 
     def _run(self, run: Run, key: str, needed: Nodes) -> Box:
         members = run.members

@@ -13,8 +13,10 @@ import hashlib
 import html
 import itertools
 import json
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,8 @@ import torch.fx
 from scopetrace.containers.structure import leaves
 from scopetrace.program.graph import named, node_value, type_text, typed
 from scopetrace.program.traced import TracedProgram
+from scopetrace.view.boxes import boxes
+from scopetrace.view.html import comparison, page
 from scopetrace.view.text import op_line
 from scopetrace.view.tree import Namer, Op, Section, Tree, op_text, target_text, value_text, values_text
 
@@ -59,8 +63,9 @@ class Diff:
         differences: each with its scope.
     """
 
-    def __init__(self, differences: list[Difference]) -> None:
-        self.differences = differences
+    def __init__(self, differences: list[Difference], programs: Sequence[TracedProgram] = ()) -> None:
+        """`programs` are those that were compared, which pages draw."""
+        self.differences, self._programs = differences, programs
 
     def __bool__(self) -> bool:
         return bool(self.differences)
@@ -92,22 +97,33 @@ class Diff:
     def __repr__(self) -> str:
         return f"<Diff: {self._counts()}>"
 
-    def to_html(self) -> str:
-        """A piece of HTML, with all texts of the model escaped."""
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The differences as one HTML file, to be opened in a browser; written to `path` if one is given.
+
+        Above stands the text; below, both programs as `Trace.to_html` draws them, side by side, with what differs in
+        colour. What is opened in one opens in the other, and a line of the text leads to its place in both.
+
+        Raises OSError where the file cannot be written.
+        """
+        pages = [page(boxes(program)) for program in self._programs]
+        text = comparison(self._repr_html_(), pages, [dataclasses.asdict(d) for d in self.differences])
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:  # for notebooks
         colours = {"+": "#dafbe1", "-": "#ffebe9"}
         rows = []
         for line in str(self).splitlines():
-            colour = colours.get(line.strip()[:1], "transparent") if line.startswith("  ") else "transparent"
-            rows.append(f"<div style='background:{colour}'>{html.escape(line)}</div>")
+            colour = colours.get(line.strip()[:1]) if line.startswith("  ") else None
+            style = f" style='background:{colour};color:#1f2328'" if colour else ""
+            rows.append(f"<div{style}>{html.escape(line)}</div>")
         return f"<div style='font-family:monospace;white-space:pre-wrap'>{''.join(rows)}</div>"
-
-    def _repr_html_(self) -> str:  # for notebooks
-        return self.to_html()
 
 
 def compare(before: TracedProgram, after: TracedProgram) -> Diff:
     """The differences of two programs."""
-    return Diff(_Comparison(before, after).differences)
+    return Diff(_Comparison(before, after).differences, (before, after))
 
 
 class _Side:

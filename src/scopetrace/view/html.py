@@ -25,15 +25,29 @@ _LONGEST = 300  # characters of an attribute that are shown
 
 def page(root: Box) -> str:
     """The HTML of a program. It opens at the box whose key is the fragment of the URL: `#Net/Block[layers.3]`."""
-    data = json.dumps(document(root), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     parts = {
         "title": html.escape(root.label),
         "style": _asset("page.css"),
-        "program": data.replace("<", "\\u003c"),  # so that no text of the model ends the script element
+        "program": _data(document(root)),
         "layout": _asset("dagre.min.js"),
         "script": _asset("page.js"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+    return _filled("page.html", parts)
+
+
+def comparison(text: str, pages: list[str], differences: list[dict[str, Any]]) -> str:
+    """The HTML of two pages side by side, below the HTML of what they do differently."""
+    return _filled("diff.html", {"text": text, "data": _data({"pages": pages, "differences": differences})})
+
+
+def _filled(name: str, parts: dict[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset(name))
+
+
+def _data(x: Any) -> str:
+    """As JSON in which no text of the model ends the script element."""
+    data = json.dumps(x, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return data.replace("<", "\\u003c")
 
 
 def document(root: Box) -> dict[str, Any]:

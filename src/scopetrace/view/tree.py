@@ -282,7 +282,8 @@ class Tree:
 
     def runs(self, items: Sequence[Op | Section]) -> list[Op | Run]:
         """The items in order, with equal neighbours as one Run; a section that repeats no other one is a Run, too."""
-        self._sign(self.root)
+        for section in (self.root, *(item for item in items if isinstance(item, Section))):
+            self._sign(section)
         runs: list[Op | Run] = []
         for item in items:
             if isinstance(item, Op):

@@ -8,6 +8,7 @@ boxes.forEach((box, id) => { box.id = id; box.children.forEach((c) => { boxes[c]
 const byKey = new Map(boxes.map((box) => [box.key, box]));
 const open = new Set([0]);
 let selected = null;
+const isAlone = window.parent === window;          // not one of the two pages of a comparison
 
 const HEAD = 24, PAD = 14, LINE = 15, MANY = 500;  // more children than MANY are a column: no layout of a graph is readable then
 const pen = document.createElement("canvas").getContext("2d");
@@ -38,10 +39,17 @@ function layout(box) {
 
 function port(name, type) { return { width: Math.max(width(name, 12), width(type, 10)) + 20, height: 34, name, type }; }
 
+// The ports of a box by their ends, "i0" or "o2". The many tensors of one container, as of a cache, share one port.
 function ends(box) {
   const nodes = new Map();
-  box.inputs.forEach(([name, type], k) => nodes.set("i" + k, port(name, type)));
-  box.outputs.forEach(([name, type], k) => nodes.set("o" + k, port(name, type)));
+  for (const [side, ports] of [["i", box.inputs], ["o", box.outputs]]) {
+    const around = ports.map(([name]) => name.split(/\[\d|\.\d/)[0]);
+    ports.forEach(([name, type], k) => {
+      const first = around.indexOf(around[k]), count = around.filter((a) => a === around[k]).length;
+      if (count <= 3) nodes.set(side + k, port(name, type));
+      else nodes.set(side + k, nodes.get(side + first) || port(around[k] + "[…]", count + " tensors, " + type));
+    });
+  }
   return nodes;
 }
 
@@ -50,11 +58,12 @@ function layered(box) {
   graph.setGraph({ nodesep: 18, ranksep: 34, edgesep: 10 });
   graph.setDefaultEdgeLabel(() => ({}));
   const ports = ends(box);
+  const end = (name) => [...ports.keys()].find((first) => ports.get(first) === ports.get(name));
   const used = new Set();
   const wires = new Map();
   for (const [child, slot, target, into, type] of box.edges) {
     if (box.kind === "run" && child < 0 && target > 0) continue;  // what all members take is drawn to the first
-    const from = child < 0 ? "i" + slot : "c" + child, to = target < 0 ? "o" + into : "c" + target;
+    const from = child < 0 ? end("i" + slot) : "c" + child, to = target < 0 ? end("o" + into) : "c" + target;
     used.add(from).add(to);
     const wire = from + " " + to;
     wires.set(wire, [...(wires.get(wire) || []), child < 0 || target < 0 ? "" : type]);  // a port has its type in it
@@ -63,7 +72,7 @@ function layered(box) {
   ports.forEach((node, name) => { if (used.has(name)) graph.setNode(name, node); });
   wires.forEach((types, wire) => {
     const label = types[0] && types[0] + (types.length > 1 ? " +" + (types.length - 1) : "");
-    graph.setEdge(...wire.split(" "), label ? { label, width: width(label, 10) + 6, height: 12, labelpos: "c" } : {});
+    graph.setEdge(...wire.split(" "), label ? { label, width: width(label, 10) + 8, height: 12, labelpos: "r", labeloffset: 4 } : {});
   });
   dagre.layout(graph);
   const edges = graph.edges().map((e) => ({ ...graph.edge(e) }));
@@ -110,11 +119,11 @@ function render() {
 }
 
 function drawBox(parent, box, x, y, w, h, left, top) {
-  const kind = box.kind + (isOpen(box) ? " open" : "") + (box.notes.some(([of]) => of === "writes") ? " writes" : "") + (box === selected ? " selected" : "");
+  const kind = box.kind + (isOpen(box) ? " open" : "") + (box.notes.some(([of]) => of === "writes") ? " writes" : "") + (box === selected ? " selected" : "") + (box.differs ? " " + box.differs : "");
   const group = draw(parent, "g", { class: "box " + kind, transform: `translate(${x - w / 2},${y - h / 2})` });
   placed.set(box.id, { x: left + x, y: top + y, w, h, group });
   const rect = draw(group, "rect", { width: w, height: h });
-  rect.addEventListener("click", (event) => { event.stopPropagation(); if (!moved) { select(box); if (box.children.length) toggle(box); } });
+  rect.addEventListener("click", (event) => { event.stopPropagation(); if (!moved) { select(box); if (box.children.length) toggle(box); tell(box); } });
   draw(rect, "title", {}, [box.text || box.key, ...box.notes.map(([, text]) => text)].join("\n"));
   const sign = box.children.length ? (isOpen(box) ? "▾ " : "▸ ") : "";
   if (!isOpen(box)) {
@@ -173,7 +182,7 @@ function select(box) {
   selected = box;
   mark(box, true);
   rows.get(box.id)?.scrollIntoView({ block: "nearest" });
-  history.replaceState(null, "", "#" + encodeURIComponent(box.key));
+  if (isAlone) history.replaceState(null, "", "#" + encodeURIComponent(box.key));
   describe(box);
 }
 
@@ -224,6 +233,27 @@ search.addEventListener("keydown", (event) => {
 search.addEventListener("blur", () => { hits.textContent = ""; });
 document.addEventListener("keydown", (event) => {
   if (event.key === "/" && document.activeElement !== search) { event.preventDefault(); search.focus(); }
+});
+
+// ---- beside the page of another program: boxes that differ, and what the other page shows
+
+function mark({ kind, scope, text }, k) {
+  const is = (box) => (box.kind === "op" ? box.text === text : text.startsWith(box.label + "(")) && box.key.startsWith(scope);
+  const first = boxes.find(is) || byKey.get(scope);
+  for (let box = first; box; box = boxes[box.around]) {
+    box.differs = box === first ? kind : box.differs || "changed";
+    if (box !== first && k < 40) open.add(box.id);
+  }
+}
+function tell(box) { if (!isAlone) window.parent.postMessage({ shows: box.key, isOpen: open.has(box.id) }, "*"); }
+window.addEventListener("message", ({ data }) => {
+  for (let key = data.shows; key; key = key.slice(0, Math.max(0, key.lastIndexOf("/")))) {
+    const box = byKey.get(key);
+    if (!box) continue;
+    if (box.children.length && data.isOpen !== undefined) { if (data.isOpen) open.add(box.id); else open.delete(box.id); }
+    return reveal(box);
+  }
+  if (data.marks) { data.marks.forEach(mark); layouts.clear(); render(); fit(0.6); }
 });
 
 // ---- the tree of modules, each with its share of the FLOPs behind its name
@@ -320,15 +350,19 @@ canvas.addEventListener("pointerdown", (event) => {
 });
 function foldAll() { open.clear(); open.add(0); layouts.clear(); render(); fit(0); }
 
-// At first, as many levels are open as fit on the screen in a size that can be read.
-const READABLE = 0.75;
+// At first, as many levels are open as fit on the screen in a size that can be read; and all outside the first that has
+// more than three parts, which a wrapper of a model has not.
+const READABLE = 0.75, FEW = 3;
 function unfold() {
   const inside = (list) => list.flatMap((box) => box.children.map((id) => boxes[id]));
+  let isWrapper = true;
   for (let level = [boxes[0]]; level.length && level.length < 40; level = inside(level)) {
     const large = level.filter((box) => box.kind !== "run" && inside([box]).some((child) => child.children.length || box.children.length > 2));
+    const before = [...open];
     large.forEach((box) => open.add(box.id));
     layouts.clear();
-    if (largest() < READABLE) { large.forEach((box) => box.id && open.delete(box.id)); layouts.clear(); return; }
+    if (!isWrapper && largest() < READABLE) { open.clear(); before.forEach((id) => open.add(id)); layouts.clear(); return; }
+    isWrapper = isWrapper && large.every((box) => box.children.length <= FEW);
     level = large;
   }
 }
@@ -340,6 +374,7 @@ function follow() {
   if (box && box !== selected) { open.add(box.id); reveal(box); }
 }
 window.addEventListener("hashchange", follow);
+document.body.classList.toggle("beside", !isAlone);
 branch(document.getElementById("tree"), boxes[0], 2);
 unfold();
 render();
