@@ -10,12 +10,16 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from scopetrace import errors
-from scopetrace.errors import ArgumentError, ScopetraceError, TraceError, VerificationError
+from scopetrace.errors import ArgumentError as ArgumentError
+from scopetrace.errors import ScopetraceError
+from scopetrace.errors import TraceError as TraceError
+from scopetrace.errors import VerificationError as VerificationError
 
 if TYPE_CHECKING:
     from scopetrace import distributed
     from scopetrace.api.functional import Functionalized, functional_backend, functionalize
-    from scopetrace.api.functions import diff, load, save, write_onnx_weights
+    from scopetrace.api.functions import diff, load, write_onnx_weights
+    from scopetrace.api.functions import save as save
     from scopetrace.api.trace import OutlinedProgram, Trace, trace
     from scopetrace.functionalization.report import Alias as Alias
     from scopetrace.functionalization.report import Mutation as Mutation
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ArgumentError",
     "ExecOrderTracer",
     "ExecutionOrder",
     "Functionalized",
@@ -40,16 +43,13 @@ __all__ = [
     "Scope",
     "ScopetraceError",
     "Trace",
-    "TraceError",
     "TracingConfig",
-    "VerificationError",
     "diff",
     "distributed",
     "errors",
     "functional_backend",
     "functionalize",
     "load",
-    "save",
     "scope",
     "trace",
     "tracing_state",

@@ -21,7 +21,15 @@ noted: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("noted"
 
 
 class ScopetraceError(Exception):
-    """The base of all errors that scopetrace itself raises."""
+    """The base of all errors that scopetrace itself raises.
+
+        try:
+            st.trace(lambda x: x if x.sum() > 0 else -x, (x,))
+        except st.ScopetraceError as error:
+            print(error)  # what is wrong, the op, the module, the source line, what to write instead
+
+    The classes are in `st.errors`.
+    """
 
     __str__ = Exception.__str__  # KeyError, for which one may stand, would put quotes around the message
 

@@ -32,7 +32,13 @@ Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., An
 
 
 class Functionalized(Runnable):
-    """A graph without mutation and its write-back. A call has the results and effects of the original GraphModule."""
+    """A graph without mutation and its write-back. A call has the results and effects of the original GraphModule.
+
+        pure = st.functionalize(gm, (x,))
+        pure.graph_module, pure.write_back
+
+    `functionalize` makes it.
+    """
 
     def __init__(self, program: TracedProgram, level: Level, lower_scatter: Form | None) -> None:
         super().__init__(program)
@@ -61,6 +67,9 @@ def functionalize(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Functionalized:
     """Make a graph without mutation from `gm`, and a write-back program with its effects.
+
+        pure = st.functionalize(torch.fx.symbolic_trace(model), (x,))
+        assert torch.equal(pure(x), model(x))
 
     Works for graphs from Dynamo, `fx.symbolic_trace`, `make_fx` and `ExportedProgram.module()`. Sizes, and Python
     values among the inputs, are those of the example inputs. `gm` itself is not changed.
@@ -103,6 +112,11 @@ def functional_backend(
     partition_fn: Partition | None = None,
 ) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A backend for `torch.compile` whose `compiler` gets only graphs without mutation.
+
+        def compiler(gm, example_inputs):
+            return gm.forward
+
+        torch.compile(model, backend=st.functional_backend(compiler))(x)
 
     `torch.compile(model, backend=functional_backend(compiler))`. Parameters and buffers that Dynamo lifts are inputs of
     the graph. Write-backs into inputs, parameters and buffers happen outside of it. The backend can also be the

@@ -19,6 +19,8 @@ from scopetrace.view.diff import Diff, compare
 def diff(before: Shown, after: Shown) -> Diff:
     """What two traces do differently, by scope: inputs, parameters, ops, module calls, results, effects.
 
+        print(st.diff(st.trace(model, (x,)), st.trace(model[:1], (x,))))
+
     Of two versions of a model, of a trace before and after a pass, or of two outlined programs. Prints as a list of
     lines with `-` and `+`; is false where there are no differences, that is, where the digests are equal.
 
@@ -42,7 +44,10 @@ def save(traced: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
-    """Read a trace that `save` wrote. Nothing in the file is run, and nothing is imported.
+    """Read a trace that `Trace.save` wrote. Nothing in the file is run, and nothing is imported.
+
+        tr.save("model.st")
+        st.load("model.st")(x)
 
     `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file. Classes whose
     modules are imported are the real ones; for others there are classes of the same names. A call imports those of
@@ -63,6 +68,9 @@ def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
 
 def write_onnx_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write the files of weights that a file of `Trace.to_onnx(path, export_params=False)` refers to.
+
+        tr.to_onnx("model.onnx", export_params=False)  # of a model on the meta device, too
+        st.write_onnx_weights("model.onnx", model.state_dict())
 
     Args:
         path: the ONNX file, which is only read.

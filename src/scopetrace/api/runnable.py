@@ -48,6 +48,7 @@ TRACE_WORDS = {
     **dict.fromkeys(("example_inputs", "inputs", "sample_inputs"), _ARGS),
     **dict.fromkeys(("dynamic_axes", "dynamic"), _SHAPES),
     "example_kwarg_inputs": "write kwargs=",
+    "leaves": "write leaf_modules=",
     "strict": "there is one way of tracing, and it runs the model's Python",
 }
 ONNX_WORDS = {

@@ -58,6 +58,10 @@ if TYPE_CHECKING:
 class Trace(Shown):
     """A traced model. `tr(*args, **kwargs)` does what `model(*args, **kwargs)` does.
 
+        tr = st.trace(model, (x,))
+        assert torch.equal(tr(x), model(x))
+        tr.call("0").arguments  # {"input": <the node x>}
+
     The graph, the scopes and the calls are made from the recording when they are first asked for. Afterwards the graph
     is the program: an edit of `graph_module` reaches calls, text, files and all other forms.
     """
@@ -426,7 +430,13 @@ class Trace(Shown):
 
 
 class OutlinedProgram(Shown):
-    """A traced program in which chosen module calls are calls of shared functions. It runs and prints."""
+    """A traced program in which chosen module calls are calls of shared functions. It runs and prints.
+
+        outlined = st.trace(model, (x,)).outline(torch.nn.Linear)
+        outlined.functions  # one for both layers
+
+    `Trace.outline` makes it.
+    """
 
     def __init__(self, source: Trace, program: OutlinedTrace) -> None:
         super().__init__(program)
@@ -480,9 +490,12 @@ def trace(
     specialize: bool = False,
     side_effects: Literal["warn", "refuse"] | None = None,
     progress: Progress | None = None,
-    leaves: Selection | None = None,
 ) -> Trace:
     """Trace a module, or any callable, into a graph that knows its modules.
+
+        tr = st.trace(model, (x,))
+        print(tr)  # the program by modules; equal layers once
+        tr.graph_module  # the torch.fx.GraphModule
 
     One pass of Python over the model with fake tensors: no weight is read or copied, and the model is as it was
     afterwards. Autograd, autocast, eval and training mode are those at the call.
@@ -509,7 +522,6 @@ def trace(
             depends on it. "warn": a SideEffectWarning here, and at such a call in place of the error. "refuse":
             SideEffectError here.
         progress: called with (scope path, number of ops so far) at each module call.
-        leaves: the earlier name of `leaf_modules`.
 
     Raises:
         LeafPatternError: an entry of leaf_modules matches no module of the model.
@@ -520,14 +532,10 @@ def trace(
         SideEffectError: the forward has side effects, and side_effects="refuse".
         TraceError: for other things that cannot be recorded; it has one subclass for each.
         ArgumentError: side_effects= is none of its values.
-        ArgumentTypeError: model is a class or not callable, args is no tuple, kwargs is no dict, both leaf_modules= and
-            leaves= are given, specialize= is no bool.
+        ArgumentTypeError: model is a class or not callable, args is no tuple, kwargs is no dict, or specialize= is no
+            bool.
         Exception: what the model itself raises.
     """
-    if leaves is not None:
-        if leaf_modules is not None:
-            raise ArgumentTypeError("leaves= is the earlier name of leaf_modules=: give one of them")
-        leaf_modules = leaves
     _refuse_options(side_effects, specialize)
     if isinstance(model, type) or not callable(model):
         what = f"the class {model.__name__}: make one" if isinstance(model, type) else f"a {type(model).__name__}"

@@ -1,4 +1,9 @@
-"""Plans for distributed training, from the execution order of a trace."""
+"""Plans for distributed training, from the execution order of a trace.
+
+    plan = st.distributed.plan(model, tr.order, classes=torch.nn.Linear)
+
+Each process calls `plan.apply(mesh)`.
+"""
 
 from scopetrace.distributed.agreement import check_order as check_order
 from scopetrace.distributed.pipeline import Cut as Cut

@@ -35,6 +35,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Scope:
     """A place in a model: a module where its parent calls it, or what `st.scope` names inside a module.
 
+        [str(scope) for scope in tr.scope.walk()]  # ["Sequential", "Sequential/Linear[0]", …]
+
     `name` is relative to the enclosing module (`"layers.3"`) or, for a user scope, the text given to `scope`;
     `type_name` is the module's class name, empty for user scopes. The root has an empty name. `path` is the text of the
     scope, `"Net/Linear[fc]/rotary"`, and `parent` the scope around it, None for the root.
@@ -167,7 +169,13 @@ _active = threading.local()
 
 
 def tracing_state() -> TracingState | None:
-    """The scope stack of the trace that is running in this thread, or None outside a trace."""
+    """The scope stack of the trace that is running in this thread, or None outside a trace.
+
+        if (state := st.tracing_state()) is not None:
+            state.push_scope("rotary")
+
+    Its `pop_scope()` ends the scope, and `current_scope` is the innermost one.
+    """
     stack: list[TracingState] | None = getattr(_active, "stack", None)
     return stack[-1] if stack else None
 

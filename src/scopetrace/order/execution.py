@@ -111,6 +111,8 @@ class OrderDifference:
 class ExecutionOrder(Printed):
     """In which order modules ran and parameters were used, by fqns from the root.
 
+        tr.order.module_forward_order  # ["", "0", "1", "2"]
+
     Equal where calls and uses are equal. It is plain data: pickle it, hash it, compare it between ranks.
     """
 

@@ -30,7 +30,13 @@ _METADATA = frozenset(
 
 @dataclasses.dataclass
 class TracingConfig:
-    """How to trace a model with `torch.fx`."""
+    """How to trace a model with `torch.fx`.
+
+        config = st.TracingConfig(tracer=torch.fx.Tracer())
+        graph = config.tracer.trace(model, config.concrete_args)
+
+    As `TracingConfig` there.
+    """
 
     tracer: torch.fx.Tracer = dataclasses.field(default_factory=torch.fx.Tracer)
     """Says which modules are leaves and what a proxy is; any subclass."""
@@ -153,10 +159,12 @@ def _reads_metadata(node: torch.fx.Node) -> bool:
 class ExecOrderTracer:
     """Records the execution order of what a `torch.fx.Tracer` of any subclass traces.
 
-    watcher = st.ExecOrderTracer()
-    with watcher.patch_tracer(tracer, model):
-        tracer.trace(model, concrete_args)
-    watcher.exec_info.param_forward_order
+        watcher = st.ExecOrderTracer()
+        with watcher.patch_tracer(tracer, model):
+            tracer.trace(model)
+        watcher.exec_info.param_forward_order
+
+    It names modules and parameters as torch/distributed/fsdp/_trace_utils.py does.
     """
 
     def __init__(self) -> None:

@@ -103,7 +103,13 @@ def _of_record(name: str, doc: str) -> Any:
 
 
 class ModuleCall:
-    """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
+    """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself.
+
+        for call in tr.calls:
+            print(call.fqn, call.arguments, call.outputs)
+
+    Tensors are nodes of the graph in these, everything else is the object itself.
+    """
 
     def __init__(self, record: Call, program: TracedProgram, parent: ModuleCall | None) -> None:
         self._program = program
