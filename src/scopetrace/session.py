@@ -212,7 +212,7 @@ class Recording:
             lambda body, args: NodeRunner(body, builder).run(*args),
             specialize=specialize,
         )
-        self.factory.shape_env.watch(self.builder, self.ops.data)
+        self.factory.shape_env.watch(self.builder, self.ops)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
         self._progress = progress
 

@@ -122,7 +122,7 @@ class WatchedShapeEnv(ShapeEnv):
         """By condition, the symbols with values below 2, which are allowed, for which the answer is another one."""
 
     def watch(self, recorder: Any, decider: Any = None) -> None:
-        """Ask `recorder.where()` what is running, and `decider.decide(expr)` for values that depend on data.
+        """Ask `recorder.where()` what is running, and `decider.data.decide(expr)` for values that depend on data.
 
         The decider gives the value and the error message of a call with another one; without these, torch raises.
         Both are held weakly. A fake tensor leads to its environment, and autograd's C++ graph holds fake tensors: a
@@ -163,7 +163,7 @@ class WatchedShapeEnv(ShapeEnv):
             if super()._is_python_assert() and self.guard_or_defer_runtime_assert(sympy.Not(orig_expr), "assert not"):
                 return sympy.false
             decider = self._decider()
-            decision = None if decider is None else decider.decide(orig_expr)
+            decision = None if decider is None else decider.data.decide(orig_expr)
             if decision is None:
                 self._on_failed(error)
                 raise
