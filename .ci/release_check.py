@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ASSETS = ("page.html", "page.css", "page.js", "dagre.min.js", "dagre.LICENSE.txt", "diff.schema.json")
+ASSETS = ("diff.html", "page.html", "page.css", "page.js", "dagre.min.js", "dagre.LICENSE.txt", "diff.schema.json")
 IN_WHEEL = ["scopetrace/py.typed", "scopetrace/__main__.py", *(f"scopetrace/view/assets/{name}" for name in ASSETS)]
 IN_SDIST = [
     "README.md",
