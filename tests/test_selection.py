@@ -53,7 +53,7 @@ FORMS = {
     "set of characters": ("layers.[02].attn", ["layers.0.attn", "layers.2.attn"]),
     "name": ("layers.1.mlp", ["layers.1.mlp"]),
     "scope path": ("Net/Block[layers.1]/Attention[attn]", ["layers.1.attn"]),
-    "pattern of scope paths": ("*/Attention[attn]", ATTENTIONS),
+    "pattern of scope paths": ("**/Attention[attn]", ATTENTIONS),
     "class name": ("Attention", ATTENTIONS),
     "pattern of class names": ("Att*", ATTENTIONS),
     "class": (Attention, ATTENTIONS),
@@ -153,7 +153,7 @@ def test_several_scopes_of_a_command(saved):
 
 
 def test_user_scopes_are_named_by_name_and_path(tr):
-    for pattern in ("heads", "*/heads", "Net/Block[layers.0]/*/heads"):
+    for pattern in ("heads", "**/heads", "Net/Block[layers.0]/*/heads"):
         assert (
             tr.print_readable(scope=pattern, print_output=False)
             .splitlines()[1]

@@ -177,7 +177,7 @@ def test_calls_by_name():
     first, second = tr.calls["layers.*"][0], tr.call("layers.1")
     assert [call.fqn for call in tr.calls["layers.?.a"]] == ["layers.0.a", "layers.1.a"]
     assert len(tr.calls["Linear"]) == 4
-    assert tr.calls["Linear"] == tr.calls[nn.Linear] == tr.calls["*/Linear[*"]
+    assert tr.calls["Linear"] == tr.calls[nn.Linear] == tr.calls["**/Linear[*"]
     assert tr.calls["Net/Block[layers.1]"] == [second] == tr.calls[lambda call: call.fqn == "layers.1"]
     assert tr.calls[tr.model.layers[0]] == [first]
     assert tr.calls[0] is tr.call("")
