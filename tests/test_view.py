@@ -677,7 +677,7 @@ def test_before_and_after_a_pass():
 
 
 def test_what_cannot_be_compared():
-    with pytest.raises(ArgumentTypeError, match="diff takes two traces, not Net"):
+    with pytest.raises(ArgumentTypeError, match="not Trace and Net"):
         st.diff(trace(Net(), X), Net())
 
 

@@ -148,9 +148,9 @@ class Outlining(TapeRewriter):
         base = cls.__name__ if cls is not None else call.scope.type_name
         tape.name = name = self._unique(f"{domain}::{base}").removeprefix(f"{domain}::")
         called = [self._functions[self._numbers[c]].identifier for c in interface.inner if c in self._numbers]
-        key = (self._interfaces.keys[interface.number], called, outputs)
-        label, identifier = self._labels.get(call), f"{name}_{content_hash(key)}"
-        return OutlinedBody(name, domain, cls, identifier, tuple(interface.inputs), outputs, tape, [], label)
+        key, label = self._interfaces.keys[interface.number], self._labels.get(call)
+        identifier = f"{name}_{content_hash((key, called, outputs))}"
+        return OutlinedBody(name, domain, cls, identifier, tuple(interface.inputs), outputs, tape, [], key, label)
 
     def _returned(self, call: Call, results: list[Value]) -> list[Value]:
         """What stands for results in the function, each in a storage of its own, as `invoke_subgraph` requires."""

@@ -49,7 +49,7 @@ class Function(FunctionSignature):
 
     def __init__(self, body: OutlinedBody, program: OutlinedTrace, calls: list[ModuleCall]) -> None:
         super().__init__(body.name, body.domain, body.module_type, body.identifier, body.inputs, body.outputs)
-        self._tape, self._program, self.label = body.tape, program, body.label
+        self._tape, self._program, self.key, self.label = body.tape, program, body.key, body.label
         self.calls = calls
         """The module calls that became calls of it, in order; of calls inside functions, those of the first body."""
 
@@ -160,6 +160,16 @@ def outline_calls(
     """
     with building():
         return in_large_stack(_outlined, source.without_regions(), list(targets), label)
+
+
+def function_of_call(call: ModuleCall) -> Function:
+    """The function that a call becomes where it alone does. Raises OutlineError."""
+    program, place = call.program, (call.scope.path, call.index)
+    source = program.source if isinstance(program, OutlinedTrace) else program
+    functions = outline_calls(source, [lambda c: (c.scope.path, c.index) == place]).functions
+    if not functions:
+        raise OutlineError(f"{call.scope} is a leaf, or raised: it can be no function")
+    return functions[0]
 
 
 def warn_of_rules(source: TracedProgram, targets: Iterable[Any], stacklevel: int) -> None:
