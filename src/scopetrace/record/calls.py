@@ -273,7 +273,7 @@ def leaf_targets(leaf_modules: Any, model: Model) -> list[Target]:
             if model.modules and not any(isinstance(m, target) for m in model.modules):
                 raise _no_leaf(target, model)
         elif isinstance(target, str) and "/" not in target:
-            names = [name for module in model.modules for name in model.names_of(module) if name]
+            names = _names(model)
             if not any(matches(n, target) for n in (*names, *(type(m).__name__ for m in model.modules))):
                 raise _no_leaf(target, model)
         elif not callable(target) and not isinstance(target, str):
@@ -293,8 +293,14 @@ def refuse_unmatched(targets: list[Target], calls: list[Call]) -> None:
             raise LeafPatternError(f"leaf_modules: no module is named {target!r}; {some}, …")
 
 
+def _names(model: Model) -> list[str]:
+    """The names of the modules that have a forward, which lists of modules have not."""
+    called = [module for module in model.modules if type(module).forward is not torch.nn.Module.forward]
+    return [name for module in called for name in model.names_of(module) if name]
+
+
 def _no_leaf(target: Any, model: Model) -> LeafPatternError:
-    names = [name for module in model.modules for name in model.names_of(module) if name]
+    names = _names(model)
     some = ", ".join(near_names(target, names, [type(m).__name__ for m in model.modules])[:5]) or "none"
     what = f"the model has no {target.__name__}" if isinstance(target, type) else f"no module is named {target!r}"
     return LeafPatternError(f"leaf_modules: {what}; {crossing(target, names)}there are {some}")

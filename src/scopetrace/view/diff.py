@@ -123,7 +123,7 @@ def compare_calls(before: ModuleCall, after: ModuleCall) -> Diff:
     differences = _Comparison(_FunctionSide(one), _FunctionSide(other)).differences
     if not differences:  # device, layout, autograd mode, which operands are one tensor
         items = next((a, b) for a, b in itertools.zip_longest(one.key, other.key) if a != b)
-        differences = [Difference("changed", "call", path, *map(repr, items))]
+        differences = [Difference("changed", "call", path, *map(str, items))]
     return Diff(differences)
 
 
