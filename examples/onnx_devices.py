@@ -79,7 +79,7 @@ def lora_as_inputs(tr, path):
     def retained(name):
         return name.replace("_updated", "_RetainedState")
 
-    options = {"weight_inputs": "*.lora_*", "retain_weights": True, "output_names": retained}
+    options = {"weight_inputs": "**.lora_*.weight", "retain_weights": True, "output_names": retained}
     return tr.to_onnx(path, functions="layers", custom_translation_table=FORMS, **options)
 
 

@@ -141,7 +141,7 @@ def test_pictures_and_pages_have_the_marks():
 # Outlined and decomposed programs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("targets", [("layers",), ("repeated",), (True,), ("*.mlp", nn.LayerNorm)])
+@pytest.mark.parametrize("targets", [("layers",), ("repeated",), (True,), ("**.mlp", nn.LayerNorm)])
 def test_an_outlined_program_costs_what_its_trace_costs(targets):
     tr = st.trace(Decoder(), ARGS)
     rows, outlined = tr.summary().rows, tr.outline(*targets).summary().rows

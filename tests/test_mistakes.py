@@ -40,15 +40,18 @@ MISTAKES = {
     "another number": (lambda tr: tr(X, scale=3.0), "trace again with this one, or pass it as a tensor"),
     "no input": (lambda tr: tr(), "pass the same arguments in the same way"),
     "a name of no call": (lambda tr: tr.call("layers.2"), "there are 'layers.1', 'layers.0'"),
-    "a misspelt class": (lambda tr: tr.outline("Linaer"), "'Linaer' is no call of this trace; it has Linear"),
-    "a misspelt class of ONNX": (lambda tr: tr.to_onnx(functions="linear"), "is no call of this trace; it has Linear"),
+    "a misspelt class": (lambda tr: tr.outline("Linaer"), "'Linaer' is no call of this trace; there are 'Linear'"),
+    "a misspelt class of ONNX": (
+        lambda tr: tr.to_onnx(functions="linear"),
+        "is no call of this trace; there are 'Linear'",
+    ),
     "a misspelt leaf": (
         lambda tr: st.trace(NET, (X,), leaf_modules="Linaer"),
         "no module is named 'Linaer'; there are Linear",
     ),
     "a container": (lambda tr: tr.call("layers"), "there are 'layers.1', 'layers.0'"),
     "a pattern of no call": (lambda tr: tr.calls["layer.*"], "there are 'layers.1', 'layers.0'"),
-    "a class of no call": (lambda tr: tr.outline("Liner"), "it has Linear, layers.1, layers.0"),
+    "a class of no call": (lambda tr: tr.outline("Liner"), "there are 'Linear', 'layers.1', 'layers.0'"),
     "a leaf that is not there": (
         lambda tr: st.trace(NET, (X,), leaf_modules="fcc"),
         "no module is named 'fcc'; there are fc",

@@ -130,7 +130,8 @@ def test_names_of_functions_inputs_and_outputs():
     ("options", "message"),
     [
         ({"functions": {Block: "Cell"}}, "write 'my.domain::Block'"),
-        ({"functions": {"0": "a::B"}}, "a dict names classes"),
+        ({"functions": {"layers": "a::B"}}, "'layers' names calls by a rule; a dict names classes"),
+        ({"functions": {0: "a::B"}}, "0 is no target; a dict names classes"),
         ({"functions": {Block: "ai.onnx::Gemm"}}, "a domain of ops that runtimes have"),
         ({"input_names": ["0.fc.weight"]}, "input_names: 0.fc.weight is a tensor of the model"),
         ({"input_names": ["a", "b"]}, "input_names has 2 names for 1: input"),
@@ -516,10 +517,44 @@ def test_plugins_around_ops_that_have_no_onnx_form():
         trace.to_onnx(plugins="a")
 
 
-def test_equal_layers_are_plugins_together():
-    trace = st.trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (X,))
-    with pytest.raises(st.OnnxOptionError, match="1 and 0 are equal layers"):
-        trace.to_onnx(functions="0", plugins="1")
+BLOCKS = blocks(3)
+FUNCTIONS_AND_PLUGINS = {
+    "one of several equal layers": ("layers", "1", "Block Block_2 Block", "Block"),
+    "it alone": ((), "1", "Gemm Relu Block Gemm Relu", ""),
+    "a dict of patterns": ({"[01]": "a::First"}, {"2": "a::Last"}, "First First Last", "First"),
+    "a dict of modules": ({BLOCKS[0]: "a::First"}, {BLOCKS[2]: "a::Last"}, "First Gemm Relu Last", "First"),
+    "a dict of predicates": ({lambda call: call.fqn == "1": "a::Middle"}, (), "Gemm Relu Middle Gemm Relu", "Middle"),
+    "another name for one": ({"[02]": "a::Even", "1": "a::Odd"}, (), "Even Odd Even", "Even Odd"),
+    "plugins by a rule": ("[01]", "layers", "Block Block Block_2", "Block"),
+    "inside of one": (Block, "1.fc", "Block Block_2 Block", "Block Block_2"),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS_AND_PLUGINS)
+def test_what_functions_and_plugins_say_of_equal_layers(case):
+    functions, plugins, nodes, bodies = FUNCTIONS_AND_PLUGINS[case]
+    model = st.trace(BLOCKS, (X,)).to_onnx(functions=functions, plugins=plugins, verify=True)
+    assert [node.op_type for node in model.graph] == nodes.split()
+    assert [function.name for function in model.functions.values()] == bodies.split()
+
+
+NAMED_TWICE = {
+    "a class and a name": (
+        (Block, "1"),
+        r"Block\[1\] is named by functions=Block and by plugins='1': leave it out of one",
+    ),
+    "two patterns": (("[01]", "[12]"), r"Block\[1\] is named by functions='\[01\]' and by plugins='\[12\]'"),
+    "two rules": (("layers", True), "both name calls by a rule"),
+    "two names": (({Block: "a::B", "1": "a::C"}, ()), r"Block\[1\] has the names 'a::B' by Block and 'a::C' by '1'"),
+    "one name for both": (({"0": "a::B"}, {"1": "a::B"}), "both give the name 'a::B'"),
+}
+
+
+@pytest.mark.parametrize("case", NAMED_TWICE)
+def test_a_call_that_is_named_twice_is_an_error(case):
+    (functions, plugins), message = NAMED_TWICE[case]
+    with pytest.raises(st.OnnxOptionError, match=message):
+        st.trace(BLOCKS, (X,)).to_onnx(functions=functions, plugins=plugins)
 
 
 def test_nodes_carry_scope_and_source():

@@ -94,9 +94,9 @@ def test_repeated_means_classes_with_equal_calls():
 def test_targets_are_classes_patterns_and_predicates():
     for target in (Block, "[0-2]", lambda call: call.fqn == "1"):
         assert {f.name for f in outlined(blocks(), (X,), target).functions} == {"Block"}
-    with pytest.raises(st.OutlineError, match=r"'layers\.\*' is no call of this trace; it has 0, 0.fc"):
+    with pytest.raises(st.OutlineError, match=r"'layers\.\*' is no call of this trace; there are '0', '0.fc'"):
         st.trace(blocks(), (X,)).outline("layers.*")
-    with pytest.raises(st.OutlineError, match=r"'1\.fd' is no call of this trace; it has 1\.fc, "):
+    with pytest.raises(st.OutlineError, match=r"'1\.fd' is no call of this trace; there are '1\.fc', "):
         st.trace(blocks(), (X,)).outline("1.fd")
     with pytest.raises(st.OutlineError, match="functional=True"):
         st.trace(Relu(), (X,), functional=False).outline(Relu)
@@ -111,7 +111,7 @@ def test_a_module_as_a_target_means_its_calls():
     model = blocks()
     tr = st.trace(model, (X,))
     assert [[call.fqn for call in f.calls] for f in tr.outline(model[1], model[2]).functions] == [["1", "2"]]
-    with pytest.raises(st.OutlineError, match=r"this Block is no call of this trace; it has 0, 0\.fc"):
+    with pytest.raises(st.OutlineError, match=r"this Block is no call of this trace; there are '0', '0\.fc'"):
         tr.outline(copy.deepcopy(model)[1])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ FORMS = {
     "set of characters": ("layers.[02].attn", ["layers.0.attn", "layers.2.attn"]),
     "name": ("layers.1.mlp", ["layers.1.mlp"]),
     "scope path": ("Net/Block[layers.1]/Attention[attn]", ["layers.1.attn"]),
-    "pattern of scope paths": ("*/Attention[attn]", ATTENTIONS),
+    "pattern of scope paths": ("**/Attention[attn]", ATTENTIONS),
     "class name": ("Attention", ATTENTIONS),
     "pattern of class names": ("Att*", ATTENTIONS),
     "class": (Attention, ATTENTIONS),
@@ -153,13 +154,107 @@ def test_several_scopes_of_a_command(saved):
 
 
 def test_user_scopes_are_named_by_name_and_path(tr):
-    for pattern in ("heads", "*/heads", "Net/Block[layers.0]/*/heads"):
+    for pattern in ("heads", "**/heads", "Net/Block[layers.0]/*/heads"):
         assert (
             tr.print_readable(scope=pattern, print_output=False)
             .splitlines()[1]
             .startswith('scope("Net/Block[layers.0]')
         )
         assert outermost_boxes(boxes(program_of(tr)), pattern)[0].label == "heads"
+
+
+class Stages(nn.Module):
+    """Twelve layers, lists in a list, and names with characters that patterns have."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ReLU() for _ in range(12))
+        self.stages = nn.ModuleList(nn.ModuleList(Attention() for _ in range(2)) for _ in range(2))
+        self.experts = nn.ModuleDict({name: nn.ReLU() for name in ("a-b", "x/y", "q[0]", "s*", "s*t")})
+        self.attn = Attention()
+
+    def forward(self, x):
+        for layer in [*self.layers, *self.stages[0], *self.stages[1], *self.experts.values(), self.attn]:
+            x = layer(x)
+        return x
+
+
+STAGES = ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+NESTED = {
+    "layers.1": ["layers.1"],
+    "layers.1?": ["layers.10", "layers.11"],
+    "layers.*": [f"layers.{i}" for i in range(12)],
+    "layers.**": [f"layers.{i}" for i in range(12)],
+    "stages.*.*": STAGES,
+    "stages.*.[!1]": ["stages.0.0", "stages.1.0"],
+    "stages.**.q": [f"{name}.q" for name in STAGES],
+    "stages.*.*.**": [f"{name}.q" for name in STAGES],
+    "st**.1.q": ["stages.0.1.q", "stages.1.1.q"],
+    "*.q": ["attn.q"],
+    "**.q": [*(f"{name}.q" for name in STAGES), "attn.q"],
+    "**.attn": ["attn"],
+    "*/Attention[*]": ["attn"],
+    "*/Attention[stages.1.*]": ["stages.1.0", "stages.1.1"],
+    "*/Attention[stages.**]": STAGES,
+    "Stages/Attention[**]": [*STAGES, "attn"],
+    "Stages/*/*/Linear[q]": [*(f"{name}.q" for name in STAGES), "attn.q"],
+    "Stages/**/Linear[q]": [*(f"{name}.q" for name in STAGES), "attn.q"],
+    "**/heads/*": [*(f"{name}.q" for name in STAGES), "attn.q"],
+    "experts.x/y": ["experts.x/y"],
+    "experts.q[0]": ["experts.q[0]"],
+    "experts.s*": ["experts.s*", "experts.s*t"],
+    "Stages/ReLU[experts.x/y]": ["experts.x/y"],
+}
+
+
+@pytest.fixture(scope="module")
+def stages():
+    with torch.no_grad():
+        return st.trace(Stages(), (X,))
+
+
+@pytest.mark.parametrize("pattern", NESTED)
+def test_a_star_stops_at_dots_and_slashes_and_two_cross_them(stages, pattern):
+    assert calls(stages, pattern) == NESTED[pattern]
+
+
+def test_each_name_and_path_names_its_call_alone(stages):
+    for call in stages.calls[lambda call: call.fqn and not call.fqn.endswith("*")]:
+        assert stages.calls[call.scope.path] == stages.calls[call.fqn] == [call]
+
+
+def test_a_pattern_that_needs_two_stars_says_so(stages):
+    for pattern, wider in {"stages.*": "'stages.**'", "*/Linear[q]": "'**/Linear[q]'", "*.*.q": "'**.**.q'"}.items():
+        message = re.escape(f"** crosses them: write {wider}")
+        with torch.no_grad():
+            uses = [
+                lambda p: stages.calls[p],
+                lambda p: stages.outline(p),
+                lambda p: print_readable(stages, p),
+                lambda p: st.trace(stages.model, (X,), leaf_modules=p),
+            ]
+            for use in uses:
+                with pytest.raises(st.ArgumentError, match=message):
+                    use(pattern)
+
+
+class Preset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_a_rule_that_is_the_name_of_a_call_too_says_which_one_is_meant():
+    with torch.no_grad():
+        tr = st.trace(Preset(), (X,))
+    with pytest.warns(st.errors.TargetWarning, match=r"not the module call.*'Preset/Sequential\[layers\]'"):
+        assert outline(tr, "layers") == ["layers.0", "layers.1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert outline(tr, "Preset/Sequential[layers]") == outline(tr, tr.model.layers) == ["layers"]
 
 
 UNNAMED = re.compile("no module call is named|no scope matches")

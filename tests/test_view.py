@@ -1,6 +1,7 @@
 """What a trace shows of itself: summaries, pictures, pages, differences, look-up of calls, their values in a run."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -177,7 +178,7 @@ def test_calls_by_name():
     first, second = tr.calls["layers.*"][0], tr.call("layers.1")
     assert [call.fqn for call in tr.calls["layers.?.a"]] == ["layers.0.a", "layers.1.a"]
     assert len(tr.calls["Linear"]) == 4
-    assert tr.calls["Linear"] == tr.calls[nn.Linear] == tr.calls["*/Linear[*"]
+    assert tr.calls["Linear"] == tr.calls[nn.Linear] == tr.calls["**/Linear[*"]
     assert tr.calls["Net/Block[layers.1]"] == [second] == tr.calls[lambda call: call.fqn == "layers.1"]
     assert tr.calls[tr.model.layers[0]] == [first]
     assert tr.calls[0] is tr.call("")
@@ -703,8 +704,76 @@ def test_before_and_after_a_pass():
     }
 
 
+KINDS = ["one", "same", "frozen", "masked", "twice", "both", "rows", "off", "exact"]
+
+
+class Kinds(nn.Module):
+    """Calls of a layer in ways that make another function of it, or not."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = {
+            name: Scaled(4) for name in ["one", "same", "frozen", "masked", "twice", "both", "rows", "off", "exact"]
+        }
+        self.a = nn.ModuleDict(kinds | {"wide": Scaled(8), "steep": Scaled(4, 2.0), "sub": Derived(4)})
+        self.a.frozen.requires_grad_(False)
+        self.a.exact.double()
+
+    def forward(self, x, mask):
+        a = self.a
+        results = [a[name](x) for name in ("one", "same", "frozen", "wide", "steep", "sub")]
+        with torch.no_grad():
+            results.append(a.off(x))
+        return [*results, a.masked(x, mask), a.twice(x, x), a.both(mask=mask, x=x), a.rows(x[:1]), a.exact(x.double())]
+
+
+class Scaled(nn.Module):
+    def __init__(self, width, slope=0.5):
+        super().__init__()
+        self.up, self.down, self.slope = nn.Linear(4, width), nn.Linear(width, 4), slope
+
+    def forward(self, x, mask=None):
+        x = nn.functional.leaky_relu(self.down(self.up(x)), self.slope)
+        return x if mask is None else x * mask
+
+
+class Derived(Scaled):
+    pass
+
+
+WHY = {
+    "same": [],
+    "frozen": [],
+    "steep": ["%leaky_relu: f32[2, 4] = aten.leaky_relu(%linear_1, 2.0)"],
+    "wide": ["%up_weight: f32[8, 4]", "%up_bias: f32[8]", "%down_weight: f32[4, 8]"],
+    "sub": [f"{__name__}.Derived"],
+    "masked": ["%mask: f32[2, 4]", "%mul: f32[2, 4] = aten.mul.Tensor(%leaky_relu, %mask)"],
+    "rows": ["%x: f32[1, 4]"],
+    "exact": ["%x: f64[2, 4]"],
+    "off": ["autograd off"],
+}
+
+
+def test_why_two_calls_are_not_one_function():
+    tr, again = (st.trace(Kinds(), (X, torch.ones(2, 4))) for _ in range(2))
+    one, calls = tr.call("a.one"), tr.calls["a.*"]
+    for name, texts in WHY.items():
+        for other in (tr.call(f"a.{name}"), again.call(f"a.{name}")):
+            assert [d.after for d in st.diff(one, other)][: len(texts)] == texts
+            assert bool(st.diff(one, other)) == bool(texts)
+    assert not st.diff(tr.call("a.masked"), tr.call("a.both"))
+    assert [d.after for d in st.diff(tr.call("a.twice"), tr.call("a.both"))] == [
+        "%mul: f32[2, 4] = aten.mul.Tensor(%leaky_relu, %mask)"
+    ]
+    functions = {call.fqn: f for f in tr.outline("a.*").functions for call in f.calls}
+    for a, b in itertools.combinations(calls, 2):
+        assert bool(st.diff(a, b)) == (functions[a.fqn] is not functions[b.fqn])
+    first, second = tr.outline("a.*").functions[:2]
+    assert st.diff(first.calls[0], second.calls[0])
+
+
 def test_what_cannot_be_compared():
-    with pytest.raises(ArgumentTypeError, match="diff takes two traces, not Net"):
+    with pytest.raises(ArgumentTypeError, match="not Trace and Net"):
         st.diff(trace(Net(), X), Net())
 
 

@@ -255,6 +255,10 @@ class FixedValueWarning(ScopetraceWarning):
     """A file made from a trace has numbers baked in that a call of the trace checks, and the file cannot."""
 
 
+class TargetWarning(ScopetraceWarning):
+    """A target such as `"layers"` names calls by a rule, and a module call has that name too."""
+
+
 # Training on several devices, command line ---------------------------------------------------------------------------
 
 

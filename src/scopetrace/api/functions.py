@@ -12,11 +12,11 @@ from scopetrace.api.runnable import Shown, program_of
 from scopetrace.api.trace import Trace
 from scopetrace.errors import ArgumentTypeError
 from scopetrace.lower.onnx import require_packages
-from scopetrace.program.traced import TracedProgram
-from scopetrace.view.diff import Diff, compare
+from scopetrace.program.traced import ModuleCall, TracedProgram
+from scopetrace.view.diff import Diff, compare, compare_calls
 
 
-def diff(before: Shown, after: Shown) -> Diff:
+def diff(before: Shown | ModuleCall, after: Shown | ModuleCall) -> Diff:
     """What two traces do differently, by scope: inputs, parameters, ops, module calls, results, effects.
 
         print(st.diff(st.trace(model, (x,)), st.trace(model[:1], (x,))))
@@ -24,14 +24,19 @@ def diff(before: Shown, after: Shown) -> Diff:
     Of two versions of a model, of a trace before and after a pass, or of two outlined programs. Prints as a list of
     lines with `-` and `+`; is false where there are no differences, that is, where the digests are equal.
 
-    Raises ArgumentTypeError for what is neither a Trace nor an OutlinedProgram.
+    Of two module calls, of one trace or of two: why `outline` makes two functions of them; false where it makes one.
+
+    Raises ArgumentTypeError for what is neither a Trace, an OutlinedProgram nor a ModuleCall, and for one of these with
+    a call; OutlineError for a call that can be no function.
     """
-    for traced in (before, after):
-        if not isinstance(traced, Shown):
-            raise ArgumentTypeError(
-                f"diff takes two traces, not {type(traced).__name__}; st.trace and st.load give them"
-            )
-    return compare(program_of(before), program_of(after))
+    if isinstance(before, ModuleCall) and isinstance(after, ModuleCall):
+        return compare_calls(before, after)
+    if isinstance(before, Shown) and isinstance(after, Shown):
+        return compare(program_of(before), program_of(after))
+    raise ArgumentTypeError(
+        f"diff takes two traces or two module calls, not {type(before).__name__} and {type(after).__name__}; st.trace "
+        "and st.load give traces, Trace.calls has their calls"
+    )
 
 
 def save(traced: Trace, path: str | os.PathLike[str]) -> None:

@@ -34,7 +34,7 @@ from scopetrace.errors import (
 )
 from scopetrace.ir.conditions import Specialization, Specializations
 from scopetrace.ir.guards import warn_of_numbers
-from scopetrace.ir.selection import Selection
+from scopetrace.ir.selection import Selection, several
 from scopetrace.ir.side_effects import SideEffect, refusal
 from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
@@ -43,7 +43,7 @@ from scopetrace.lower.split import Partition, SplitProgram, split_backward
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
-from scopetrace.program.outlined import Function, OutlinedTrace, OutlineTarget, outline_calls
+from scopetrace.program.outlined import Function, OutlinedTrace, OutlineTarget, outline_calls, warn_of_rules
 from scopetrace.program.traced import TracedProgram, functional_tape
 from scopetrace.record.calls import Progress
 from scopetrace.session import record
@@ -130,7 +130,10 @@ class Trace(Shown):
 
         Raises:
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
+
+        Warns with TargetWarning where a call is named `"layers"` or `"repeated"` and the target is that word.
         """
+        warn_of_rules(self._program, targets, stacklevel=3)
         return OutlinedProgram(self, outline_calls(self._program, targets))
 
     def compile(
@@ -225,8 +228,10 @@ class Trace(Shown):
 
         Args:
             path: the file to write, or None.
-            functions: one or several targets of `outline`, or a dict `{Block: "my.domain::Block"}` that names them.
-            plugins: as `functions`, for calls of custom ops: their bodies are left out of the file.
+            functions: one or several targets of `outline`, or a dict `{Block: "my.domain::Block"}` that names them, by
+                class, module, pattern or predicate.
+            plugins: as `functions`, for calls of custom ops: their bodies are left out of the file. A rule among
+                `functions`, as `"layers"`, takes what `plugins` leaves; other targets may not name one call in both.
             opset_version: this and `optimize` and `custom_translation_table` as for torch.onnx.export.
             input_names: names for the first inputs, in order; or a dict or function from their own names to others.
             output_names: likewise.
@@ -234,7 +239,7 @@ class Trace(Shown):
             external_data: put the weights into a file beside `path`, or into several of at most this number of bytes;
                 None does so above 2 GB.
             export_params: if False, write only references to such files, for `st.write_onnx_weights`.
-            weight_inputs: patterns of names of parameters and buffers that are inputs of the model, as `"*lora*"`.
+            weight_inputs: patterns of names of parameters and buffers that are inputs of the model, as `"**lora**"`.
             retain_weights: make them outputs, too, for runtimes that keep their state between runs.
             attributes: names of plain module attributes that become ONNX attributes of the calls, True for all, or a
                 function from a ModuleCall to a dict of its attributes.
@@ -250,12 +255,13 @@ class Trace(Shown):
             OnnxExportError: the trace has no form as an ONNX model for another reason.
             OnnxVerificationError: with verify=True.
 
-        Warns as `to_exported_program`.
+        Warns as `to_exported_program` and `outline`.
         """
         require_packages()
         from scopetrace.lower.onnx.export import Options, write
 
         self._warn_of_a_form("the ONNX model")
+        warn_of_rules(self._program, [*several(functions), *several(plugins)], stacklevel=4)
         options = Options(
             functions=functions,
             plugins=plugins,
@@ -332,9 +338,9 @@ class Trace(Shown):
         `decompose()`, as torch.export has it before and after `run_decompositions`.
 
         Args:
-            preserve_module_call_signature: fqns, or patterns of them as fnmatch reads them, of the module calls whose
-                signatures are in `module_call_graph`, so that `torch.export.unflatten` gives modules which are called
-                as the model's; `("*",)` is all. Some clients, such as executorch, cannot read signatures.
+            preserve_module_call_signature: fqns, or patterns of them, of the module calls whose signatures are in
+                `module_call_graph`, so that `torch.export.unflatten` gives modules which are called as the model's;
+                `("*",)` is all. Some clients, such as executorch, cannot read signatures.
             prefer_deferred_runtime_asserts_over_guards: whether the graph asserts what tracing assumed of the sizes
                 (`_assert_scalar`), so that every backend checks it; else `ExportedProgram.module()` does.
             mode_regions: whether each block under `torch.no_grad()`, `torch.enable_grad()` and `torch.autocast` is a

@@ -183,7 +183,7 @@ def view(asked: Asked, output: Path | None, depth: int, scope: tuple[str, ...] |
     return str(path)
 
 
-_PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'"
+_PATTERN = "a class name, or the name of a module, with * and ?, and ** across dots, as in 'layers.*'"
 
 
 @model_command

@@ -197,7 +197,7 @@ takes_scope = click.option(
     multiple=True,
     callback=lambda *args: patterns(*args) or None,
     help="Only the module calls and user scopes that have this name ('layers.*.attn'), class ('Attention') or scope "
-    "path ('*/Attention[*.3.attn]'). Once for each pattern.",
+    "path ('**/Attention[attn]'). Once for each pattern.",
 )
 
 

@@ -1,14 +1,16 @@
 """Which module calls a target names: one rule for `leaf_modules=`, `outline`, `calls[...]`, `scope=` and `--scope`.
 
 target + module, class, fqn and scope of a call -> is_named: a class by `issubclass`, a module by identity, a pattern by
-fnmatch, a predicate by a call; several targets where one of them does
+`matches`, a predicate by a call; several targets where one of them does
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -44,7 +46,7 @@ def is_named(call: Any, selection: Any) -> bool:
     """Whether a selection names a call. Raises ArgumentTypeError for what is no target.
 
     A pattern is compared with the call's fqn (`"layers.*.attn"`, `"layers.[0-3]"`), the path of its scope, in which
-    brackets stand for themselves (`"*/Attention[attn]"`), and the name of its class.
+    brackets stand for themselves (`"**/Attention[attn]"`), and the name of its class; see `matches`.
     """
     return any(_is_named(call, target) for target in several(selection))
 
@@ -56,7 +58,7 @@ def _is_named(call: Any, target: Any) -> bool:
     if isinstance(target, torch.nn.Module):
         return call.module is target
     if isinstance(target, str):
-        return (call.fqn is not None and fnmatch.fnmatchcase(call.fqn, target)) or is_scope_named(call.scope, target)
+        return (call.fqn is not None and matches(call.fqn, target)) or is_scope_named(call.scope, target)
     if callable(target):
         return bool(target(call.module, call.fqn) if _takes_two(target) else target(call))
     raise ArgumentTypeError(
@@ -74,8 +76,44 @@ def is_scope_named(scope: Scope, selection: Any) -> bool:
     if scope.is_module:
         names = [scope.type_name, ".".join(s.name for s in [*scope.ancestors()][::-1] if s.is_module and s.name)]
     patterns = [target for target in several(selection) if isinstance(target, str)]
-    in_path = any(fnmatch.fnmatchcase(scope.path, pattern.replace("[", "[[]")) for pattern in patterns)
-    return in_path or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+    in_path = any(matches(scope.path, pattern, "/") for pattern in patterns)
+    return in_path or any(matches(name, pattern) for pattern in patterns for name in names)
+
+
+def matches(name: str, pattern: str, separator: str = ".") -> bool:
+    """Whether a pattern is one of a name, whose parts end at `separator`: `.`, or `/` in a scope path.
+
+    `*`, `?` and `[...]` are as in fnmatch within a part; `**` stands for any text, and `**.` for no part as well. In
+    paths brackets stand for themselves, and what is between them is a name, in which `*` stops at dots.
+    """
+    return name == pattern or _regex(pattern, separator).fullmatch(name) is not None
+
+
+@functools.lru_cache(1024)
+def _regex(pattern: str, separator: str) -> re.Pattern[str]:
+    parts, stops, end = [], separator, re.escape(separator)
+    brackets = r"|\[!?\]?[^\]]*\]" if separator == "." else ""
+    for token in re.findall(rf"(?<![^{separator}])\*\*{end}|\*\*+|\*|\?{brackets}|.", pattern, re.DOTALL):
+        if separator == "/" and token in ("[", "]"):
+            stops = "./" if token == "[" else "/"
+        if token.startswith("**"):
+            parts.append(f"(?:.*{end})?" if token.endswith(separator) else ".*" if stops == separator else "[^/]*")
+        elif token in ("*", "?"):
+            parts.append(f"[^{stops}]{token.strip('?')}")
+        elif len(token) > 1:  # a set of characters
+            parts.append(rf"(?!\.){fnmatch.translate(token)[4:-3]}")  # in 3.11 `(?s:[ab])\Z`
+        else:
+            parts.append(re.escape(token))
+    return re.compile("".join(parts), re.DOTALL)
+
+
+def crossing(pattern: Any, names: Iterable[str]) -> str:
+    """What a message says of a pattern that names nothing, where it would with `**` in place of `*`; else nothing."""
+    wider = re.sub(r"\*+", "**", pattern) if isinstance(pattern, str) else ""
+    separator = "/" if "/" in wider else "."
+    if not any(matches(name, wider, separator) for name in names):
+        return ""
+    return f"* stops at dots and slashes, ** crosses them: write {wider!r}; "
 
 
 def near_names(target: Any, names: Iterable[str], classes: Iterable[str]) -> list[str]:

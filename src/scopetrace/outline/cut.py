@@ -31,12 +31,12 @@ class Outlining(TapeRewriter):
 
     `new` and `replacements` are those of the program, or while a function is made, of its body.
 
-    `numbers` are those of the chosen calls: see `Interfaces.numbered`.
+    `numbers` are those of the chosen calls, by their `labels`: see `Interfaces.numbered`.
     """
 
-    def __init__(self, interfaces: Interfaces, numbers: dict[Call, int]) -> None:
+    def __init__(self, interfaces: Interfaces, numbers: dict[Call, int], labels: dict[Call, Any]) -> None:
         super().__init__(interfaces.tape)
-        self._interfaces, self._numbers = interfaces, numbers
+        self._interfaces, self._numbers, self._labels = interfaces, numbers, labels
         self._functions: dict[int, OutlinedBody] = {}  # by number of the calls
         self._unique = unique_names(first=2)  # of `domain::Name`: another class may have the name
         # A copy of what a call returns keeps its history, wherever autograd is on in the program.
@@ -148,10 +148,9 @@ class Outlining(TapeRewriter):
         base = cls.__name__ if cls is not None else call.scope.type_name
         tape.name = name = self._unique(f"{domain}::{base}").removeprefix(f"{domain}::")
         called = [self._functions[self._numbers[c]].identifier for c in interface.inner if c in self._numbers]
-        key = (self._interfaces.keys[interface.number], called, outputs)
-        return OutlinedBody(
-            name, domain, cls, f"{name}_{content_hash(key)}", tuple(interface.inputs), outputs, tape, []
-        )
+        key, label = self._interfaces.keys[interface.number], self._labels.get(call)
+        identifier = f"{name}_{content_hash((key, called, outputs))}"
+        return OutlinedBody(name, domain, cls, identifier, tuple(interface.inputs), outputs, tape, [], key, label)
 
     def _returned(self, call: Call, results: list[Value]) -> list[Value]:
         """What stands for results in the function, each in a storage of its own, as `invoke_subgraph` requires."""

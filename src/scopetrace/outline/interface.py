@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from scopetrace._compat.symbols import Symbolic, to_expr
@@ -79,14 +79,14 @@ class Interfaces:
         self._numbers: dict[tuple[Any, ...], int] = {}
         self.of = functools.cache(self._make)
 
-    def numbered(self, chosen: Iterable[Call]) -> dict[Call, int]:
-        """By call, a number: those share a function that have equal ops, and equal chosen calls among them."""
+    def numbered(self, chosen: Iterable[Call], labels: Mapping[Call, Any] | None = None) -> dict[Call, int]:
+        """By call, a number: those share a function with equal labels, equal ops, and equal chosen calls among them."""
         interfaces = {call: self.of(call) for call in sorted(chosen, key=lambda c: c.position)}
         numbers: dict[Call, int] = {}
         known: dict[Any, int] = {}
         for call, interface in reversed(interfaces.items()):  # inner calls first
             inner = [(numbers[c], place) for c, place in interface.inner.items() if c in interfaces]
-            numbers[call] = known.setdefault((interface.number, *inner), len(known))
+            numbers[call] = known.setdefault((interface.number, (labels or {}).get(call), *inner), len(known))
         return numbers
 
     def _make(self, call: Call) -> Interface:

@@ -68,14 +68,19 @@ class KeyBuilder:
         """Append a value with its metadata, or a symbolic number."""
         if isinstance(x, Value):
             t = x.fake
-            self.items += (x in self.numbers, t.dtype, t.device, t.layout)
+            self.items += (
+                "a tensor that was passed before" if x in self.numbers else "a new tensor",
+                t.dtype,
+                t.device,
+                t.layout,
+            )
             self.add(tuple(t.size()))
         self.add(x)
 
     def add_ops(self, ops: Iterable[Op]) -> None:
         """Append ops, whose results get the next numbers."""
         for op in ops:
-            self.items += (op.kind, op.target, op.grad)
+            self.items += (op.kind, op.target, "autograd on" if op.grad else "autograd off")
             self.add(op.args)
             if op.kwargs:
                 self.add(op.kwargs)

@@ -69,6 +69,10 @@ class OutlinedBody(FunctionSignature):
     tape: BodyTape
     calls: list[Call]
     """Its calls, in the outlined program and in bodies inside it."""
+    key: tuple[Any, ...]
+    """Equal for the bodies of equal calls."""
+    label: Any = None
+    """What the caller of the outlining said of its calls; calls of which it said different things share no function."""
 
 
 # Arguments and results -----------------------------------------------------------------------------------------------

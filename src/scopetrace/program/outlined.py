@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ import torch.fx
 from scopetrace._compat.graph_module import parts_that_switch_grad, switches_grad
 from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
-from scopetrace.errors import OutlineError
+from scopetrace.errors import OutlineError, TargetWarning
 from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.tape import Call, FunctionalTape, Tape
 from scopetrace.outline.cut import Outlining
@@ -30,7 +31,7 @@ from scopetrace.outline.interface import Interfaces
 from scopetrace.outline.signature import FunctionSignature, OutlinedBody
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
-from scopetrace.program.selection import names_near
+from scopetrace.program.selection import near_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 OutlineTarget = Target | bool
@@ -48,7 +49,7 @@ class Function(FunctionSignature):
 
     def __init__(self, body: OutlinedBody, program: OutlinedTrace, calls: list[ModuleCall]) -> None:
         super().__init__(body.name, body.domain, body.module_type, body.identifier, body.inputs, body.outputs)
-        self._tape, self._program = body.tape, program
+        self._tape, self._program, self.key, self.label = body.tape, program, body.key, body.label
         self.calls = calls
         """The module calls that became calls of it, in order; of calls inside functions, those of the first body."""
 
@@ -150,10 +151,38 @@ class _Calls:
         return self._source.in_other_grad_mode(self._source.graph_module)
 
 
-def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
-    """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError."""
+def outline_calls(
+    source: TracedProgram, targets: Iterable[OutlineTarget], label: Callable[[ModuleCall], Any] | None = None
+) -> OutlinedTrace:
+    """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError.
+
+    Calls with different values of `label` share no function; `Function.label` is that of its calls.
+    """
     with building():
-        return in_large_stack(_outlined, source.without_regions(), list(targets))
+        return in_large_stack(_outlined, source.without_regions(), list(targets), label)
+
+
+def function_of_call(call: ModuleCall) -> Function:
+    """The function that a call becomes where it alone does. Raises OutlineError."""
+    program, place = call.program, (call.scope.path, call.index)
+    source = program.source if isinstance(program, OutlinedTrace) else program
+    functions = outline_calls(source, [lambda c: (c.scope.path, c.index) == place]).functions
+    if not functions:
+        raise OutlineError(f"{call.scope} is a leaf, or raised: it can be no function")
+    return functions[0]
+
+
+def warn_of_rules(source: TracedProgram, targets: Iterable[Any], stacklevel: int) -> None:
+    """Warn of targets that name calls by a rule and that are names of calls as well."""
+    rules = [target for target in targets if isinstance(target, str) and target in GENERAL]
+    for call in source.calls if rules else ():
+        if call.fqn in rules and call.index == 0:
+            warnings.warn(
+                f"{call.fqn!r} is the rule that takes equal layers, not the module call of that name: for this one, "
+                f"give the module, or its scope path {call.scope.path!r}",
+                TargetWarning,
+                stacklevel=stacklevel,
+            )
 
 
 def outline_outermost_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
@@ -164,7 +193,7 @@ def outline_outermost_calls(source: TracedProgram, targets: Iterable[OutlineTarg
     return outlined if chosen == outermost else outline_calls(outlined.source, [lambda call: call.record in outermost])
 
 
-def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
+def _outlined(source: TracedProgram, wanted: list[Any], label: Callable[[ModuleCall], Any] | None) -> OutlinedTrace:
     tape = source.tape
     if any(op.writes for op in tape.ops):
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
@@ -177,7 +206,8 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
     numbers = interfaces.numbered(kept)
     while EVERY not in wanted and kept != (again := _equal(kept, named, numbers, OUTERMOST in wanted)):
         kept, numbers = again, interfaces.numbered(again)
-    outlining = Outlining(interfaces, numbers)
+    labels = {} if label is None else {c.record: label(c) for c in source.calls if c.record in numbers}
+    outlining = Outlining(interfaces, interfaces.numbered(kept, labels) if labels else numbers, labels)
     return OutlinedTrace(source, outlining.run(), outlining.functions, kept)
 
 
@@ -217,7 +247,8 @@ def _around(call: Call) -> Iterator[Call]:
     return itertools.islice(call.ancestors(), 1, None)
 
 
-_GENERAL = (REPEATED, OUTERMOST, EVERY)
+GENERAL: tuple[OutlineTarget, ...] = (REPEATED, OUTERMOST, EVERY)
+"""The targets that name calls by a rule."""
 
 
 def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) -> tuple[set[Call], list[Call]]:
@@ -229,7 +260,7 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
     calls = [call for call in source.calls if call.record in outermost]
     matches: set[ModuleCall] = set()
     for target in targets:
-        if target in _GENERAL:
+        if target in GENERAL:
             continue
         matched = [call for call in calls if is_named(call, target)]
         if not matched and any(is_named(call, target) for call in source.calls):
@@ -238,7 +269,7 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
                 "leave it out of the targets"
             )
         if not matched:
-            raise OutlineError(f"{target_text(target)} is no call of this trace; it has {_some(target, source.calls)}")
+            raise OutlineError(f"{target_text(target)} is no call of this trace; {near_text(target, source.calls)}")
         matches.update(matched)
     calls = [call for call in calls if not call.is_leaf and call.raised is None]
     named = [call.record for call in calls if call in matches]
@@ -246,7 +277,7 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
         obstacle = _obstacle(record, interfaces)
         if obstacle is not None:
             raise OutlineError(f"{record.scope}: {obstacle}")
-    by_rule = _possible(calls, interfaces, EVERY in targets) if any(t in _GENERAL for t in targets) else []
+    by_rule = _possible(calls, interfaces, EVERY in targets) if any(t in GENERAL for t in targets) else []
     return set(named), list(dict.fromkeys([*named, *by_rule]))
 
 
@@ -269,8 +300,3 @@ def _obstacle(call: Call, interfaces: Interfaces) -> str | None:
             f"leave {call.scope.type_name} out of the targets"
         )
     return None
-
-
-def _some(target: Any, calls: list[ModuleCall]) -> str:
-    names = names_near(target, calls)
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "") if names else "no module calls but the root"

@@ -19,7 +19,7 @@ import torch.fx
 
 from scopetrace.containers.structure import instantiate, leaves
 from scopetrace.errors import CallNotFoundError
-from scopetrace.ir.selection import Selection, is_named, near_names, several, target_text
+from scopetrace.ir.selection import Selection, crossing, is_named, near_names, several, target_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _LISTED = 6  # names in a message or a repr
@@ -44,7 +44,7 @@ class Calls(list[ModuleCall]):
         targets = several(key)
         for target in targets:
             if isinstance(target, (str, type, torch.nn.Module)) and not any(is_named(call, target) for call in self):
-                raise CallNotFoundError(f"no module call is named {target_text(target)}; {self._near(target)}")
+                raise CallNotFoundError(f"no module call is named {target_text(target)}; {near_text(target, self)}")
         return Calls(call for call in self if is_named(call, targets))
 
     def of(self, fqn: str, index: int = 0) -> ModuleCall:
@@ -56,11 +56,7 @@ class Calls(list[ModuleCall]):
         if matches:
             times = "once" if len(matches) == 1 else f"{len(matches)} times"
             raise CallNotFoundError(f"{fqn!r} is called {times}: there is no call with index {index}")
-        raise CallNotFoundError(f"no module call has the name {fqn!r}; {self._near(fqn)}")
-
-    def _near(self, key: Any) -> str:
-        names = names_near(key, self)
-        return f"there are {_names(names)}" if names else "only the model itself is called"
+        raise CallNotFoundError(f"no module call has the name {fqn!r}; {near_text(fqn, self)}")
 
     def __repr__(self) -> str:
         if len(self) <= _LISTED:
@@ -68,14 +64,14 @@ class Calls(list[ModuleCall]):
         return f"[{', '.join(map(repr, super().__getitem__(slice(_LISTED - 1))))}, … {len(self) - _LISTED + 1} more]"
 
 
-def names_near(key: Any, calls: Iterable[ModuleCall]) -> list[str]:
-    """Names of called modules, or of their classes, that are like `key`."""
+def near_text(target: Any, calls: Iterable[ModuleCall]) -> str:
+    """What a message says of a target that names no call: names of called modules, or of their classes, like it."""
     calls = [call for call in calls if call.fqn]
-    return near_names(key, [str(call.fqn) for call in calls], [call.scope.type_name for call in calls])
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
+    fqns = [str(call.fqn) for call in calls]
+    near = near_names(target, fqns, [call.scope.type_name for call in calls])
+    some = ", ".join(map(repr, near[:_LISTED])) + (", …" if len(near) > _LISTED else "")
+    hint = crossing(target, [*fqns, *(call.scope.path for call in calls)])
+    return f"{hint}there are {some}" if near else "only the model itself is called"
 
 
 @dataclasses.dataclass(frozen=True)

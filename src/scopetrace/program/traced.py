@@ -112,7 +112,7 @@ class ModuleCall:
     """
 
     def __init__(self, record: Call, program: TracedProgram, parent: ModuleCall | None) -> None:
-        self._program = program
+        self.program = program
         self.record = record
         """The record of the call on the tape."""
         self.parent = parent
@@ -156,7 +156,7 @@ class ModuleCall:
     @property
     def lowering(self) -> FxLowering:
         """The graph, or the subgraph of a higher-order op, that has the call's nodes."""
-        return self._program.lowering_of(self.record)
+        return self.program.lowering_of(self.record)
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
@@ -165,7 +165,7 @@ class ModuleCall:
         For a call inside a body of `torch.cond` or another higher-order op, the nodes of the body's graph. A call that
         contains a cond has the cond's node, and not those of its bodies.
         """
-        return self._program.nodes_between(self.lowering, self.position, self._stop)
+        return self.program.nodes_between(self.lowering, self.position, self._stop)
 
     @property
     def backward_nodes(self) -> list[torch.fx.Node]:
@@ -210,7 +210,7 @@ class ModuleCall:
     def mutated(self) -> dict[str, torch.fx.Node]:
         """By argument path or buffer name, the node of the new value of each tensor that the call changed in place."""
         forward, lowering = self._forward(), self.lowering
-        if isinstance(self._program.tape, FunctionalTape):
+        if isinstance(self.program.tape, FunctionalTape):
             values = dict(new_values(self.record, forward))
         else:
             values = written_values(self.record, forward, lowering.tape)
@@ -228,7 +228,7 @@ class ModuleCall:
         return instantiate(lambda node: node, template, torch.fx.Node)
 
     def _forward(self) -> Callable[..., Any]:
-        return forward_of(self.record, self._program.forward)
+        return forward_of(self.record, self.program.forward)
 
     if not TYPE_CHECKING:  # type checkers know what there is
 

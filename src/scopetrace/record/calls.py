@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import inspect
 import itertools
 import re
@@ -38,7 +37,7 @@ from scopetrace.containers.structure import (
 from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.selection import Candidate, Target, is_named, near_names, several
+from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_names, several
 from scopetrace.ir.tape import GIVEN_META, Call
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
@@ -274,8 +273,8 @@ def leaf_targets(leaf_modules: Any, model: Model) -> list[Target]:
             if model.modules and not any(isinstance(m, target) for m in model.modules):
                 raise _no_leaf(target, model)
         elif isinstance(target, str) and "/" not in target:
-            names = [name for module in model.modules for name in model.names_of(module) if name]
-            if not fnmatch.filter([*names, *(type(m).__name__ for m in model.modules)], target):
+            names = _names(model)
+            if not any(matches(n, target) for n in (*names, *(type(m).__name__ for m in model.modules))):
                 raise _no_leaf(target, model)
         elif not callable(target) and not isinstance(target, str):
             raise LeafPatternError(
@@ -289,15 +288,22 @@ def refuse_unmatched(targets: list[Target], calls: list[Call]) -> None:
     """Raise LeafPatternError for a pattern of scope paths that matches no call."""
     for target in targets:
         if isinstance(target, str) and "/" in target and not any(is_named(call, target) for call in calls):
-            some = ", ".join([call.scope.path for call in calls[1:6]]) or "none"
-            raise LeafPatternError(f"leaf_modules: no module is named {target!r}; the model has {some}, …")
+            paths = [call.scope.path for call in calls[1:]]
+            some = crossing(target, paths) + "the model has " + (", ".join(paths[:5]) or "none")
+            raise LeafPatternError(f"leaf_modules: no module is named {target!r}; {some}, …")
+
+
+def _names(model: Model) -> list[str]:
+    """The names of the modules that have a forward, which lists of modules have not."""
+    called = [module for module in model.modules if type(module).forward is not torch.nn.Module.forward]
+    return [name for module in called for name in model.names_of(module) if name]
 
 
 def _no_leaf(target: Any, model: Model) -> LeafPatternError:
-    names = [name for module in model.modules for name in model.names_of(module) if name]
+    names = _names(model)
     some = ", ".join(near_names(target, names, [type(m).__name__ for m in model.modules])[:5]) or "none"
     what = f"the model has no {target.__name__}" if isinstance(target, type) else f"no module is named {target!r}"
-    return LeafPatternError(f"leaf_modules: {what}; there are {some}")
+    return LeafPatternError(f"leaf_modules: {what}; {crossing(target, names)}there are {some}")
 
 
 # Templates of what calls take and return: a value of the tape in place of each tensor ---------------------------------

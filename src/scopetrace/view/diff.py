@@ -1,6 +1,7 @@
 """What two programs do differently, by scope.
 
 Data flow:
+    two module calls -> the bodies of the functions that they would be; their keys say whether that is one function
     two Trees -> the items of both root sections aligned by what they call, and again inside each pair of sections
     aligned ops -> one number for both their nodes -> their lines compared with numbers in place of names -> Difference
 """
@@ -24,7 +25,8 @@ import torch.fx
 
 from scopetrace.containers.structure import leaves
 from scopetrace.program.graph import named, node_value, type_text, typed
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.outlined import Function, function_of_call
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes
 from scopetrace.view.html import comparison, page
 from scopetrace.view.text import op_line
@@ -123,21 +125,36 @@ class Diff:
 
 def compare(before: TracedProgram, after: TracedProgram) -> Diff:
     """The differences of two programs."""
-    return Diff(_Comparison(before, after).differences, (before, after))
+    return Diff(_Comparison(_Side(before), _Side(after)).differences, (before, after))
+
+
+def compare_calls(before: ModuleCall, after: ModuleCall) -> Diff:
+    """Why two module calls are not one function; empty where they are. Raises OutlineError."""
+    one, other = function_of_call(before), function_of_call(after)
+    if one.key == other.key:
+        return Diff([])
+    path, kinds = after.scope.path, [f"{f.domain}.{f.module_type and f.module_type.__qualname__}" for f in (one, other)]
+    if one.module_type is not other.module_type:
+        return Diff([Difference("changed", "call", path, *kinds)])
+    differences = _Comparison(_FunctionSide(one), _FunctionSide(other)).differences
+    if not differences:  # device, layout, autograd mode, which operands are one tensor
+        items = next((a, b) for a, b in itertools.zip_longest(one.key, other.key) if a != b)
+        differences = [Difference("changed", "call", path, *map(str, items))]
+    return Diff(differences)
 
 
 class _Side:
     """One program, with texts of its parts in which nodes have numbers that do not depend on the graph's names.
 
     Attributes:
-        inputs: the text of each input of the graph, by position.
+        inputs: of each input of the graph, its text, and the same without its name where that may differ.
         effects: the steps after the graph, by position.
     """
 
     def __init__(self, program: TracedProgram) -> None:
         self.program, self.root = program, Tree(program).root
         placeholders = program.lowering.graph.find_nodes(op="placeholder")
-        self.inputs = dict(enumerate(map(typed, placeholders)))
+        self.inputs: dict[Any, tuple[str, str]] = {i: (typed(node),) * 2 for i, node in enumerate(placeholders)}
         self.effects = dict(enumerate(str(program.tape.write_back or "").splitlines()))
         self._numbers = {node: f"input {position}" for position, node in enumerate(placeholders)}
 
@@ -177,6 +194,27 @@ class _Side:
         return value_text(section.outputs, named), value_text(section.outputs, self._number)
 
 
+class _FunctionSide(_Side):
+    """The body of a function. Its parameters and buffers are inputs, known by their names; others by their numbers."""
+
+    def __init__(self, function: Function) -> None:
+        self.program = function.calls[0].program
+        self.root = next(s for s in Tree(self.program).root.walk() if s.lowering is function.lowering)
+        self.inputs, self.effects, self._numbers = {}, {}, {}
+        placeholders = iter(function.graph.find_nodes(op="placeholder"))
+        for i in function.inputs:
+            count = len(self.inputs) if i.kind in ("argument", "absent") else f"other {len(self.inputs)}"
+            key = i.name if i.kind in ("parameter", "buffer") else count
+            if i.kind == "absent":
+                self.inputs[key] = (f"{i.name}=None", "")
+                continue
+            node = next(placeholders)
+            self.inputs[key], self._numbers[node] = (typed(node), type_text(node_value(node))), f"input {key}"
+
+    def attributes(self) -> dict[str, str]:
+        return {}
+
+
 def _taken(call: Section, name: Namer) -> str:
     return f"{call.label}({', '.join(f'{key}={value_text(x, name)}' for key, x in call.inputs.items())})"
 
@@ -184,11 +222,14 @@ def _taken(call: Section, name: Namer) -> str:
 class _Comparison:
     """Compares two programs in the order of execution: operands get their numbers before the ops that read them."""
 
-    def __init__(self, before: TracedProgram, after: TracedProgram) -> None:
-        a, b = self._a, self._b = _Side(before), _Side(after)
+    def __init__(self, a: _Side, b: _Side) -> None:
+        self._a, self._b = a, b
         self._numbers = itertools.count()
         self.differences: list[Difference] = []
-        self._tables("input", a.inputs, b.inputs)
+        for key in dict.fromkeys([*a.inputs, *b.inputs]):
+            (before, one), (after, other) = a.inputs.get(key, (None, None)), b.inputs.get(key, (None, None))
+            if one != other:
+                self._note("input", b.root.path, before, after)
         self._tables("attribute", a.attributes(), b.attributes())
         self._sections(a.root, b.root)
         old, new = a.result(a.root), b.result(b.root)
@@ -273,7 +314,7 @@ def _content(constant: torch.Tensor) -> str:
 def digest(program: TracedProgram) -> str:
     """A SHA-256 of what a program does: inputs, ops with arguments, types and scopes, calls, constants, effects."""
     side, numbers = _Side(program), itertools.count()
-    lines = [*side.inputs.values(), *side.attributes().values()]
+    lines = [*(text for text, _ in side.inputs.values()), *side.attributes().values()]
 
     def add(section: Section) -> None:
         for item in section.items:

@@ -33,7 +33,7 @@ import torch.fx
 from scopetrace.errors import CallNotFoundError
 from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.selection import Selection, is_named, is_scope_named, several, target_text
+from scopetrace.ir.selection import Selection, crossing, is_named, is_scope_named, several, target_text
 from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import named, node_value, typed
 from scopetrace.program.traced import ModuleCall, TracedProgram
@@ -216,8 +216,9 @@ def refuse_unnamed(root: Scope, calls: Sequence[ModuleCall], selection: Selectio
         if not any(is_named(call, target) for call in calls):
             paths = [scope.path for scope in root.walk()]
             some = " and ".join(map(repr, [p for p in paths[1:] if p.count("/") <= 2][:2] or paths[:1]))
+            names = [*paths, *(call.fqn or "" for call in calls)]
             problem = f"no scope matches {target_text(target)}"
-            raise CallNotFoundError(f"{problem}; paths are such as {some}, and * stands for any text")
+            raise CallNotFoundError(f"{problem}; {crossing(target, names)}paths are such as {some}")
 
 
 def levels(scope: Scope, selection: Selection | None, outer: int | None = None) -> dict[Scope, int]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
-import fnmatch
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ from scopetrace._compat.ops import building, is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
+from scopetrace.ir.selection import crossing, matches
 from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, flat, renamed
 from scopetrace.lower.exported.calls import (
     Identities,
@@ -149,12 +149,13 @@ def _chosen(frames: Iterable[ModuleCallFrame], signed: Sequence[str], modules: l
     """
     inner = {f for f in frames if f.parent is not None}
     for pattern in signed:
-        if pattern != "*" and not fnmatch.filter([*modules, *(f.fqn for f in inner)], pattern):
+        names = [*modules, *(f.fqn for f in inner)]
+        if pattern != "*" and not any(matches(name, pattern) for name in names):
             raise ArgumentError(
-                f"preserve_module_call_signature: {pattern!r} matches no module call; Trace.calls has their fqns, "
-                'and "*" is all of them'
+                f"preserve_module_call_signature: {pattern!r} matches no module call; {crossing(pattern, names)}"
+                'Trace.calls has their fqns, and "*" is all of them'
             )
-    return {f for f in inner if any(fnmatch.fnmatchcase(f.fqn, pattern) for pattern in signed)}
+    return inner if "*" in signed else {f for f in inner if any(matches(f.fqn, pattern) for pattern in signed)}
 
 
 def _refuse(tape: FunctionalTape) -> None:

@@ -21,8 +21,8 @@ from scopetrace.program.traced import ModuleCall
 _Named = OutlineTarget | OpOverload
 
 Targets = _Named | Sequence[_Named] | Set[_Named] | Mapping[Any, str]
-"""Targets of `Trace.outline` or ops (one, or several in a list, tuple or set), a dict from classes or ops to
-`"domain::Name"`, or False for none."""
+"""Targets of `Trace.outline` or ops (one, or several in a list, tuple or set), a dict from classes, modules, patterns,
+predicates or ops to `"domain::Name"`, or False for none."""
 
 Names = Sequence[str] | Mapping[str, str] | Callable[[str], str]
 """Names for the first inputs or outputs in order, by the names that they have else, or made of these."""
@@ -34,7 +34,7 @@ CallAttributes = bool | Sequence[str] | Callable[[ModuleCall], Mapping[str, Any]
 """Names of plain attributes of modules, True for all, or a function from a module call to attributes of its node."""
 
 WeightNames = bool | str | Sequence[str] | Callable[[str], bool]
-"""Parameters and buffers by patterns of names (`"*lora*"`), a predicate on names, or True for all."""
+"""Parameters and buffers by patterns of names (`"**lora**"`), a predicate on names, or True for all."""
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 

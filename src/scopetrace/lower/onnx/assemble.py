@@ -91,13 +91,10 @@ class Assembler:
 
     translated: torch.onnx.ONNXProgram
     combined: CombinedGraph
-    names: Mapping[type, str]
-    """The names that users chose for functions, by class."""
     sizes: SizeNames
     attributes: Attributes
     by_reference: Sequence[str]
     """The names of attributes that bodies read from their calls."""
-    is_plugin: Callable[[Function], bool]
     flat: bool
     """The functions are to be inlined at last: they are not shared by calls of other sizes, and not labelled."""
     functions: dict[Subgraph, ir.Function] = dataclasses.field(default_factory=dict)
@@ -144,8 +141,8 @@ class Assembler:
         same = {n: v for n, v in same.items() if all(call.attributes.get(n) == v for call in function.calls)}
         read = refer(graph, same)
         what = function.identifier if subgraph.unknown or self.flat else body_key(graph)
-        whole_name = function_name(function, self.names)
-        key = (function.module_type, whole_name, what)
+        whole_name = function_name(function)
+        key = (function.module_type, whole_name, function.label, what)
         if key in known:
             self.functions[subgraph] = _without_shapes(known[key])
             return
@@ -158,7 +155,7 @@ class Assembler:
         self._read[new] = read
         known[key] = self.functions[subgraph] = new if subgraph.fits_all else _without_shapes(new)
         self._import_domains(graph)
-        if self.is_plugin(function):
+        if function.label.is_plugin:
             self.plugins.append(new)
 
     def _import_domains(self, graph: ir.Graph, functions: Sequence[ir.Function] = ()) -> None:

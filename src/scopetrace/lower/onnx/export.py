@@ -24,7 +24,7 @@ import torch.fx
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, RemoveUnusedOpsetsPass
 
 from scopetrace._compat.onnx import optimize
-from scopetrace._compat.ops import CustomOpDef, OpOverloadPacket, building, is_op
+from scopetrace._compat.ops import building
 from scopetrace.errors import (
     ArgumentTypeError,
     FixedValueWarning,
@@ -32,54 +32,19 @@ from scopetrace.errors import (
     OnnxOpError,
     OnnxOptionError,
 )
-from scopetrace.ir.selection import is_named
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
-from scopetrace.lower.onnx.forms import OpFunctions, OpNames
-from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, SizeNames, label_nodes, name_values
+from scopetrace.lower.onnx.forms import OpFunctions
+from scopetrace.lower.onnx.naming import SizeNames, label_nodes, name_values
+from scopetrace.lower.onnx.targets import label, read_targets
 from scopetrace.lower.onnx.translate import quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
-from scopetrace.program.outlined import OUTERMOST, Function, OutlineTarget, outline_calls
+from scopetrace.program.outlined import OUTERMOST, Function, outline_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
-
-_NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
-
-_OF_RUNTIMES = frozenset({"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"})
-
-
-def _read_targets(targets: Targets, where: str) -> tuple[list[OutlineTarget], dict[type, str], OpNames]:
-    """The targets for `Trace.outline`, the names of classes, and the ops with their names. Raises OnnxOptionError."""
-    names: Any = targets if isinstance(targets, Mapping) else {}
-    several = isinstance(targets, (list, tuple, set, frozenset, Mapping))
-    listed: list[Any] = list(targets) if several else [] if targets is False else [targets]  # type: ignore[arg-type]
-    for target in listed:
-        if isinstance(target, (OpOverloadPacket, CustomOpDef)):
-            raise OnnxOptionError(f"{where}: {target!r} may have several forms: name one, as torch.ops.my.op.default")
-        if isinstance(targets, Mapping) and not is_op(target):
-            _check_name(target, names[target], where)
-    ops = {target: names.get(target) for target in listed if is_op(target)}
-    return [t for t in listed if not is_op(t)], {t: name for t, name in names.items() if not is_op(t)}, ops
-
-
-def _check_name(cls: Any, name: Any, where: str) -> None:
-    if not isinstance(cls, type):
-        raise OnnxOptionError(f"{where}: {cls!r} is no class; a dict names classes, {{Block: 'my.domain::Block'}}")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise OnnxOptionError(f"{where}: {name!r} is no name of a function; write 'my.domain::{cls.__name__}'")
-    domain, _, op_type = name.partition("::")
-    if where == "functions" and domain in _OF_RUNTIMES:
-        raise OnnxOptionError(
-            f"{where}: {name!r} is in a domain of ops that runtimes have, and these win over a function: "
-            f"write 'my.domain::{cls.__name__}', or name it in plugins="
-        )
-    if where == "functions" and op_type in TAKEN_FOR_OPS:
-        raise OnnxOptionError(
-            f"{where}: ONNX Runtime takes {name!r} for the op of that name, and aborts: write '{name}Module'"
-        )
 
 
 def read_names(asked: Names | None, defaults: Sequence[str], where: str, taken: Container[str]) -> list[str]:
@@ -189,12 +154,12 @@ class Options:
 def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
     program = program.without_regions()
-    functions, names, op_functions = _read_targets(options.functions, "functions")
-    plugins, plugin_names, op_plugins = _read_targets(options.plugins, "plugins")
-    ops = OpFunctions.of(op_functions, op_plugins, options.custom_translation_table)
-    flat = not functions and not plugins
+    functions, plugins = read_targets(options.functions, options.plugins)
+    ops = OpFunctions.of(functions.ops, plugins.ops, options.custom_translation_table)
+    targets = [*functions.targets, *plugins.targets]
+    flat = not targets
     say("outlining")
-    main = outline_calls(program, [OUTERMOST] if flat else [*functions, *plugins])
+    main = outline_calls(program, [OUTERMOST] if flat else targets, functools.partial(label, functions, plugins))
     bodies = {function.identifier: function for function in main.functions}
     tensors = main.tape.attributes
     results, wanted = Results(main.tape), chosen(tensors, options.weight_inputs)
@@ -205,24 +170,21 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         say(f"translating {len(combined.graph.nodes):,} nodes")
         return combined, translate(combined.root, combined.graph, options.opset_version, options.optimize, ops)
 
-    is_plugin = functools.partial(_is_plugin, plugins)
     try:
         combined, translated = convert(lambda function: False)
     except OnnxOpError:
-        if not plugins:
+        if not plugins.targets:
             raise
-        combined, translated = convert(is_plugin)  # the ops without an ONNX form may be in their bodies
+        combined, translated = convert(lambda f: f.label.is_plugin)  # ops without an ONNX form may be in their bodies
     say("assembling")
     sizes = SizeNames(main.tape.sizes)
     translated.rename_axes({new: sizes.name(symbol) for new, symbol in combined.fakes.origins.items()})
     assembler = Assembler(
         translated,
         combined,
-        {**names, **plugin_names},
         sizes,
         _attributes(program, main, options.attributes),
         [] if isinstance(options.attributes, bool) or callable(options.attributes) else options.attributes,
-        is_plugin,
         flat,
     )
     weights, defaults, initializers = _split_held(combined, wanted, results.state(), options)
@@ -305,17 +267,6 @@ def _names(
         if name != default and name in inputs:
             raise OnnxOptionError(f"output_names has {name!r}, which is an input")
     return inputs, outputs
-
-
-def _is_plugin(plugins: Sequence[OutlineTarget], function: Function) -> bool:
-    """Whether `plugins=` names all calls of a function. Raises OnnxOptionError where it names only some."""
-    named = [any(is_named(call, target) for target in plugins) for call in function.calls]
-    if len(set(named)) > 1:
-        one, other = (function.calls[named.index(which)].fqn for which in (True, False))
-        raise OnnxOptionError(
-            f"{one} and {other} are equal layers with one function, and plugins= names the first alone: name both"
-        )
-    return any(named)
 
 
 def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttributes) -> Attributes:

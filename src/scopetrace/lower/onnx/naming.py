@@ -34,15 +34,10 @@ TAKEN_FOR_OPS = frozenset({"Add", "Div", "Gather", "Mul", "Sub"})
 """ONNX Runtime (1.31) takes a function with one of these names for the op, whatever its domain, and aborts."""
 
 
-def function_name(function: Function, chosen: Mapping[type, str]) -> str:
-    """`domain::Name` of a function.
-
-    `chosen` has the names that users chose for classes, which also hold for classes derived from them.
-    """
-    bases = () if function.module_type is None else function.module_type.__mro__
+def function_name(function: Function) -> str:
+    """`domain::Name` of a function: the name that users chose for its calls, or that of its class."""
     name = _class_name(function)
-    default = f"{function.domain}::{name}" + ("Module" if name in TAKEN_FOR_OPS else "")
-    return next((chosen[base] for base in bases if base in chosen), default)
+    return function.label.name or f"{function.domain}::{name}" + ("Module" if name in TAKEN_FOR_OPS else "")
 
 
 def label_nodes(graph: ir.Graph, subgraph: Subgraph, sources: Mapping[str, torch.fx.Node]) -> None:

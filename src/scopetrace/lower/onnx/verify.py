@@ -204,7 +204,7 @@ def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
     try:
         if exported.plugins:
             save(model, folder / "file.onnx", True)
-            onnx.checker.check_model(str(folder / "file.onnx"), full_check=True)
+            onnx.checker.check_model(str(folder / "file.onnx"))  # full: fails behind a plugin, whose types it lacks
         save(whole, folder / "modular.onnx", True)
         onnx.checker.check_model(str(folder / "modular.onnx"), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:

@@ -9,7 +9,6 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import re
 import tempfile
@@ -23,6 +22,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 
 from scopetrace._compat.onnx import packed_tensor
 from scopetrace.errors import OnnxOptionError
+from scopetrace.ir.selection import crossing, matches, near_names
 from scopetrace.lower.onnx import WeightNames
 
 PROTO_LIMIT = 2**31 - 2**27
@@ -43,13 +43,13 @@ def chosen(names: Collection[str], wanted: WeightNames) -> set[str]:
         return set(names)
     if callable(wanted):
         return set(filter(wanted, names))
-    matches: set[str] = set()
+    weights: set[str] = set()
     for pattern in [wanted] if isinstance(wanted, str) else wanted or ():
-        if not (matching := fnmatch.filter(names, pattern)):
-            some = ", ".join(list(names)[:8])
-            raise OnnxOptionError(f"weight_inputs: {pattern!r} matches no parameter or buffer; there are {some}, …")
-        matches.update(matching)
-    return matches
+        if not (matching := [name for name in names if matches(name, pattern)]):
+            some = f"{crossing(pattern, names)}there are {', '.join(near_names(pattern, names, ())[:8])}, …"
+            raise OnnxOptionError(f"weight_inputs: {pattern!r} matches no parameter or buffer; {some}")
+        weights.update(matching)
+    return weights
 
 
 def attach(graph: ir.Graph, tensors: Mapping[ir.Value, torch.Tensor], stay_inputs: bool) -> None:
