@@ -324,7 +324,7 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttrib
     A call in a function's body has those that are equal in all calls of modules of the class.
     """
     attributes_of = read_attributes(attributes)
-    calls: dict[int | None, ModuleCall] = {call.position: call for call in main.calls}
+    calls: dict[int | None, ModuleCall] = {call.record.position: call for call in main.all_calls}
 
     def of(subgraph: Subgraph, site: CallSite, needed: Container[str]) -> dict[str, Any]:
         call = calls[call_position(site.node)]
