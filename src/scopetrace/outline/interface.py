@@ -180,7 +180,7 @@ class Interfaces:
         """The name of a value outside of a call: of an attribute or input, or of an argument of a call around it."""
         if v.op.kind in ("get_attr", "placeholder"):
             around = call.parent.prefix if call.parent is not None else ""
-            return str(v.op.target).removeprefix(around).removeprefix("_")
+            return str(v.op.target).removeprefix(call.prefix).removeprefix(around).removeprefix("_")
         for outer in [*call.ancestors()][1:]:
             for path, value in values_with_path(self._arguments(outer)):
                 if value is v:

@@ -37,6 +37,7 @@ from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
+from scopetrace.lower.onnx.folding import FOLDED, fold_batch_norms
 from scopetrace.lower.onnx.forms import OpFunctions, OpNames
 from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, SizeNames, label_nodes, name_values
 from scopetrace.lower.onnx.translate import quiet, translate
@@ -195,9 +196,12 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     flat = not functions and not plugins
     say("outlining")
     main = outline_calls(program, [OUTERMOST] if flat else [*functions, *plugins])
+    wanted = chosen(main.tape.attributes, options.weight_inputs)
+    named = {*op_functions, *op_plugins, *(options.custom_translation_table or ())}
+    if options.optimize and options.export_params and not flat and named.isdisjoint(FOLDED):
+        main = fold_batch_norms(main, wanted | Results(main.tape).state(), plugins)
     bodies = {function.identifier: function for function in main.functions}
-    tensors = main.tape.attributes
-    results, wanted = Results(main.tape), chosen(tensors, options.weight_inputs)
+    tensors, results = main.tape.attributes, Results(main.tape)
     lowering = results.lowering()
 
     def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, torch.onnx.ONNXProgram]:
