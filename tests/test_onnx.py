@@ -1254,6 +1254,32 @@ def test_flat_files_fold_what_depends_on_weights_alone():
     assert [n.op_type for n in model.graph] == [n.op_type for n in torchs.graph] == ["Conv", "Add", "Relu"] * 3
 
 
+def _no_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn_enabled):
+    return onnxscript.opset18.Identity(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs", "ops"),
+    [
+        ({}, ["x", "conv.weight_folded", "conv.weight_bias"], ["Conv", "Add", "Relu"]),
+        ({"optimize": False}, 7, ["Conv", "BatchNormalization", "Add", "Relu"]),
+        ({"weight_inputs": "*.conv.weight"}, 7, ["Conv", "BatchNormalization", "Add", "Relu"]),
+        ({"custom_translation_table": {torch.ops.aten.batch_norm.default: _no_norm}, "verify": False}, 7, None),
+        ({"functions": (), "plugins": ConvBlock, "verify": False}, 7, None),
+        ({"functions": [ConvBlock, nn.Conv2d]}, 7, ["Conv2d", "BatchNormalization", "Add", "Relu"]),
+    ],
+)
+def test_functions_have_batch_norms_folded_into_convolutions(options, inputs, ops):
+    net, x = nn.Sequential(*[ConvBlock() for _ in range(2)]).eval(), torch.randn(1, 4, 8, 8)
+    model = st.trace(net, (x,)).to_onnx(**{"functions": ConvBlock, "verify": True, **options})
+    taken = [v.name for v in model.graph[0].inputs] if ops is None else None
+    for function in model.functions.values():
+        if function.name == "ConvBlock":
+            taken = [v.name for v in function.inputs]
+            assert ops is None or [n.op_type for n in function if n.op_type in ops] == ops
+    assert taken == inputs or len(taken) == inputs
+
+
 def test_nodes_of_flat_files_have_the_scopes_of_their_layers():
     net = Wrapped()
     model = st.trace(net, (X,)).to_onnx()

@@ -201,7 +201,7 @@ def _candidates(program: TracedProgram, tape: Tape, storages: list[Storage]) -> 
     first = _first_backward(tape)
     records = {record.position: record for record in tape.calls}
     for call in program.calls:
-        again, record = first.get(call.position), records.get(call.position)
+        again, record = first.get(call.record.position), records.get(call.record.position)
         if call.module is None or again is None or record is None or times[id(call.module)] > 1:
             continue
         inside = [s for s in storages if record.start <= s.first < record.stop]

@@ -298,7 +298,7 @@ class Trace(Shown):
         code read.
         """
         tape = self._program.tape
-        root, fqns = tape.root.path, {call.scope.path: call.fqn for call in tape.calls}
+        root, fqns = tape.root.path, {call.scope.path: call.of_module.fqn for call in tape.calls}
         numbers = [Specialization(n.name, n.value, "argument", root, "", None) for n in tape.argument_numbers]
         reads = [
             Specialization(r.name, r.value, r.source.kind, r.module, fqns.get(r.module), r.line)
@@ -424,7 +424,7 @@ class Trace(Shown):
     def __repr__(self) -> str:
         tapes = list(self._held.tape.walk())
         ops = sum(op.kind in ("call_function", "call_module") for tape in tapes for op in tape.ops)
-        calls = sum(len(tape.calls) for tape in tapes)
+        calls = sum(call.is_module for tape in tapes for call in tape.calls)
         return f"<Trace of {self.scope.path}: {ops} ops, {calls} module calls>"
 
     def __eq__(self, other: object) -> bool:

@@ -333,7 +333,7 @@ def _with_what_is_sent(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut]) -> 
 
 
 def _call_of(op: Op) -> str:
-    return (op.call and op.call.fqn) or "the root"
+    return (op.call and op.call.of_module.fqn) or "the root"
 
 
 def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:

@@ -176,7 +176,7 @@ def _flops(tr: Trace, plan: Plan) -> tuple[list[int], Callable[[int], int], int]
     tape = program.recorded if plan.order.backwards else program.tape
     at_op = [0, *itertools.accumulate(op_flops(tape))]
     first = call_of(plan.model, tr.order)
-    calls = [tape.calls[call.position] for call in tr.calls[first:]]
+    calls = [tape.calls[call.record.position] for call in tr.calls[first:]]
     before: list[int] = []
     for step in plan.order.steps:
         flops = before[-1] if before else 0

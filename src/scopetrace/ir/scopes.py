@@ -117,6 +117,9 @@ class TracingState:
 
     def __init__(self, root: Scope) -> None:
         self._stack: list[tuple[Scope, str]] = [(root, "")]
+        self.opens: Callable[[Scope], None] = lambda scope: None
+        """Called with each user scope that opens; `closes` with each that closes, inner before outer."""
+        self.closes: Callable[[Scope], None] = lambda scope: None
         self._floor = 1  # scopes below this belong to modules and cannot be popped by users
         self._last_closed = ""
 
@@ -132,6 +135,7 @@ class TracingState:
             raise ScopeError(f"scope name {name!r} at {opened}: use a non-empty name without '/'")
         inner = self.current_scope.child(name)
         self._stack.append((inner, opened))
+        self.opens(inner)
         return inner
 
     def pop_scope(self) -> None:
@@ -142,8 +146,14 @@ class TracingState:
                 f"pop_scope() at {_caller()}: no user scope is open in {self.current_scope}{closed}. "
                 "Pop each scope once, in the module that pushed it; `with st.scope(name):` does both."
             )
-        scope, opened = self._stack.pop()
+        scope, opened = self._stack[-1]
+        self.close_scopes(len(self._stack) - 1)
         self._last_closed = f"{scope.name!r}, opened at {opened}, closed at {_caller()}"
+
+    def close_scopes(self, count: int) -> None:
+        """Close the innermost user scopes until `count` scopes are open."""
+        while len(self._stack) > count:
+            self.closes(self._stack.pop()[0])
 
     def enter_module(self, scope: Scope) -> tuple[int, int]:
         """Open a module's scope. Returns the state of the stack before, for `leave_module`."""
@@ -159,6 +169,7 @@ class TracingState:
         """
         innermost, opened = self._stack[-1]
         is_open = len(self._stack) > self._floor
+        self.close_scopes(self._floor)
         del self._stack[mark[0] :]
         self._floor = mark[1]
         if is_open and not raising:
@@ -227,7 +238,7 @@ class scope:
             state.pop_scope()
         elif len(state._stack) > mark + 1:
             inner, opened = state._stack[-1]
-            del state._stack[mark:]
+            state.close_scopes(mark)
             if kind is None:
                 raise _still_open(inner, opened)
         elif kind is None:

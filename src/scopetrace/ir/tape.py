@@ -298,7 +298,10 @@ _fields_of = operator.attrgetter(*_OP_FIELDS)
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a module. The first call of a tape, its root, is that of the traced callable."""
+    """One call of a module. The first call of a tape, its root, is that of the traced callable.
+
+    Also a user scope that was entered, or a function under `nested_compile_region` that was called: see `is_module`.
+    """
 
     module: torch.nn.Module | None
     """None of a function, and in a loaded trace."""
@@ -334,14 +337,35 @@ class Call:
     module_type: type | None = None
     """None of a function."""
     signature: inspect.Signature | None = None
-    """Of a function, and of a scripted module in a loaded trace, if it has one."""
+    """Of a function or region, and of a scripted module in a loaded trace, if it has one."""
     replaced: tuple[str, ...] = ()
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
+    is_region: bool = False
+    """Whether a function under `nested_compile_region` was called, which has arguments and a result."""
+
+    @property
+    def is_module(self) -> bool:
+        """False for what a user scope or region did, which is in the call of the module around it."""
+        return self.parent is None or self.scope.is_module
+
+    @property
+    def of_module(self) -> Call:
+        """This call, or for a user scope or region that of the module around it."""
+        call = self
+        while call.parent is not None and not call.scope.is_module:
+            call = call.parent
+        return call
+
+    @property
+    def group(self) -> type | str | None:
+        """What calls have in common that may share a function: the class of the modules, or the name of the scope."""
+        return self.module_type if self.is_module else self.scope.name
 
     @property
     def prefix(self) -> str:
         """What the names of the module's tensors begin with in the model: `"fc."`, or nothing for the root."""
-        return f"{self.fqn}." if self.fqn else ""
+        fqn = self.of_module.fqn
+        return f"{fqn}." if fqn else ""
 
     def ancestors(self) -> Iterator[Call]:
         """This call, then those around it up to the root."""
@@ -388,6 +412,8 @@ def forward_of(call: Call, root: Any) -> Any:
     """The function that a call ran, for its signature; `root` is that of the root call, None where it is not known."""
     if call.module is not None and call.position > 0:
         return call.module.forward
+    if not call.is_module:
+        return None if call.signature is None else Signed(call.signature)
     if root is not None:
         return root
     forward: Any = getattr(call.module_type, "forward", None)

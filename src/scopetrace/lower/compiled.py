@@ -308,9 +308,9 @@ def _kind(example: Any) -> Any:
 
 def without_single_ops(outlined: OutlinedTrace) -> OutlinedTrace:
     """The program with functions of at most one op, beside views, inline: they are compiled with what is around."""
-    single = {call.position for f in outlined.functions if _is_single_op(f.graph) for call in f.calls}
+    single = {call.record.position for f in outlined.functions if _is_single_op(f.graph) for call in f.calls}
     kept = {call for call in outlined.chosen if call.position not in single}
-    return outline_calls(outlined.source, [lambda call: call.record in kept] if kept else [])
+    return outline_calls(outlined.source, kept)
 
 
 def _is_single_op(body: torch.fx.Graph) -> bool:

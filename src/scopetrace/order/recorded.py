@@ -83,6 +83,9 @@ class _Reader:
             self._begin(call, params)
 
     def _begin(self, call: Call, params: _Params) -> None:
+        if not call.is_module:
+            self.numbers[call] = self.numbers[call.of_module]
+            return
         parent = None if call.parent is None else self.numbers[call.parent]
         arguments = [params.names[v] for v in values_in((call.args, call.kwargs)) if v in params.names]
         replaced = map(self.registered.param, call.replaced)
@@ -166,6 +169,7 @@ class _Backward:
 
     def __init__(self, tape: RecordedTape, nodes: list[BackwardNode], position: Mapping[Value, int]) -> None:
         self._tape = tape
+        self._calls = [call for call in tape.calls if call.is_module]
         self._nodes = nodes
         self._position = position
         self._op_of = [max((position[v] for v in node.op.values() if v in position), default=-1) for node in nodes]
@@ -175,7 +179,7 @@ class _Backward:
 
     def steps(self, numbers: Mapping[Call, int]) -> tuple[GradientStep, ...]:
         """What happens, in order."""
-        steps = [(at, kind, call) for call in self._tape.calls for at, kind in self._of_call(call)]
+        steps = [(at, kind, call) for call in self._calls for at, kind in self._of_call(call)]
         steps += [(at, "again", call) for region in self._tape.checkpointed for at, call in self._again(*region)]
         steps.sort(key=operator.itemgetter(0))
         return tuple(GradientStep(kind, numbers[call], self._ops_before(at[0])) for at, kind, call in steps)
@@ -205,6 +209,6 @@ class _Backward:
         first = next(
             (n for n, node in enumerate(self._nodes) if node.has_saved and start <= self._op_of[n] < stop), None
         )
-        for call in self._tape.calls:
+        for call in self._calls:
             if first is not None and start <= call.start < stop and call.stop <= stop:
                 yield (first, 2, (call.position, 0)), call

@@ -143,14 +143,14 @@ class Outlining(TapeRewriter):
         grad = is_grad_on(tape.ops[count:]) if tape.ops[count:] else torch.is_grad_enabled()
         tape.ops[:count] = [op.replace(grad=grad).take_values() for op in tape.ops[:count]]
         self.new, self.replacements = self._around.pop()
-        cls = call.module_type
-        domain = cls.__module__ if cls is not None else "torch"
-        base = cls.__name__ if cls is not None else call.scope.type_name
+        cls, around = call.module_type, call.of_module.module_type
+        domain = around.__module__ if around is not None else "torch"
+        base = cls.__name__ if cls is not None else identifier(call.scope.type_name or call.scope.name, set())
         tape.name = name = self._unique(f"{domain}::{base}").removeprefix(f"{domain}::")
         called = [self._functions[self._numbers[c]].identifier for c in interface.inner if c in self._numbers]
         key, label = self._interfaces.keys[interface.number], self._labels.get(call)
-        identifier = f"{name}_{content_hash((key, called, outputs))}"
-        return OutlinedBody(name, domain, cls, identifier, tuple(interface.inputs), outputs, tape, [], key, label)
+        unique = f"{name}_{content_hash((key, called, outputs))}"
+        return OutlinedBody(name, domain, cls, unique, tuple(interface.inputs), outputs, tape, [], key, label)
 
     def _returned(self, call: Call, results: list[Value]) -> list[Value]:
         """What stands for results in the function, each in a storage of its own, as `invoke_subgraph` requires."""

@@ -114,7 +114,7 @@ class Interfaces:
             inputs += [FunctionInput(str(number), "size") for number in numbers.values()]
             operands += numbers.values()
         key = KeyBuilder()
-        key.items += (call.module_type, len(passed), len(operands))
+        key.items += (call.group, len(passed), len(operands))
         for x in operands:
             key.add_operand(x)
         for argument in passed:  # whatever containers hold them
@@ -151,7 +151,7 @@ class Interfaces:
     def _in_order(self, call: Call, passed: list[ArgumentLeaf]) -> list[ArgumentLeaf]:
         """The arguments in the order of the first call that has the same ones: keywords may come in any order."""
         places = [leaf.place for leaf in passed]
-        order = self._orders.setdefault((call.module_type, frozenset(places)), places)
+        order = self._orders.setdefault((call.group, frozenset(places)), places)
         return passed if order == places else sorted(passed, key=lambda leaf: order.index(leaf.place))
 
     def _inputs(
@@ -167,7 +167,8 @@ class Interfaces:
 
     def _lifted(self, call: Call, read: list[Value], taken: set[str]) -> list[tuple[FunctionInput, Value]]:
         """What is read and not passed: the module's own tensors in its order, then others."""
-        tensors = own_tensors(self.tape, call) if any(v.op.kind == "get_attr" for v in read) else {}
+        has_own = call.is_module and any(v.op.kind == "get_attr" for v in read)
+        tensors = own_tensors(self.tape, call) if has_own else {}
         unique = unique_names(taken=taken | {name for _, _, name in tensors.values()})
         ranked = []
         for i, v in enumerate(read, len(tensors)):
@@ -179,7 +180,7 @@ class Interfaces:
         """The name of a value outside of a call: of an attribute or input, or of an argument of a call around it."""
         if v.op.kind in ("get_attr", "placeholder"):
             around = call.parent.prefix if call.parent is not None else ""
-            return str(v.op.target).removeprefix(around).removeprefix("_")
+            return str(v.op.target).removeprefix(call.prefix).removeprefix(around).removeprefix("_")
         for outer in [*call.ancestors()][1:]:
             for path, value in values_with_path(self._arguments(outer)):
                 if value is v:

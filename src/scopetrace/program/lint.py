@@ -20,7 +20,7 @@ from scopetrace.program.traced import ModuleCall, TracedProgram
 
 def lint(program: TracedProgram) -> None:
     """Raise LintError that lists every disagreement between the tape, the graph, the scopes and the calls."""
-    calls, problems = program.calls, list[str]()
+    calls, problems = program.all_calls, list[str]()
     try:
         verify(program.tape, "tracing")
     except InvalidTapeError as error:
@@ -38,7 +38,7 @@ def lint(program: TracedProgram) -> None:
 
 
 def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
-    table = {call.position: call for call in calls}
+    table = {call.record.position: call for call in calls}
     for node in program.graph.nodes:
         path, position = scope_path(node), call_position(node)
         if path is None and position is None:

@@ -91,7 +91,7 @@ class OutlinedTrace(TracedProgram):
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
         """The functions, callees before their callers."""
-        calls = {id(call.record): call for call in self.calls}
+        calls = {id(call.record): call for call in self.all_calls}
         return tuple(
             Function(body, self, [calls[id(c)] for c in body.calls if id(c) in calls]) for body in self._bodies
         )
@@ -152,9 +152,9 @@ class _Calls:
 
 
 def outline_calls(
-    source: TracedProgram, targets: Iterable[OutlineTarget], label: Callable[[ModuleCall], Any] | None = None
+    source: TracedProgram, targets: Iterable[OutlineTarget | Call], label: Callable[[ModuleCall], Any] | None = None
 ) -> OutlinedTrace:
-    """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError.
+    """Make functions of the calls that `targets` are or name; see `Trace.outline`. Raises OutlineError.
 
     Calls with different values of `label` share no function; `Function.label` is that of its calls.
     """
@@ -190,7 +190,7 @@ def outline_outermost_calls(source: TracedProgram, targets: Iterable[OutlineTarg
     outlined = outline_calls(source, targets)
     chosen = set(outlined.chosen)
     outermost = {call for call in chosen if chosen.isdisjoint(_around(call))}
-    return outlined if chosen == outermost else outline_calls(outlined.source, [lambda call: call.record in outermost])
+    return outlined if chosen == outermost else outline_calls(outlined.source, outermost)
 
 
 def _outlined(source: TracedProgram, wanted: list[Any], label: Callable[[ModuleCall], Any] | None) -> OutlinedTrace:
@@ -206,19 +206,19 @@ def _outlined(source: TracedProgram, wanted: list[Any], label: Callable[[ModuleC
     numbers = interfaces.numbered(kept)
     while EVERY not in wanted and kept != (again := _equal(kept, named, numbers, OUTERMOST in wanted)):
         kept, numbers = again, interfaces.numbered(again)
-    labels = {} if label is None else {c.record: label(c) for c in source.calls if c.record in numbers}
+    labels = {} if label is None else {c.record: label(c) for c in source.all_calls if c.record in numbers}
     outlining = Outlining(interfaces, interfaces.numbered(kept, labels) if labels else numbers, labels)
     return OutlinedTrace(source, outlining.run(), outlining.functions, kept)
 
 
 def _without_inner(kept: list[Call], named: set[Call], interfaces: Interfaces) -> list[Call]:
     """Calls without those inside of equal ones, or around ones of their own class, which need not be described."""
-    by_class: dict[type | None, list[Call]] = {}
+    by_class: dict[type | str | None, list[Call]] = {}
     for call in sorted(kept, key=lambda c: c.start - c.stop):  # the longest first
-        by_class.setdefault(call.module_type, []).append(call)
+        by_class.setdefault(call.group, []).append(call)
     left = set(kept)
     for kind, calls in by_class.items():
-        outer = {c for call in calls for c in _around(call) if c.module_type is kind}
+        outer = {c for call in calls for c in _around(call) if c.group == kind}
         again = {c for c in calls if c in left and c not in outer}
         if len(again) > 1 and len({interfaces.of(c).number for c in again}) < len(again):
             left = {c for c in left if c in named or not (c in outer or again.intersection(_around(c)))}
@@ -232,15 +232,15 @@ def _equal(kept: list[Call], named: set[Call], numbers: dict[Call, int], outermo
     `nn.Sequential` of layers that have such inside.
     """
     count = Counter(numbers.values())
-    twice = {c.module_type for c in kept if count[numbers[c]] > 1}
-    wanted = {c for c in kept if c.module_type in twice}
+    twice = {c.group for c in kept if count[numbers[c]] > 1}
+    wanted = {c for c in kept if c.group in twice}
     if outermost:
-        wanted -= {outer for c in wanted for outer in _around(c) if outer.module_type is c.module_type}
+        wanted -= {outer for c in wanted for outer in _around(c) if outer.group == c.group}
     again = [c for c in kept if c in named or c in wanted]
     if outermost:
         again = [c for c in again if c in named or wanted.isdisjoint(_around(c))]
-    times = Counter(c.module_type for c in again)
-    return [c for c in again if c in named or times[c.module_type] > 1]
+    times = Counter(c.group for c in again)
+    return [c for c in again if c in named or times[c.group] > 1]
 
 
 def _around(call: Call) -> Iterator[Call]:
@@ -257,12 +257,16 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
     Raises OutlineError for a target that names no call, or one that cannot be a function.
     """
     outermost = set(source.tape.calls)  # a body of a higher-order op may not run, so calls in it stay inline
-    calls = [call for call in source.calls if call.record in outermost]
-    matches: set[ModuleCall] = set()
+    all_calls = [call for call in source.all_calls if call.record in outermost]
+    calls = [call for call in all_calls if call.record.is_module]
+    records = {target for target in targets if isinstance(target, Call)}
+    matches = {call for call in all_calls if call.record in records}
     for target in targets:
-        if target in GENERAL:
+        if target in GENERAL or isinstance(target, Call):
             continue
         matched = [call for call in calls if is_named(call, target)]
+        if not matched and isinstance(target, str):  # no module has the name: user scopes and regions
+            matched = [call for call in all_calls if call.record.start < call.record.stop and is_named(call, target)]
         if not matched and any(is_named(call, target) for call in source.calls):
             raise OutlineError(
                 f"{target_text(target)} is called only in bodies of torch.cond and its kind, whose calls stay inline; "
@@ -271,7 +275,7 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
         if not matched:
             raise OutlineError(f"{target_text(target)} is no call of this trace; {near_text(target, source.calls)}")
         matches.update(matched)
-    calls = [call for call in calls if not call.is_leaf and call.raised is None]
+    calls = [call for call in all_calls if not call.is_leaf and call.raised is None]
     named = [call.record for call in calls if call in matches]
     for record in named:
         obstacle = _obstacle(record, interfaces)
@@ -283,11 +287,12 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
 
 def _possible(calls: list[ModuleCall], interfaces: Interfaces, once: bool) -> Iterator[Call]:
     """The calls inside the model that can be functions; those of a class that is called `once`, or of others only."""
-    times = Counter(call.module_type for call in calls)
-    for call in calls:
-        is_inner = call.parent is not None and call.module_type is not None
-        if is_inner and (once or times[call.module_type] > 1) and _obstacle(call.record, interfaces) is None:
-            yield call.record
+    records = [call.record for call in calls if call.record.parent is not None]
+    records = [record for record in records if record.is_region or record.module_type is not None]
+    times = Counter(record.group for record in records)
+    for record in records:
+        if (once or times[record.group] > 1) and _obstacle(record, interfaces) is None:
+            yield record
 
 
 def _obstacle(call: Call, interfaces: Interfaces) -> str | None:
@@ -297,6 +302,6 @@ def _obstacle(call: Call, interfaces: Interfaces) -> str | None:
     for number in interfaces.readers.lost_numbers(call):
         return (
             f"{number}, a number that is made in this call, is used outside, though no result has it as a size; "
-            f"leave {call.scope.type_name} out of the targets"
+            f"leave {call.scope.type_name or call.scope.name} out of the targets"
         )
     return None

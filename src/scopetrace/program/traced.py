@@ -108,19 +108,25 @@ class ModuleCall:
         for call in tr.calls:
             print(call.fqn, call.arguments, call.outputs)
 
-    Tensors are nodes of the graph in these, everything else is the object itself.
+    Tensors are nodes of the graph in these, everything else is the object itself. In `Function.calls` it may also be
+    what a user scope or a function under `nested_compile_region` did.
     """
 
-    def __init__(self, record: Call, program: TracedProgram, parent: ModuleCall | None) -> None:
+    def __init__(self, record: Call, program: TracedProgram, around: ModuleCall | None, position: int) -> None:
         self.program = program
         self.record = record
         """The record of the call on the tape."""
-        self.parent = parent
-        """The call in which this one was made; None for the root."""
+        self.position = position
+        """Where this call stands in `Trace.calls`."""
+        self.parent = None if around is None else around.of_module
+        """The call of a module in which this one was made; None for the root."""
         self.children: list[ModuleCall] = []
-        """The calls made directly in this one, in order."""
-        if parent is not None:
-            parent.children.append(self)
+        """The calls of modules made directly in this one, in order."""
+        self._inside: list[ModuleCall] = []
+        if around is not None:
+            around._inside.append(self)
+        if self.parent is not None and record.is_module:
+            self.parent.children.append(self)
 
     fqn: str | None = _of_record(
         "fqn",
@@ -137,7 +143,6 @@ class ModuleCall:
         """,
     )
     index: int = _of_record("index", "0 for the first call of this module instance, 1 for its second.")
-    position: int = _of_record("position", "Where this call stands in `Trace.calls`.")
     scope: Scope = _of_record("scope", "The scope of the ops that run directly in this call.")
     is_leaf: bool = _of_record(
         "leaf", "Whether the call was recorded as one op, because `leaf_modules=` named its module."
@@ -150,8 +155,13 @@ class ModuleCall:
     )
 
     @property
+    def of_module(self) -> ModuleCall:
+        """This call, or for a user scope or region that of the module around it."""
+        return self if self.record.is_module or self.parent is None else self.parent
+
+    @property
     def _stop(self) -> int:
-        return self.children[-1]._stop if self.children else self.position + 1
+        return self._inside[-1]._stop if self._inside else self.record.position + 1
 
     @property
     def lowering(self) -> FxLowering:
@@ -165,13 +175,13 @@ class ModuleCall:
         For a call inside a body of `torch.cond` or another higher-order op, the nodes of the body's graph. A call that
         contains a cond has the cond's node, and not those of its bodies.
         """
-        return self.program.nodes_between(self.lowering, self.position, self._stop)
+        return self.program.nodes_between(self.lowering, self.record.position, self._stop)
 
     @property
     def backward_nodes(self) -> list[torch.fx.Node]:
         """The graph's nodes of the backward of this call and of the calls inside it, in order."""
         places = ((forward_place(node), node) for node in self.lowering.graph.nodes)
-        return [n for place, n in places if place is not None and self.position <= place[1] < self._stop]
+        return [n for place, n in places if place is not None and self.record.position <= place[1] < self._stop]
 
     @property
     def saved(self) -> list[Saved]:
@@ -246,7 +256,9 @@ class ModuleCall:
 
     def __repr__(self) -> str:
         index = f", index={self.index}" if self.index else ""
-        name = self.module_type.__name__ if self.module_type else "function"
+        name = (
+            self.module_type.__name__ if self.module_type else "function" if self.record.is_module else self.scope.name
+        )
         return f"ModuleCall({self.fqn!r}, {name}{index})"
 
     def _repr_html_(self) -> str:  # for notebooks
@@ -380,13 +392,21 @@ class TracedProgram:
         return self.model.forward if isinstance(self.model, torch.nn.Module) else self.model
 
     @functools.cached_property
-    def calls(self) -> list[ModuleCall]:
-        """Every module call in forward order, the root first."""
+    def all_calls(self) -> list[ModuleCall]:
+        """Every call on the tapes in forward order, the root first: of modules, user scopes and regions."""
         records = dict.fromkeys(record for tape in self.tape.walk() for record in tape.calls)
         at: dict[int, ModuleCall] = {}
+        count = 0
         for record in sorted(records, key=lambda record: record.position):
-            at[record.position] = ModuleCall(record, self, at[record.parent.position] if record.parent else None)
+            around = at[record.parent.position] if record.parent else None
+            at[record.position] = ModuleCall(record, self, around, count)
+            count += record.is_module
         return list(at.values())
+
+    @functools.cached_property
+    def calls(self) -> list[ModuleCall]:
+        """Every module call in forward order, the root first."""
+        return [call for call in self.all_calls if call.record.is_module]
 
     @functools.cached_property
     def _lowerings(self) -> dict[Call, FxLowering]:

@@ -144,7 +144,7 @@ class TapeBuilder:
 
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
-        outer, ran = (self.call.frames, self.ran) if self.call else ((), {})  # else no forward runs
+        outer, ran = (self.call.of_module.frames, self.ran) if self.call else ((), {})  # else no forward runs
         captured = capture_frames(outer, TapeBuilder.in_call.__code__, ran)
         last = self._last_frames
         if captured[0] is last[0] and captured[1] == last[1]:
@@ -203,9 +203,11 @@ class TapeBuilder:
             call.raised = error
             raise
         finally:
-            self.call = outer
             call.stop = len(self.tape.ops)
-            self.state.leave_module(mark, raising=call.raised is not None)
+            try:
+                self.state.leave_module(mark, raising=call.raised is not None)
+            finally:
+                self.call = outer
 
     @contextlib.contextmanager
     def run_by_torch(self, op: Any) -> Iterator[None]:

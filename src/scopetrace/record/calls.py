@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -36,7 +37,7 @@ from scopetrace.containers.structure import (
 )
 from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
-from scopetrace.ir.scopes import Scope
+from scopetrace.ir.scopes import Scope, scope
 from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_names, several
 from scopetrace.ir.tape import GIVEN_META, Call
 from scopetrace.record.builder import TapeBuilder
@@ -71,12 +72,13 @@ class CallRecorder:
         self._leaves = leaves
         self._progress = progress
         self._next = 0  # the position of the next call
-        self._counts: dict[int, int] = {}  # by id of a module: how often it was called
+        self._counts: dict[int, int] = {}  # by id of a module or scope: how often it was called
         self._classes: dict[Any, type] = {}
         self.paused = False
         """Whether a leaf module is running, so that the patches stay out of the way."""
         self._at_end = at_end
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
+        self._builder.state.opens, self._builder.state.closes = self._open_scope, self._close_scope
 
     # ---------------------------------------------------------------- calls
 
@@ -90,7 +92,7 @@ class CallRecorder:
 
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called, or its forward: by the call that is open, or by the user in place of a call."""
-        call = self._builder.call
+        call = self._builder.call and self._builder.call.of_module
         if isinstance(module, HasOtherPath):
             self._refuse_other_path(module, args, kwargs)
         if call is not None and call.module is module and method not in self._entered[-1]:
@@ -125,8 +127,9 @@ class CallRecorder:
 
     def _open(self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any) -> Call:
         builder = self._builder
-        index = self._counts.get(id(module), 0)
-        self._counts[id(module)] = index + 1
+        key = id(scope if module is None else module)
+        index = self._counts.get(key, 0)
+        self._counts[key] = index + 1
         call = Call(
             module=module,
             fqn=fqn,
@@ -147,6 +150,17 @@ class CallRecorder:
         self._next += 1
         builder.tape.calls.append(call)
         return call
+
+    def _open_scope(self, scope: Scope) -> None:
+        """A user scope is a call without a module."""
+        if not self.paused:
+            self._builder.call = self._open(None, None, scope, (), {})
+
+    def _close_scope(self, scope: Scope) -> None:
+        call = self._builder.call
+        if call is not None and call.scope is scope and not call.is_module:
+            call.stop = len(self._builder.tape.ops)
+            self._builder.call = call.parent
 
     def class_of(self, module: torch.nn.Module) -> type:
         """The class of a module. `torch.nn.utils.parametrize` makes one for each module: equal ones count as one."""
@@ -218,11 +232,21 @@ class CallRecorder:
         )
         self._builder.deferred.append(error)
 
-    def on_nested_region(self, run: Callable[[], Any]) -> Any:
-        """A function under `torch.compiler.nested_compile_region` is called."""
-        mark = self._builder.mark()
-        out = run()
-        self._builder.end_region(NESTED, mark)
+    def on_nested_region(self, run: functools.partial[Any]) -> Any:
+        """A function under `torch.compiler.nested_compile_region` is called: a user scope with arguments."""
+        builder = self._builder
+        mark = builder.mark()
+        with scope(getattr(run.func, "__name__", type(run.func).__name__)):
+            call = builder.call
+            assert call is not None
+            args, kwargs = map_structure(lambda m: type(m).__name__, (run.args, run.keywords), torch.nn.Module)
+            call.args, call.kwargs = self.templates.of((args, kwargs), call)
+            call.start, call.is_region = len(builder.tape.ops), True
+            with contextlib.suppress(TypeError, ValueError):  # built-in callables have no signature
+                call.signature = inspect.signature(run.func)
+            out = run()
+            call.outputs = self.templates.of(out, call)
+        builder.end_region(NESTED, mark)
         return out
 
     def on_seed(self) -> None:
@@ -286,6 +310,7 @@ def leaf_targets(leaf_modules: Any, model: Model) -> list[Target]:
 
 def refuse_unmatched(targets: list[Target], calls: list[Call]) -> None:
     """Raise LeafPatternError for a pattern of scope paths that matches no call."""
+    calls = [call for call in calls if call.is_module]
     for target in targets:
         if isinstance(target, str) and "/" in target and not any(is_named(call, target) for call in calls):
             paths = [call.scope.path for call in calls[1:]]

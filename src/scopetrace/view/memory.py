@@ -128,8 +128,8 @@ class Memory(Tabular):
         for op, in_use in zip(tape.ops, self.timeline, strict=True):
             for call in forward_calls(op, tape):
                 peaks[call] = max(peaks.get(call, 0), in_use)
-        for call in tape.calls:
-            level = len(list(call.ancestors())) - 1
+        for call in (call for call in tape.calls if call.is_module):
+            level = sum(around.is_module for around in call.ancestors()) - 1
             if depth is not None and level > depth:
                 continue
             inside = [s for s in storages if call.start <= s.first < call.stop and tape.ops[s.first].phase is None]
@@ -172,10 +172,9 @@ def _label(row: CallMemory) -> str:
 
 
 def forward_calls(op: Op, tape: Tape) -> Iterable[Call]:
-    """The calls that an op belongs to, inner before outer: of an op of backward, those of the op of the forward."""
-    if op.phase is not None and op.phase.scope is not None:
-        return tape.calls[op.phase.call].ancestors()
-    return () if op.call is None else op.call.ancestors()
+    """The module calls that an op belongs to, inner before outer: of an op of backward, those of the forward's op."""
+    call = tape.calls[op.phase.call] if op.phase is not None and op.phase.scope is not None else op.call
+    return () if call is None else (around for around in call.ancestors() if around.is_module)
 
 
 def storages_of(tape: Tape) -> tuple[int, list[Storage]]:

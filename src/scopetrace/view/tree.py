@@ -196,7 +196,7 @@ class Tree:
         self.ops: dict[torch.fx.Node, tuple[Op, int]] = {}
         self.bodies: set[torch.fx.Node] = set()
         self.root = Section("call", self.calls[0].scope.path, self.calls[0])
-        self._by_position = {call.position: call for call in self.calls}
+        self._by_position = {call.record.position: call.of_module for call in program.all_calls}
         self._body_sections: dict[Tape, Section] = {}
         self._numbers: dict[Hashable, int] = {}  # by what a signature is of
         self._fill(program.lowering, self.root)
@@ -209,19 +209,19 @@ class Tree:
     def _fill(self, lowering: FxLowering, top: Section) -> None:
         """Add the ops and calls of a graph to the sections of their calls, which are in `top`, in graph order."""
         calls = [call for call in self.calls if call.lowering is lowering]
-        sections = {call.position: Section("call", call.scope.path, call) for call in calls}
+        sections = {call: Section("call", call.scope.path, call) for call in calls}
         if not isinstance(lowering.tape, BodyTape):
-            sections[calls.pop(0).position] = top
+            sections[calls.pop(0)] = top
         places = _places(lowering.graph)
         in_order: list[tuple[int, ModuleCall | _NodePlace]] = [*_begins(calls, places, lowering), *enumerate(places)]
         for _, item in sorted(in_order, key=operator.itemgetter(0)):
             if isinstance(item, ModuleCall):
                 parent, scope = item.parent, item.scope.parent
                 assert parent is not None and scope is not None
-                around = _in_scope(sections.get(parent.position, top), scope.path)
-                around.items.append(sections[item.position])
+                around = _in_scope(sections.get(parent, top), scope.path)
+                around.items.append(sections[item])
             else:
-                section = sections.get(item.position, top)
+                section = sections.get(self._by_position.get(item.position, self.calls[0]), top)
                 is_backward = item.forward is not None
                 self._add_op(item, self._backward(section, item) if is_backward else _in_scope(section, item.path))
                 self._add_bodies(item.node, lowering)
@@ -275,8 +275,8 @@ class Tree:
         """The call at a position; where it is inside of a function, the innermost around it that is outside."""
         if position in self._by_position:  # as in each trace that is not outlined
             return self._by_position[position]
-        around = [c for c in self.calls if c.position <= position and f"{path}/".startswith(f"{c.scope.path}/")]
-        return max(around, key=lambda c: c.position, default=self.calls[0])
+        around = [c for c in self.calls if c.record.position <= position and f"{path}/".startswith(f"{c.scope.path}/")]
+        return max(around, key=lambda c: c.record.position, default=self.calls[0])
 
     # ---------------------------------------------------------------- runs
 

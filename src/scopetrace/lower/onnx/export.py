@@ -36,6 +36,7 @@ from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
+from scopetrace.lower.onnx.folding import FOLDED, fold_batch_norms
 from scopetrace.lower.onnx.forms import OpFunctions
 from scopetrace.lower.onnx.naming import SizeNames, label_nodes, name_values
 from scopetrace.lower.onnx.targets import label, read_targets
@@ -159,10 +160,14 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     targets = [*functions.targets, *plugins.targets]
     flat = not targets
     say("outlining")
-    main = outline_calls(program, [OUTERMOST] if flat else targets, functools.partial(label, functions, plugins))
+    labels = functools.partial(label, functions, plugins)
+    main = outline_calls(program, [OUTERMOST] if flat else targets, labels)
+    wanted = chosen(main.tape.attributes, options.weight_inputs)
+    named = {*functions.ops, *plugins.ops, *(options.custom_translation_table or ())}
+    if options.optimize and options.export_params and not flat and named.isdisjoint(FOLDED):
+        main = fold_batch_norms(main, wanted | Results(main.tape).state(), labels)
     bodies = {function.identifier: function for function in main.functions}
-    tensors = main.tape.attributes
-    results, wanted = Results(main.tape), chosen(tensors, options.weight_inputs)
+    tensors, results = main.tape.attributes, Results(main.tape)
     lowering = results.lowering()
 
     def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, torch.onnx.ONNXProgram]:
@@ -275,7 +280,7 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttrib
     A call in a function's body has those that are equal in all calls of modules of the class.
     """
     attributes_of = read_attributes(attributes)
-    calls: dict[int | None, ModuleCall] = {call.position: call for call in main.calls}
+    calls: dict[int | None, ModuleCall] = {call.record.position: call for call in main.all_calls}
 
     def of(subgraph: Subgraph, site: CallSite, needed: Container[str]) -> dict[str, Any]:
         call = calls[call_position(site.node)]
