@@ -147,6 +147,15 @@ def test_an_op_that_raises_leaves_no_range_open(tmp_path):
     assert profiled(run, tmp_path)[1] == ["f", "after"]
 
 
+def test_an_input_of_any_name(tmp_path):
+    def f(ranges, ranges_, change):
+        return ranges + ranges_ + change
+
+    x = torch.ones(2)
+    tr = st.trace(f, (x, x, x))
+    assert torch.equal(profiled(lambda: tr(x, x, x), tmp_path)[0], 3 * x)
+
+
 def test_without_a_profiler_the_graph_runs_as_it_is():
     tr = st.trace(Block(), (torch.ones(1, 4),))
     tr(torch.ones(1, 4))

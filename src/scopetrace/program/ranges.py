@@ -41,7 +41,8 @@ def with_ranges(lowering: FxLowering, graph_module: torch.fx.GraphModule, *, swi
     """
     calls = {call.position: call for tape in lowering.tape.walk() for call in tape.calls}
     graph, copies, current = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node](), list[Range]()
-    ranges = graph.placeholder("scopetrace_ranges")
+    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
+    ranges = graph.placeholder(f"{max(names, key=len, default='ranges')}_")  # which no other input is called
     for node in graph_module.graph.nodes:
         if node.target is set_grad_enabled and not switches:
             continue
