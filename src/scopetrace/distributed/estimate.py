@@ -37,8 +37,6 @@ from scopetrace.view.memory import Memory, forward_calls, gradients_among, stora
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer | None]
 _MOST_RANKS = 1024
-_TRIES = 3
-"""For how many numbers of ranks checkpoints are searched that make it fit, which takes longest."""
 _GROUPS = 32
 """Into about how many groups of equal bytes a plan cuts the parameters, as FSDP2 is used with one for each layer."""
 
@@ -183,7 +181,7 @@ def estimate(
     cast = tree_map_only(torch.Tensor, functools.partial(_on_cpu, dtype=dtype), arguments)
     after = TrainingStep(loss, optimizer if isinstance(optimizer, str) else None)
     with torch.set_grad_enabled(step):
-        tr = trace(after.of(twin, None) if step else twin, *cast)
+        tr = trace(after.of(twin, None) if step else twin, *cast, functional=False)
     make = optimizer if callable(optimizer) else functools.partial(after.optimizer_of, foreach=gpu_bytes is not None)
     return _of_trace(tr, twin, make, gpu_bytes, depth)
 
@@ -299,9 +297,13 @@ def _remedies(tr: Trace, model: torch.nn.Module, needs: Estimate, activations: i
         if of_rank(n, activations) <= gpu:
             yield Remedy(of_rank(n, activations), n)
             return
-    for n in [n for n in counts if alone is None and of_rank(n, 0) < gpu][:_TRIES]:
+    if alone is not None or not counts:
+        return
+    half = next((n for n in counts if of_rank(n, 0) <= gpu // 2), _MOST_RANKS)
+    for n in dict.fromkeys((half, _MOST_RANKS)):  # a search takes long
         both = _checkpoints(tr, gpu - of_rank(n, 0), gradients=False)
         if both is not None:
+            n = next(n for n in counts if of_rank(n, both.peak_bytes) <= gpu)
             yield dataclasses.replace(both, peak_bytes=of_rank(n, both.peak_bytes), ranks=n)
             return
 
