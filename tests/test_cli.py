@@ -391,7 +391,7 @@ WRONG_OPTIONS = {
         "--optimizer",
         "lbfgs",
     ): "'lbfgs' is not one of 'adadelta', 'adagrad', 'adam', 'adamax', 'adamw', 'muon'",
-    ("--step", "--loss", "logits"): "--loss logits: the model's result has no such tensor; it is a tensor",
+    ("--step", "--loss", "logits"): "loss logits: the model's result has no such tensor; it is a tensor",
 }
 
 
@@ -420,7 +420,7 @@ def test_wrong_options(options):
 
 def test_an_optimizer_without_parameters():
     result = show("Branch", "-i", "x=4", "--step", "--optimizer", "sgd")
-    refused(result, "--optimizer sgd: Branch has no parameters; leave it out")
+    refused(result, "optimizer sgd: the model has no parameters; leave it out")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from scopetrace.api.functions import diff, load, write_onnx_weights
     from scopetrace.api.functions import save as save
     from scopetrace.api.trace import OutlinedProgram, Trace, trace
+    from scopetrace.distributed.estimate import Estimate as Estimate
+    from scopetrace.distributed.estimate import estimate
     from scopetrace.functionalization.report import Alias as Alias
     from scopetrace.functionalization.report import Mutation as Mutation
     from scopetrace.ir.conditions import Specialization as Specialization
@@ -47,6 +49,7 @@ __all__ = [
     "diff",
     "distributed",
     "errors",
+    "estimate",
     "functional_backend",
     "functionalize",
     "load",
@@ -61,6 +64,7 @@ _HOMES = {
     "api.functional": "Functionalized functional_backend functionalize",
     "api.functions": "diff load save write_onnx_weights",
     "api.trace": "OutlinedProgram Trace trace",
+    "distributed.estimate": "Estimate estimate",
     "functionalization.report": "Alias Mutation",
     "ir.conditions": "Specialization",
     "ir.scopes": "Scope TracingState scope tracing_state",

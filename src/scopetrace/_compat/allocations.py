@@ -6,6 +6,7 @@ The idea, storages with weak references to them under a dispatch mode, is that o
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,14 @@ from scopetrace._compat.tensors import FakeTensorMode, run_op
 
 def peak_of_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> int:
     """The most bytes that an op has allocated at one time, its results included. Raises what the op raises."""
-    with mode, torch.no_grad(), _Allocations(tree_leaves((args, kwargs))) as seen:
-        out = run_op(mode, func, args, kwargs)
+    with mode:
+        return peak_of(lambda: run_op(mode, func, args, kwargs), tree_leaves((args, kwargs)))
+
+
+def peak_of(run: Callable[[], Any], there: list[Any]) -> int:
+    """The same of a function on fake or meta tensors, besides those that were `there` before."""
+    with torch.no_grad(), _Allocations(there) as seen:
+        out = run()
     del out
     return seen.peak
 

@@ -42,6 +42,9 @@ was_erased: Callable[[torch.fx.Node], bool] = operator.attrgetter("_erased")
 set_arguments: Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any]], None] = torch.fx.Node._update_args_kwargs
 """Give a node its arguments. Assigning `node.args` also takes it out of the table of `find_nodes`, and puts it back."""
 
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler is active in this thread, `emit_nvtx` and `emit_itt` among them."""
+
 _PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
 
 
@@ -66,7 +69,7 @@ class TracedGraphModule(_LazyGraphModule):
         elif get_proxy_mode() is not None and not kwargs:
             with preserve_node_meta():
                 return torch.fx.Interpreter(self).run(*args)
-        if not (self._forward_pre_hooks or self._forward_hooks or self._backward_pre_hooks or self._backward_hooks):
+        if not has_hooks(self):
             return self.forward(*args, **kwargs)  # hooks of all modules are those of the model's, and are in the graph
         return super()._call_impl(*args, **kwargs)
 
@@ -75,6 +78,13 @@ class TracedGraphModule(_LazyGraphModule):
         held = {name: look_up(self, name) for name in used}
         is_body = isinstance(self, BodyGraphModule)
         return _unpickle, (held, dumps([self.graph, *self.graph.nodes]), self._get_name(), self.training, is_body)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks are registered on a module itself."""
+    return bool(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
 
 
 @constant_to_dynamo

@@ -23,7 +23,7 @@ from scopetrace.formatting import amount
 from scopetrace.ir.tape import Call, Tape, Value
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Meter
-from scopetrace.view.memory import Recomputed, Storage, forward_calls, storages_of, timeline_of
+from scopetrace.view.memory import Recomputed, Storage, forward_calls, gradients_among, storages_of, timeline_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +91,15 @@ class _Candidate(Recomputed):
         return other.record in self.record.ancestors()
 
 
-def checkpoint_plan(program: TracedProgram, budget_bytes: int) -> CheckpointPlan:
-    """See `Trace.checkpoint_plan`."""
+def checkpoint_plan(program: TracedProgram, budget_bytes: int, *, gradients: bool = True) -> CheckpointPlan:
+    """See `Trace.checkpoint_plan`. `gradients`: whether those of parameters count, which FSDP2 shards."""
     tape = program.as_run
     if all(op.phase is None for op in tape.ops):
         raise ArgumentError("checkpoint_plan is of a training step: trace a function that calls backward()")
     _, storages = storages_of(tape)
+    if not gradients:
+        sharded = set(gradients_among(tape, storages))
+        storages = [s for s in storages if s not in sharded]
     candidates = list(_candidates(program, tape, storages))
     search = _Search(tape, storages, budget_bytes)
     chosen = search.cheapest(candidates)

@@ -20,6 +20,7 @@ COMMANDS = {
     "completion": "Print the script that lets SHELL complete the commands and options of scopetrace.",
     "demo": "A tour: what scopetrace tells of a small decoder with a cache, which comes with the package.",
     "diff": "Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.",
+    "estimate": "Estimate the memory and FLOPs of training TARGET, whether that fits a GPU, and what would.",
     "memory": "Show which memory TARGET needs when, by module; with --step of a training step, else of an inference.",
     "onnx": "Write the model TARGET as an ONNX file, with modules as ONNX functions.",
     "order": "Show in which order the modules of TARGET run and use their parameters.",
@@ -56,7 +57,7 @@ class LazyGroup(click.Group):
         name, stub, rest = super().resolve_command(ctx, args)
         if stub is None:
             return name, stub, rest
-        file = stub.name if stub.name in ("demo", "plan") else "commands"
+        file = stub.name if stub.name in ("demo", "estimate", "plan") else "commands"
         return name, getattr(importlib.import_module(f"scopetrace.cli.{file}"), str(stub.name)), rest
 
 

@@ -16,7 +16,7 @@ from scopetrace.distributed.simulation import Simulation, simulate
 from scopetrace.errors import UsageError
 from scopetrace.formatting import amount, columns, duration
 
-_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @model_command
@@ -31,7 +31,7 @@ _DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": t
     "--tflops", type=click.FloatRange(min=0, min_open=True), default=400.0, show_default=True, help="TFLOP/s of a rank."
 )
 @click.option("--latency", type=click.FloatRange(min=0), default=0.0, help="Microseconds of a collective.")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), default="own", help="Of gathered parameters and gradients.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="own", help="Of gathered parameters and gradients.")
 @takes_json
 def plan(
     asked: Asked, ranks: int, classes: tuple[str, ...], prefetch: int, dtype: str, as_json: bool, **numbers: Any
@@ -62,7 +62,7 @@ def plan(
     rates: dict[str, Any] = {"bandwidth": bandwidth, "flops": flops, "latency": latency}
     plans = {ahead: make_plan(model, traced.order, prefetch=ahead, **grouping) for ahead in sorted({0, 1, 2, prefetch})}
     simulations = {
-        ahead: simulate(each, traced, ranks=ranks, param_dtype=_DTYPES[dtype], **rates) for ahead, each in plans.items()
+        ahead: simulate(each, traced, ranks=ranks, param_dtype=DTYPES[dtype], **rates) for ahead, each in plans.items()
     }
     if as_json:
         return json_text(_data(plans[prefetch], simulations))

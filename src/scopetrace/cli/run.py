@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import io
 import json
 import logging
@@ -19,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import click
 import torch
@@ -31,67 +30,14 @@ from rich.theme import Theme
 from torch.utils._pytree import tree_map_only
 
 from scopetrace.api.functions import load
+from scopetrace.api.steps import OPTIMIZERS, TrainingStep
 from scopetrace.api.trace import Trace, trace
 from scopetrace.cli import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
 from scopetrace.cli.targets import default_inputs, load_model
-from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 
-_NOT_IN_A_STEP = ("LBFGS", "Optimizer", "SparseAdam")
-"""Those that need a closure or sparse gradients, and their base."""
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    name.lower(): kind
-    for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in _NOT_IN_A_STEP
-}
-"""The optimizers of torch.optim whose step can be traced, by their names in lower case."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingStep:
-    """What a training step does after the forward."""
-
-    loss: str | None = None
-    """The name of the loss in the model's result; None for `loss` where it has that, else the sum of its floats."""
-    optimizer: str | None = None
-    """A key of OPTIMIZERS; None for a step that only computes gradients."""
-
-    def of(self, model: torch.nn.Module) -> Callable[..., Any]:
-        """The step of a model, with the arguments of its forward; it returns the loss.
-
-        Raises UsageError for an optimizer of a model without parameters.
-        """
-        if self.optimizer is not None and next(model.parameters(), None) is None:
-            raise UsageError(f"--optimizer {self.optimizer}: {type(model).__name__} has no parameters; leave it out")
-        optimizer = None if self.optimizer is None else OPTIMIZERS[self.optimizer](model.parameters())
-
-        def step(*args: Any, **kwargs: Any) -> torch.Tensor:
-            loss = self._loss(model(*args, **kwargs))
-            loss.backward()
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad()
-            return loss
-
-        step.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
-        return step
-
-    def _loss(self, result: Any) -> torch.Tensor:
-        """Raises UsageError for a result without the loss, or without a float of which there are gradients."""
-        name = self.loss or "loss"
-        loss = result.get(name) if isinstance(result, dict) else getattr(result, name, None)
-        if isinstance(loss, torch.Tensor):
-            return loss.float().sum()
-        if self.loss is not None:
-            kind = "tensor" if isinstance(result, torch.Tensor) else type(result).__name__
-            has = f"it has {', '.join(result)}" if isinstance(result, dict) else f"it is a {kind}"
-            raise UsageError(f"--loss {self.loss}: the model's result has no such tensor; {has}")
-        floats = [t for t in leaves(result, torch.Tensor) if t.is_floating_point() and t.requires_grad]
-        if not floats:
-            raise UsageError("--step: no result of the model is a float that requires grad; name one with --loss")
-        return torch.stack([t.float().sum() for t in floats]).sum()
+T = TypeVar("T")
 
 
 def _complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -137,16 +83,16 @@ _MODEL = (
 )
 
 
-def model_command(command: Callable[..., str | tuple[str, int]]) -> click.Command:
+def model_command(command: Callable[..., str | tuple[str, int]], *, steps: bool = False) -> click.Command:
     """A command with the argument TARGET and the options for inputs, which `command` gets as one `Asked`.
 
-    `command` returns the text to print, or that and an exit code.
+    `command` returns the text to print, or that and an exit code. `steps`: training steps are the default.
     """
 
     @functools.wraps(command)
     def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> int:
         meta, train, specialize, step = (options.pop(name) for name in ("meta", "train", "specialize", "step"))
-        after = TrainingStep(options.pop("loss"), options.pop("optimizer"))
+        after, step = TrainingStep(options.pop("loss"), options.pop("optimizer")), step or steps
         if not step and after != TrainingStep():
             raise UsageError("--loss and --optimizer are for training steps: add --step")
         examples, dynamic_shapes = list(map(parse_input, inputs)), parse_dynamic(dynamic)
@@ -221,6 +167,24 @@ class Asked:
         """
         if self.target.endswith(".st"):
             return self._load()
+        grad = contextlib.nullcontext() if self.step is None else torch.enable_grad()
+
+        def traced(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+            with grad:
+                return trace(
+                    model if self.step is None else self.step.of(model, self.step.optimizer_of(model.parameters())),
+                    args,
+                    kwargs,
+                    dynamic_shapes=self.dynamic_shapes,
+                    functional=functional,
+                    specialize=self.specialize,
+                    progress=lambda path, ops: self.say(f"tracing {path}, {ops:,} ops"),
+                )
+
+        return self.apply(traced)
+
+    def apply(self, do: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], T]) -> T:
+        """What `do` makes of the model and its arguments. Raises as `trace`."""
         self.say(f"making {self.target}")
         with torch.device("meta") if self.meta else contextlib.nullcontext():
             model = load_model(self.target).train(self.train or self.step is not None)
@@ -229,18 +193,8 @@ class Asked:
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) == 1:
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(*devices), (args, kwargs))
-        grad = contextlib.nullcontext() if self.step is None else torch.enable_grad()
         try:
-            with grad:
-                return trace(
-                    model if self.step is None else self.step.of(model),
-                    args,
-                    kwargs,
-                    dynamic_shapes=self.dynamic_shapes,
-                    functional=functional,
-                    specialize=self.specialize,
-                    progress=lambda path, ops: self.say(f"tracing {path}, {ops:,} ops"),
-                )
+            return do(model, args, kwargs)
         except (Exception, SystemExit) as error:  # a model's own error may have any class
             explained = _explained(error, forward, inputs, type(model).__name__)
             if explained is None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import parts_that_switch_grad, switches_grad
+from scopetrace._compat.graph_module import is_profiling, parts_that_switch_grad, switches_grad
 from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError, TargetWarning
@@ -132,16 +132,16 @@ class _Calls:
     """Runs the graph of a program with calls of functions, or the flat one where torch cannot run such calls."""
 
     def __init__(self, program: OutlinedTrace) -> None:
-        self._module, self._source = program.graph_module, program.source
+        self._program, self._module, self._source = program, program.graph_module, program.source
 
     def __call__(self, *inputs: Any) -> Any:
         module = self._module
         tensors = [x for x in (*inputs, *module.parameters(), *module.buffers()) if isinstance(x, torch.Tensor)]
         # torch has no eager backward of invoke_subgraph, and no kernel of it for these views
         is_recorded = (torch.is_grad_enabled() or switches_grad(module)) and any(t.requires_grad for t in tensors)
-        if is_recorded or any(t.is_conj() or t.is_neg() for t in tensors):
-            return self._source.graph_module(*inputs)
-        return module(*inputs)
+        is_flat = is_recorded or any(t.is_conj() or t.is_neg() for t in tensors)
+        program = self._source if is_flat else self._program
+        return (program.profiled(program.graph_module) if is_profiling() else program.graph_module)(*inputs)
 
     @property
     def in_other_grad_mode(self) -> Callable[..., Any]:

@@ -29,6 +29,8 @@ from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
     dumps,
+    has_hooks,
+    is_profiling,
     look_up,
     method_of,
     parts_that_switch_grad,
@@ -62,6 +64,7 @@ from scopetrace.program.graph import FxLowering, call_position, forward_place, n
 from scopetrace.program.inline import has_regions, inlined, without_regions
 from scopetrace.program.mismatches import explained
 from scopetrace.program.outputs import without_effects
+from scopetrace.program.ranges import with_ranges
 
 Program = TypeVar("Program", bound=ProgramTape)
 
@@ -285,6 +288,8 @@ class TracedProgram:
         self.was_called = False
         self._without_switches: dict[str, Callable[..., Any]] = {}
         """By the code of the GraphModule, what runs it without the nodes that switch autograd."""
+        self._with_ranges: dict[tuple[str, bool], Callable[..., Any]] = {}
+        """By its code, and whether it has those nodes, what runs it with ranges for a profiler."""
 
     @property
     def current(self) -> TracedProgram:
@@ -482,6 +487,7 @@ class TracedProgram:
             self.boundary.refuse_left_behind(inputs)
         grad = torch.is_grad_enabled()
         runnable = graph if grad == self.tape.grad else self.in_other_grad_mode(graph)
+        runnable = self.profiled(runnable) if is_profiling() else runnable
         written = self.boundary.written_unseen(inputs)
         try:
             with without_autocast(), copying_saved(written) if written else contextlib.nullcontext():
@@ -532,6 +538,16 @@ class TracedProgram:
             run = method_of(without_grad_switches(self.graph_module.graph), self.graph_module)
             self._without_switches = {code: run}
         return self._without_switches[code]
+
+    def profiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What names the module calls to a profiler, and else does as `run`, a graph of this program; other `run`s."""
+        code = self.graph_module.code
+        switches = run is not self._without_switches.get(code)
+        if switches and (run is not self.graph_module or has_hooks(self.graph_module)):
+            return run
+        if (code, switches) not in self._with_ranges:
+            self._with_ranges = {(code, switches): with_ranges(self.lowering, self.graph_module, switches=switches)}
+        return self._with_ranges[code, switches]
 
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""

@@ -26,7 +26,7 @@ from scopetrace._compat.tensors import NO_SHAPE_RULE
 from scopetrace.containers.structure import leaves
 from scopetrace.formatting import Tabular, amount
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import Call, Op, RecordedTape, Tape, Value
+from scopetrace.ir.tape import Call, Op, ProgramTape, RecordedTape, Tape, Value
 from scopetrace.program.graph import fakes_of
 from scopetrace.program.traced import TracedProgram
 
@@ -198,6 +198,12 @@ def storages_of(tape: Tape) -> tuple[int, list[Storage]]:
     for s in storages.values():
         by_kind[tape.ops[s.first].kind in ("placeholder", "get_attr")].append(s)
     return sum(s.size for s in by_kind[True]), [*by_kind[False], *_inside_ops(tape, by_kind[False])]
+
+
+def gradients_among(tape: ProgramTape, storages: Iterable[Storage]) -> list[Storage]:
+    """Those of the gradients that a program leaves in `grad`."""
+    gradients = {write.value.storage for write in tape.attribute_writes if write.of is not None}
+    return [s for s in storages if s.key in gradients]
 
 
 def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
