@@ -16,19 +16,24 @@ from scopetrace.program.traced import TracedProgram
 from scopetrace.view.diff import Diff, compare
 
 
-def diff(before: Shown, after: Shown) -> Diff:
+def diff(before: Shown | str, after: Shown | str) -> Diff:
     """What two traces do differently, by scope: inputs, parameters, ops, module calls, results, effects.
 
     Of two versions of a model, of a trace before and after a pass, or of two outlined programs. Prints as a list of
     lines with `-` and `+`; is false where there are no differences, that is, where the digests are equal.
 
-    Raises ArgumentTypeError for what is neither a Trace nor an OutlinedProgram.
+    Of the text that `str` gave of a trace, before or after, the lines are compared, without regard to the names of
+    values; parameters, the values of constants and effects are not in it.
+
+    Raises ArgumentTypeError for what is neither a Trace nor an OutlinedProgram, nor the text of one.
     """
     for traced in (before, after):
-        if not isinstance(traced, Shown):
+        if not (isinstance(traced, Shown) or (isinstance(traced, str) and "\n" in traced)):
             raise ArgumentTypeError(
                 f"diff takes two traces, not {type(traced).__name__}; st.trace and st.load give them"
             )
+    if isinstance(before, str) or isinstance(after, str):
+        return compare(str(before), str(after))
     return compare(program_of(before), program_of(after))
 
 
