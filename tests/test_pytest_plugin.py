@@ -21,11 +21,11 @@ def model(act=nn.ReLU, layers=3):
 
 @pytest.fixture
 def snapshot(tmp_path):
-    """The fixture of a test `test_model.py::test_net` in an empty folder."""
+    """The fixture of a test of `test_model.py` in an empty folder."""
 
     def snapshot(update=False, name="test_net", **limits):
         marks = [pytest.mark.graph_snapshot(**limits).mark]
-        node = types.SimpleNamespace(name=name, iter_markers=lambda _: iter(marks))
+        node = types.SimpleNamespace(nodeid=f"tests/test_model.py::{name}", iter_markers=lambda _: iter(marks))
         config = types.SimpleNamespace(getoption={UPDATE: update}.__getitem__)
         return GraphSnapshot(types.SimpleNamespace(config=config, node=node, path=tmp_path / "test_model.py"))
 
@@ -92,14 +92,14 @@ def test_where_the_source_is_is_not(snapshot, tmp_path):
 
 def test_files_of_parameters_and_of_several_calls(snapshot, tmp_path):
     for n in (1, 2):
-        both = snapshot(update=True, name=f"test_net[{n}-a/b c]")
+        both = snapshot(update=True, name=f"TestNet::test_net[{n}-a/b c]")
         tr = both(model(layers=n), (X,))
         both(tr.outline(True), name="outlined")
         assert failure(both, tr) == (
-            f"two graphs for test_net_{n}-a_b_c.txt: give each call of graph_snapshot a name= of its own"
+            f"two graphs for TestNet_test_net_{n}-a_b_c.txt: give each call of graph_snapshot a name= of its own"
         )
     files = {path.name for path in (tmp_path / "snapshots" / "test_model").iterdir()}
-    assert files == {f"test_net_{n}-a_b_c{end}.txt" for n in (1, 2) for end in ("", "-outlined")}
+    assert files == {f"TestNet_test_net_{n}-a_b_c{end}.txt" for n in (1, 2) for end in ("", "-outlined")}
 
 
 class Count(nn.Module):

@@ -55,7 +55,7 @@ class GraphSnapshot:
         self._update = request.config.getoption(UPDATE)
         marks = list(request.node.iter_markers("graph_snapshot"))  # the closest first
         self._limits = {key: value for mark in reversed(marks) for key, value in mark.kwargs.items()}
-        name = re.sub(r"[^\w.-]+", "_", request.node.name).strip("_")
+        name = re.sub(r"[^\w.-]+", "_", request.node.nodeid.partition("::")[2]).strip("_")  # with that of the class
         self._stem = request.path.parent / "snapshots" / request.path.stem / name
         self._used: set[Path] = set()
 
