@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-all test-exhaustive lint budgets format zoo dynamic steps orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
+.PHONY: help env demo test test-slow test-all test-exhaustive lint budgets format zoo dynamic steps orders zoo-onnx exported bench bench-view clients integrations docs pictures release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +90,11 @@ bench-view: $(STAMP) ## Compare summaries and pages with torchinfo, fvcore, torc
 
 clients: $(STAMP) ## Install compilers that read ExportedPrograms, and compare them on torch.export's program and on ours
 	$(BIN)/python -m benchmarks.clients $(ARGS)
+
+integrations: ## Test scopetrace.integrations with Lightning and the Trainer of transformers, in .venv-integrations
+	$(MAKE) env VENV=.venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet $(PINS:%=-c %) --editable '.[lightning,trainer]'
+	.venv-integrations/bin/python -m pytest tests/test_callbacks.py tests/test_backend.py "tests/test_docs.py::test_the_blocks_of_a_page_print_what_it_says[docs/howto/watch-a-training-run.md]"
 
 docs: $(STAMP) ## Build the documentation as a site, in site/
 	$(PIP_INSTALL) --group docs

@@ -19,7 +19,7 @@ def on_files(files, config):
     """Add the files outside of docs/."""
     for name, place in PAGES.items():
         files.append(File.generated(config, place, content=INSIDE.sub("", (ROOT / name).read_text())))
-    for path in [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/results/*.txt")]:
+    for path in [*ROOT.glob("examples/*.*"), *ROOT.glob("benchmarks/results/*.txt")]:
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files
 

@@ -1,6 +1,7 @@
 """What holds for every test: one thread, one seed, and nothing left behind in the process."""
 
 import gc
+import importlib.metadata
 import os
 import random
 import sys
@@ -23,6 +24,10 @@ from torch.utils import _pytree as pytree
 
 import scopetrace as st
 from scopetrace.infer import inference
+
+# Where scopetrace is not installed, or was before it had a plugin for pytest.
+if not importlib.metadata.entry_points(group="pytest11", name="scopetrace"):
+    pytest_plugins = ["scopetrace.integrations.pytest"]
 
 torch.set_num_threads(1)
 inference.compare = compared.once(inference.compare)

@@ -35,6 +35,7 @@ LAYERS = {
     "distributed": "FSDP2 plans and pipeline stages",
     "cli": "the command line",
     "__init__": "the public names",
+    "integrations": "scopetrace in pytest, Lightning and transformers, by its public names alone",
     "__main__": "python -m scopetrace",
 }
 
@@ -139,6 +140,14 @@ def upward_imports(modules: list[Module]) -> Iterator[str]:
             target = layer_of(name)
             if rank[target] > rank.get(module.layer, len(LAYERS)):
                 yield module.problem(line, f"{module.layer} imports {name}, of the higher layer {target}")
+
+
+def inner_imports(modules: list[Module]) -> Iterator[str]:
+    """What is for other tools is made of what users have."""
+    for module in modules:
+        for line, name in own_imports(module) if module.layer == "integrations" else ():
+            if layer_of(name) not in ("__init__", "errors", "integrations"):
+                yield module.problem(line, f"{name} is not public: write `import scopetrace as st`")
 
 
 def import_cycles(modules: list[Module]) -> Iterator[str]:
@@ -310,7 +319,7 @@ def undocumented(modules: list[Module]) -> Iterator[str]:
 
 # Tests ---------------------------------------------------------------------------------------------------------------
 
-RULES = (unknown_modules, upward_imports, import_cycles, private_torch, private_attributes, undocumented)
+RULES = (unknown_modules, upward_imports, inner_imports, import_cycles, private_torch, private_attributes, undocumented)
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +356,7 @@ BROKEN = [
     (upward_imports, {"view/text.py": "import scopetrace as st"}, "higher layer __init__"),
     (upward_imports, {"errors.py": "def f():\n    from scopetrace import cli"}, "errors.py:2"),
     (upward_imports, {"errors.py": "if TYPE_CHECKING:\n    from . import cli"}, "errors.py:2"),
+    (inner_imports, {"integrations/a.py": "def f():\n    from scopetrace.api.trace import Trace"}, "a.py:2"),
     (import_cycles, {"record/a.py": "from .b import x", "record/b.py": "from scopetrace.record import a"}, "record.b"),
     (import_cycles, {"record/__init__.py": "from .a import x", "record/a.py": "from scopetrace.record import y"}, "a"),
     (private_torch, {"trace.py": "import torch._C"}, "torch._C is private"),
@@ -382,6 +392,7 @@ def test_a_broken_rule_is_found(rule, files, message):
 
 GOOD = {
     "__init__.py": "from scopetrace.api.trace import Trace\nfrom . import errors",
+    "integrations/a.py": "import scopetrace as st\nfrom scopetrace.errors import Error\nfrom scopetrace import Trace",
     "__main__.py": "from scopetrace.cli import main",
     "api/trace.py": "from scopetrace.record import A\nfrom .. import record, errors\nimport torch.utils._pytree as p",
     "record/__init__.py": "from .tape import Tape\nfrom ..errors import Error",

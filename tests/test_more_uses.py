@@ -136,6 +136,12 @@ def test_an_iterator_in_a_list():
     refused(tr, "right for one call only", error=st.errors.SideEffectError)
 
 
+def test_an_iterator_that_cannot_be_pickled():
+    batches = iter(torch.utils.data.DataLoader([1.0, 2.0]))
+    tr = st.trace(net(lambda s, x: x * s.run["scale"], run={"scale": 2, "batches": batches}), (X,))
+    assert torch.equal(tr(X), X * 2) and next(batches).item() == 1
+
+
 def test_settings_that_a_forward_leaves():
     def leaves(x):
         torch.set_grad_enabled(False)

@@ -61,7 +61,8 @@ def test_every_error_has_a_listed_base():
     assert all(issubclass(c, UserWarning) and c.__doc__ for c in warnings)
     assert all(issubclass(c, st.ScopetraceError) for c in classes)
     other = {c.__name__ for c in classes if not issubclass(c, bases)}
-    assert other == {"ScopetraceError", "ScopeError", "TraceFileError", "OnnxDependencyError", "ViewDependencyError"}
+    dependencies = {f"{of}DependencyError" for of in ("Integration", "Onnx", "View")}
+    assert other == {"ScopetraceError", "ScopeError", "TraceFileError", *dependencies}
     assert all(c.__doc__ for c in classes)
 
 

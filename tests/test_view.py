@@ -772,9 +772,53 @@ def test_why_two_calls_are_not_one_function():
     assert st.diff(first.calls[0], second.calls[0])
 
 
-def test_what_cannot_be_compared():
-    with pytest.raises(ArgumentTypeError, match="not Trace and Net"):
-        st.diff(trace(Net(), X), Net())
+def test_the_text_of_a_trace_is_compared_without_regard_to_names():
+    class Twice(Net):
+        def forward(self, x):
+            return super().forward(x * 2)
+
+    before = str(trace(Net(3), X))
+    check(st.diff(before, trace(Net(3), X)), "no differences")
+    check(st.diff(before.replace("%relu", "%r").replace("%add", "%a"), trace(Net(3), X)), "no differences")
+    check(
+        st.diff(before, str(trace(Twice(3), X)).replace("Twice", "Net")),
+        """
+        Net
+          - Net: 15 ops, 13 module calls, 9 parameters (108 elements)
+          + Net: 16 ops, 13 module calls, 9 parameters (108 elements)
+          + %mul: f32[2, 4] = aten.mul.Tensor(%x, 2)
+        Net/Block[layers.0]/Linear[a]
+          - %linear: f32[2, 4] = aten.linear(%x, self.weight, self.bias)
+          + %linear: f32[2, 4] = aten.linear(%mul, self.weight, self.bias)
+        Net/Block[layers.0]
+          - Linear[a](input=%x: f32[2, 4]) -> %linear: f32[2, 4]
+          + Linear[a](input=%mul: f32[2, 4]) -> %linear: f32[2, 4]
+        Net/Block[layers.0]/Linear[b]
+          - %linear_1: f32[2, 4] = aten.linear(%x, self.weight)
+          + %linear_1: f32[2, 4] = aten.linear(%mul, self.weight)
+        Net/Block[layers.0]
+          - Linear[b](input=%x: f32[2, 4]) -> %linear_1: f32[2, 4]
+          + Linear[b](input=%mul: f32[2, 4]) -> %linear_1: f32[2, 4]
+        Net
+          - Block[layers.0](x=%x: f32[2, 4], scale=2.0) -> %add: f32[2, 4]
+          + Block[layers.0](x=%mul: f32[2, 4], scale=2.0) -> %add: f32[2, 4]
+        1 added, 6 changed
+        """,
+    )
+
+
+def test_the_texts_of_programs_with_their_effects_differ_as_the_programs_do():
+    texts, again = ({name: f"{tr}\n{tr.write_back or ''}" for name, tr in programs().items()} for _ in range(2))
+    same = [(name, other) for name in texts for other in again if not st.diff(texts[name], again[other])]
+    equal = {("tensor", "other tensor"), ("other tensor", "tensor")}  # values of constants are not in a text
+    assert set(same) == {(name, name) for name in texts} | equal
+
+
+@pytest.mark.parametrize("wrong", [Net(), "net.st", None])
+def test_what_cannot_be_compared(wrong):
+    for pair in ((trace(Net(), X), wrong), (wrong, trace(Net(), X))):
+        with pytest.raises(ArgumentTypeError, match=f"takes two traces or two module calls.*{type(wrong).__name__}"):
+            st.diff(*pair)
 
 
 _A = torch.ops.aten

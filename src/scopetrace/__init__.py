@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from scopetrace.ir.scopes import Scope, scope, tracing_state
     from scopetrace.ir.scopes import TracingState as TracingState
     from scopetrace.ir.write_back import WriteBack as WriteBack
+    from scopetrace.ir.write_back import WriteBackRow as WriteBackRow
     from scopetrace.order.execution import ExecutionOrder
     from scopetrace.order.symbolic import ExecOrderTracer, TracingConfig
     from scopetrace.program.outlined import Function as Function
@@ -68,7 +69,7 @@ _HOMES = {
     "functionalization.report": "Alias Mutation",
     "ir.conditions": "Specialization",
     "ir.scopes": "Scope TracingState scope tracing_state",
-    "ir.write_back": "WriteBack",
+    "ir.write_back": "WriteBack WriteBackRow",
     "order.execution": "ExecutionOrder",
     "order.symbolic": "ExecOrderTracer TracingConfig",
     "program.outlined": "Function",

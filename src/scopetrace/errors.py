@@ -236,6 +236,10 @@ class OnnxVerificationError(VerificationError):
     """The ONNX model is not valid, or does not compute what the model computes."""
 
 
+class IntegrationDependencyError(ScopetraceError, ImportError):
+    """The tool that a module of `scopetrace.integrations` is for is not installed; the message names the extra."""
+
+
 class ViewDependencyError(ScopetraceError, ImportError):
     """A package or program that draws pictures is not installed; the message names the extra that brings it."""
 

@@ -7,6 +7,7 @@ Data flow:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -16,10 +17,12 @@ import torch.fx
 
 from scopetrace._compat.compilers import compiler_for
 from scopetrace._compat.tensors import forget_real_tensors, storage_id
-from scopetrace.api.runnable import Runnable, program_of
+from scopetrace.api.runnable import Runnable, knows_others, program_of
 from scopetrace.errors import ArgumentError, ArgumentTypeError
+from scopetrace.ir.write_back import FromGraph, GraphInput, WriteBack, WriteBackRow
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.lower.split import Partition, SplitProgram, split_backward
+from scopetrace.program.compiled import GraphValues
 from scopetrace.program.graph import node_value
 from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level.names import name_torch_functions
@@ -28,6 +31,7 @@ from scopetrace.torch_level.purity import assert_pure
 from scopetrace.torch_level.tapes import tapes_of
 
 Level = Literal["aten", "torch"]
+Writer = Literal["scopetrace", "compiler"]
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
 
@@ -90,6 +94,17 @@ def functionalize(
         ArgumentError: `level` or `lower_scatter` is none of these, or there are `decompositions` at torch level.
     """
     _check_options(level, lower_scatter, decompositions)
+    return _functionalized(gm, example_inputs, level, lower_scatter, decompositions)
+
+
+def _functionalized(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    level: Level,
+    lower_scatter: Form | None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None,
+    write_back: Writer = "scopetrace",
+) -> Functionalized:
     if not isinstance(gm, torch.fx.GraphModule):
         raise ArgumentTypeError(f"gm must be a torch.fx.GraphModule, not {type(gm).__name__}; st.trace takes a model")
     args = tuple(example_inputs)
@@ -97,11 +112,31 @@ def functionalize(
     program = TracedProgram(recorded, pure, gm)
     if decompositions is not None:
         program = program.decomposed(decompositions)
+    program, rows = _told(program, write_back)
     functionalized = Functionalized(program, level, lower_scatter)
+    functionalized.graph_module.meta["scopetrace"] = rows
     _forget_examples(program)
     return functionalized
 
 
+def _told(program: TracedProgram, writer: Writer) -> tuple[TracedProgram, tuple[WriteBackRow, ...]]:
+    """What a compiler is told of the write-back, and the program without the copies that it does itself."""
+    tape = program.tape
+    outputs, inputs = tape.graph_outputs(), tape.inputs
+    write_back = tape.write_back or WriteBack([], GraphValues(tape).sources)
+
+    def has_history(target: GraphInput, value: FromGraph) -> bool:
+        return bool(outputs[value.index].requires_grad or inputs[target.index].requires_grad)
+
+    left = write_back.left_to_compiler(has_history) if writer == "compiler" else []
+    if left:
+        kept = [u for u in write_back.updates if not any(u is one for one in left)]
+        rest = dataclasses.replace(write_back, updates=kept)
+        program = program.with_tape(dataclasses.replace(tape, write_back=rest))
+    return program, write_back.rows(left)
+
+
+@knows_others("functional_backend", {})
 def functional_backend(
     compiler: Compiler | str,
     *,
@@ -110,6 +145,7 @@ def functional_backend(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     backward_compiler: Compiler | None = None,
     partition_fn: Partition | None = None,
+    write_back: Writer = "scopetrace",
 ) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A backend for `torch.compile` whose `compiler` gets only graphs without mutation.
 
@@ -137,15 +173,23 @@ def functional_backend(
             `compiler` gets the graph of the forward that goes with it. Nodes of both have scopes in `node.meta`, as in
             `Trace.split_backward`. At ATen level only.
         partition_fn: as for `Trace.split_backward`.
+        write_back: who copies new values into inputs, after the graph. `"compiler"`: what `compiler` returns does it,
+            into the tensors that it is called with, for a device that keeps its state; a value that only it copies may
+            then be None. `gm.meta["scopetrace"]`, a tuple of WriteBackRow, says of each step whose it is: copies that
+            autograd has to see stay scopetrace's.
 
     Raises ArgumentError as `functionalize`, whose other errors come out of the first call of the compiled model.
     """
     _check_options(level, lower_scatter, decompositions)
+    if write_back not in get_args(Writer):
+        raise ArgumentError(f"write_back={write_back!r}: must be one of {', '.join(map(repr, get_args(Writer)))}")
     options: Any = {"level": level, "lower_scatter": lower_scatter, "decompositions": decompositions}
-    make = functools.partial(functionalize, **options)
+    make = functools.partial(_functionalized, write_back=write_back, **options)
     compile_graph = compiler_for(compiler)
     if level != "aten" and backward_compiler is not None:
         raise ArgumentError('backward_compiler= takes graphs of ATen ops: give it with level="aten"')
+    if write_back == "compiler" and backward_compiler is not None:
+        raise ArgumentError('write_back="compiler" would write before what backward reads is kept: give one of the two')
 
     def split(program: TracedProgram) -> SplitProgram:
         parts = split_backward(program, partition_fn, decompositions)
@@ -158,6 +202,17 @@ def functional_backend(
         return _Compiled(gm, make, compile_graph, backward_compiler and (split, backward_compiler))
 
     return backend
+
+
+@knows_others('backend="scopetrace"', {"mode": 'write options={"compiler": ...} with a compiler of that mode'})
+def compile_backend(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="scopetrace", options={...})`: the options are arguments of `functional_backend`.
+
+    Its `compiler` is `"inductor"` where they name none.
+    """
+    return functional_backend(**{"compiler": "inductor", **(options or {})})(gm, example_inputs)
 
 
 def _check_options(level: Level, lower_scatter: Form | None, decompositions: Any) -> None:
@@ -202,6 +257,8 @@ class _Compiled:
             return functionalized, self._compiler(functionalized.graph_module, inputs)
         split, backward_compiler = self._backward
         parts = split(program)
+        if len(parts.primals) == len(inputs) and parts.gradients:  # it takes and returns what that graph does
+            parts.forward.meta["scopetrace"] = functionalized.graph_module.meta["scopetrace"]
         forward = self._compiler(parts.forward, parts.inputs_of_forward(inputs))
         return functionalized, parts.run_by(forward, _at_first_run(parts.backward, backward_compiler))
 

@@ -16,7 +16,7 @@ from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.diff import Diff, compare, compare_calls
 
 
-def diff(before: Shown | ModuleCall, after: Shown | ModuleCall) -> Diff:
+def diff(before: Shown | ModuleCall | str, after: Shown | ModuleCall | str) -> Diff:
     """What two traces do differently, by scope: inputs, parameters, ops, module calls, results, effects.
 
         print(st.diff(st.trace(model, (x,)), st.trace(model[:1], (x,))))
@@ -25,14 +25,18 @@ def diff(before: Shown | ModuleCall, after: Shown | ModuleCall) -> Diff:
     lines with `-` and `+`; is false where there are no differences, that is, where the digests are equal.
 
     Of two module calls, of one trace or of two: why `outline` makes two functions of them; false where it makes one.
+    Of the text that `str` gave of a trace, before or after, the lines are compared, without regard to the names of
+    values; parameters, the values of constants and effects are not in it.
 
-    Raises ArgumentTypeError for what is neither a Trace, an OutlinedProgram nor a ModuleCall, and for one of these with
-    a call; OutlineError for a call that can be no function.
+    Raises ArgumentTypeError for what is neither a Trace, an OutlinedProgram, the text of one nor a ModuleCall, and for
+    one of these with a call; OutlineError for a call that can be no function.
     """
     if isinstance(before, ModuleCall) and isinstance(after, ModuleCall):
         return compare_calls(before, after)
     if isinstance(before, Shown) and isinstance(after, Shown):
         return compare(program_of(before), program_of(after))
+    if all(isinstance(x, Shown) or (isinstance(x, str) and "\n" in x) for x in (before, after)):
+        return compare(str(before), str(after))
     raise ArgumentTypeError(
         f"diff takes two traces or two module calls, not {type(before).__name__} and {type(after).__name__}; st.trace "
         "and st.load give traces, Trace.calls has their calls"

@@ -175,7 +175,7 @@ def _position(x: Any) -> Any:
         return MISSING if frame is None else (frame.f_lasti, snapshot(frame.f_locals))
     try:
         _, *parts = x.__reduce__()
-    except TypeError:  # as of a file
+    except Exception:  # it cannot be pickled, as a file, or an iterator of a DataLoader
         return MISSING
     return [_position(part) if is_iterator(part) else part for part in pytree.tree_leaves(parts)]
 

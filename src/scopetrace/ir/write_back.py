@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -189,6 +189,31 @@ Update = CopyInto | ChangeShape | SetTo
 """A change of an input, parameter or buffer."""
 
 
+@dataclasses.dataclass(frozen=True)
+class WriteBackRow:
+    """What a compiler is told of one step of the write-back."""
+
+    action: Literal["copy", "reshape", "set", "return", "view"]
+    """`copy`: the output is copied into the input. `reshape`, `set`: the input gets other sizes, or another storage.
+    `return`: a result is the output, the input itself, or an earlier result. `view`: it is a view of such."""
+    output: int | None
+    """The position among what the graph returns; None where no output takes part."""
+    input: int | None
+    """The position among what the graph takes; None where no input takes part."""
+    result: int | None
+    """The position among the results of the original; None where an input is changed."""
+    by: Literal["scopetrace", "compiler"]
+    """Who does it."""
+    step: Update | ValueSource
+    """The step itself, with strides and views."""
+
+    def __str__(self) -> str:
+        return f"{'' if self.result is None else f'result[{self.result}] = '}{self.step}  # by {self.by}"
+
+
+_ACTIONS: dict[type, Any] = {CopyInto: "copy", ChangeShape: "reshape", SetTo: "set", ViewOf: "view"}
+
+
 @dataclasses.dataclass(repr=False)
 class WriteBack(Printed):
     """The whole write-back: first the updates, in order, then the results, then what attributes are bound to."""
@@ -241,6 +266,32 @@ class WriteBack(Printed):
                 result = _freed(result)
             resolver.results.append(result)
         return resolver.results
+
+    def rows(self, by_compiler: Sequence[Update] = ()) -> tuple[WriteBackRow, ...]:
+        """The updates and the results in order, as a table for a compiler that does the updates in `by_compiler`."""
+        steps: list[tuple[Any, int | None]] = [*((u, None) for u in self.updates)]
+        steps += [(source, i) for i, source in enumerate(self.results)]
+        rows: list[WriteBackRow] = []
+        for step, result in steps:
+            ends = [base_of(x) for x in (getattr(step, "target", None), getattr(step, "value", None), step)]
+            output, place = (next((x.index for x in ends if type(x) is c), None) for c in (FromGraph, GraphInput))
+            by: Any = "compiler" if any(step is u for u in by_compiler) else "scopetrace"
+            rows.append(WriteBackRow(_ACTIONS.get(type(step), "return"), output, place, result, by, step))
+        return tuple(rows)
+
+    def left_to_compiler(self, has_history: Callable[[GraphInput, FromGraph], bool]) -> list[Update]:
+        """The copies into inputs that a compiler can do, before the rest.
+
+        Not those that autograd records, as `has_history` says; nor those into an input that changes its shape. None
+        where a value is read after others are written, because it lies in the memory of these.
+        """
+        others = {base_of(u.target) for u in self.updates if not isinstance(u, CopyInto)}
+        return [
+            u
+            for u in ([] if self._copies() else self.updates)
+            if isinstance(u, CopyInto) and isinstance(u.target, GraphInput) and u.target not in others
+            if not has_history(u.target, u.value)
+        ]
 
     def inputs_left_behind(self) -> set[int]:
         """The inputs that get new values or shapes of which autograd knows, but not that results come from these."""

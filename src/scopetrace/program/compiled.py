@@ -37,7 +37,11 @@ from scopetrace.ops.view_inverses import Geometry
 
 
 class GraphValues:
-    """What the graph of a tape returns, and where in memory."""
+    """What the graph of a tape returns, and where in memory.
+
+    Attributes:
+        sources: what each value is, once those in memory of their own are restored.
+    """
 
     def __init__(self, tape: ProgramTape) -> None:
         self._is_dynamic = tape.sizes is not None
@@ -45,17 +49,18 @@ class GraphValues:
         promised: list[Any] = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
         first: dict[Any, int] = {}
         self._layouts = [_Layout.of(promise) for promise in promised]
-        self._sources: list[ValueSource] = []
-        """What each value is, once those in memory of their own are restored."""
+        self.sources: list[ValueSource] = []
         self._own: dict[int, list[int]] = {}
         """The places of the distinct values in memory of their own, by storage."""
         for i, promise in enumerate(promised):
             place = first.setdefault(promise, i) if isinstance(promise, Value) else i
             source = outside.source(promise) if isinstance(promise, Value) else None
-            self._sources.append(source or (FromGraph(i) if place == i else SameAs(place)))
+            self.sources.append(source or (FromGraph(i) if place == i else SameAs(place)))
             if self._layouts[i] is not None and place == i and promise.storage not in outside.storages:
                 self._own.setdefault(promise.storage, []).append(i)
-        self._are_own = all(source == FromGraph(i) for i, source in enumerate(self._sources))
+        self._used = {row.output for row in (tape.write_back or WriteBack([], self.sources)).rows()}
+        """Which of the values are results, or are written back."""
+        self._are_own = all(source == FromGraph(i) for i, source in enumerate(self.sources))
 
     def restored(
         self,
@@ -75,6 +80,8 @@ class GraphValues:
         outputs = list(values)
         pairs: dict[int, tuple[_Layout, torch.Tensor]] = {}
         for i, layout in enumerate(self._layouts):
+            if values[i] is None and i in self._used:
+                raise CompiledGraphError(f"the compiled graph returned None as value {i}, and more than it reads that")
             if layout is not None and isinstance(values[i], torch.Tensor):
                 geometry = resolved(layout.geometry, number) if self._is_dynamic else layout.geometry
                 pairs[i] = layout._replace(geometry=geometry), values[i]
@@ -85,7 +92,7 @@ class GraphValues:
             restored = _in_one_memory([pairs[i] for i in places_returned], taken) if places_returned else []
             for i, tensor in zip(places_returned, restored, strict=True):
                 outputs[i] = tensor
-        return outputs if self._are_own else WriteBack([], self._sources).run(inputs, state, outputs, number)
+        return outputs if self._are_own else WriteBack([], self.sources).run(inputs, state, outputs, number)
 
 
 class _Layout(NamedTuple):

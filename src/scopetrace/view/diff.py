@@ -1,8 +1,9 @@
-"""What two programs do differently, by scope.
+"""What two programs, or the texts of two, do differently, by scope.
 
 Data flow:
     two module calls -> the bodies of the functions that they would be; their keys say whether that is one function
-    two Trees -> the items of both root sections aligned by what they call, and again inside each pair of sections
+    two Trees of sections, or of the lines of texts
+    -> the items of both roots aligned by what they call, and again inside each pair of sections
     aligned ops -> one number for both their nodes -> their lines compared with numbers in place of names -> Difference
 """
 
@@ -15,6 +16,7 @@ import html
 import itertools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,9 +125,11 @@ class Diff:
         return f"<div style='font-family:monospace;white-space:pre-wrap'>{''.join(rows)}</div>"
 
 
-def compare(before: TracedProgram, after: TracedProgram) -> Diff:
-    """The differences of two programs."""
-    return Diff(_Comparison(_Side(before), _Side(after)).differences, (before, after))
+def compare(before: TracedProgram | str, after: TracedProgram | str) -> Diff:
+    """The differences of two programs, or of two texts of programs."""
+    a, b = (_TextSide(x) if isinstance(x, str) else _Side(x) for x in (before, after))
+    programs = [x for x in (before, after) if not isinstance(x, str)]
+    return Diff(_Comparison(a, b).differences, programs)
 
 
 def compare_calls(before: ModuleCall, after: ModuleCall) -> Diff:
@@ -158,7 +162,7 @@ class _Side:
         self.effects = dict(enumerate(str(program.tape.write_back or "").splitlines()))
         self._numbers = {node: f"input {position}" for position, node in enumerate(placeholders)}
 
-    def set_number(self, item: Op | Section, number: int) -> None:
+    def set_number(self, item: Any, number: int) -> None:
         """Number the nodes of what an op gives or a call returns."""
         if isinstance(item, Op):
             nodes = [*dict.fromkeys([item.node, *item.results])]
@@ -178,7 +182,7 @@ class _Side:
                 texts[name] = typed(node) + (f" = {_content(constants[name])}" if name in constants else "")
         return texts
 
-    def texts(self, item: Op | Section) -> tuple[str, str]:
+    def texts(self, item: Any) -> tuple[str, str]:
         """An op or a section with its arguments, and the same with numbers in place of names."""
         if isinstance(item, Op):
             return op_line(item, named), f"{type_text(node_value(item.node))} = {op_text(item.node, self._number)}"
@@ -213,6 +217,64 @@ class _FunctionSide(_Side):
 
     def attributes(self) -> dict[str, str]:
         return {}
+
+
+@dataclasses.dataclass(eq=False)
+class _Line:
+    """A line of the text of a program, with the lines that are indented below it."""
+
+    label: str
+    """What it calls, or the name of the call."""
+    text: str
+    path: str
+    items: list[_Line] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_op(self) -> bool:
+        return self.text.startswith("%")
+
+    @property
+    def op_count(self) -> int:
+        return sum(line.is_op + line.op_count for line in self.items)
+
+
+_Item = Op | Section | _Line
+_NAME, _END_OF_LABEL = re.compile(r"%\w+"), re.compile(r"\(| as | -> |: ")
+
+
+class _TextSide(_Side):
+    """One program, of which there is only the text: parameters are in the lines of the ops that take them."""
+
+    def __init__(self, text: str) -> None:
+        root = _Line("", "", "")
+        around = [root]
+        for line in filter(str.strip, text.splitlines()):
+            content = line.lstrip()
+            del around[(len(line) - len(content)) // 2 + 1 :]
+            label = _END_OF_LABEL.split(content.partition(" = ")[2] if content.startswith("%") else content)[0]
+            around.append(_Line(label, content, "/".join([*(part.label for part in around[1:]), label])))
+            around[-2].items.append(around[-1])
+        root.path = next((line.label for line in root.items if line.items), "")
+        self.root: Any = root
+        self.inputs, self.effects = {}, {}
+        headers = [name for line in root.items if line.items for name in _NAME.findall(line.text.partition(" -> ")[0])]
+        self._names = {name: f"input {i}" for i, name in enumerate(dict.fromkeys(headers))}
+
+    def set_number(self, item: Any, number: int) -> None:
+        """Number the names of what a line gives."""
+        results = item.text.partition(" = ")[0] if item.is_op else item.text.rpartition(" -> ")[2]
+        self._names |= {name: f"#{number}.{slot}" for slot, name in enumerate(_NAME.findall(results))}
+
+    def attributes(self) -> dict[str, str]:
+        return {}
+
+    def texts(self, item: Any) -> tuple[str, str]:
+        results, equals, rest = item.text.partition(" = ") if item.is_op else ("", "", item.text)
+        numbered = _NAME.sub(lambda name: self._names.get(name[0], name[0]), rest)
+        return item.text, _NAME.sub("", results) + equals + numbered
+
+    def result(self, section: Any) -> tuple[str, str]:
+        return "", ""
 
 
 def _taken(call: Section, name: Namer) -> str:
@@ -251,7 +313,7 @@ class _Comparison:
         kind: Kind = "added" if before is None else "removed" if after is None else "changed"
         self.differences.append(Difference(kind, what, scope, before, after))
 
-    def _sections(self, before: Section, after: Section) -> None:
+    def _sections(self, before: Section | _Line, after: Section | _Line) -> None:
         old, new = ([_key(item) for item in section.items] for section in (before, after))
         for tag, i, stop, j, end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
             if tag == "equal":
@@ -260,10 +322,10 @@ class _Comparison:
             else:
                 self._block(before.items[i:stop], after.items[j:end], before.path, after.path)
 
-    def _block(self, old: list[Op | Section], new: list[Op | Section], old_scope: str, new_scope: str) -> None:
+    def _block(self, old: Sequence[_Item], new: Sequence[_Item], old_scope: str, new_scope: str) -> None:
         """Items that have no counterpart; an op in the place of a single other one has changed."""
         is_one = len(old) == len(new) == 1
-        if is_one and isinstance(old[0], Op) and isinstance(new[0], Op):
+        if is_one and _what(old[0]) == _what(new[0]) == "op":
             self._pair(old[0], new[0], new_scope)
             return
         for item in old:
@@ -273,34 +335,38 @@ class _Comparison:
         if is_one:  # what reads the new one in place of the old has not changed for it
             self._number(old[0], new[0])
 
-    def _pair(self, a: Op | Section, b: Op | Section, scope: str) -> None:
+    def _pair(self, a: _Item, b: _Item, scope: str) -> None:
         if isinstance(a, Op) and isinstance(b, Op):
             texts = self._a.texts(a), self._b.texts(b)
             self._number(a, b)
             self._texts("op", scope, *texts)
             for one, other in zip(a.bodies, b.bodies, strict=False):
                 self._pair(one, other, scope)
-        elif isinstance(a, Section) and isinstance(b, Section):
+        elif not (isinstance(a, Op) or isinstance(b, Op)):
             self._sections(a, b)
-            self._texts("call", scope, self._a.texts(a), self._b.texts(b))
+            if isinstance(a, _Line) and (a.is_op or not a.items):  # the results of a call have numbers from its ops
+                self._number(a, b)
+            self._texts(_what(a), scope, self._a.texts(a), self._b.texts(b))
 
-    def _number(self, a: Op | Section, b: Op | Section) -> None:
+    def _number(self, a: _Item, b: _Item) -> None:
         number = next(self._numbers)
         self._a.set_number(a, number)
         self._b.set_number(b, number)
 
 
-def _key(item: Op | Section) -> str:
+def _key(item: _Item) -> str:
     return target_text(item.node) if isinstance(item, Op) else item.label
 
 
-def _what(item: Op | Section) -> What:
-    return "op" if isinstance(item, Op) else "call"
+def _what(item: _Item) -> What:
+    return "op" if isinstance(item, Op) or (isinstance(item, _Line) and item.is_op) else "call"
 
 
-def _line(side: _Side, item: Op | Section) -> str:
+def _line(side: _Side, item: _Item) -> str:
     text, _ = side.texts(item)
-    return text if isinstance(item, Op) else f"{text}  # {item.op_count} op{'s' * (item.op_count != 1)}"
+    if isinstance(item, Op) or not item.op_count:
+        return text
+    return f"{text}  # {item.op_count} op{'s' * (item.op_count != 1)}"
 
 
 def _content(constant: torch.Tensor) -> str:

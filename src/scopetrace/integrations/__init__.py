@@ -1,0 +1,1 @@
+"""scopetrace in other tools, a file for each: optional, and made of the public names of `scopetrace` alone."""
