@@ -154,6 +154,8 @@ def estimate(
 ) -> Estimate:
     """What a model needs in training or inference, without running it or making its memory; about one trace long.
 
+        print(st.estimate(model, (x,), optimizer="adamw", gpu_bytes=80 * 10**9))
+
     The training step is forward, loss, `backward()`, a step of the optimizer and `zero_grad()`, as each after the first
     one. Inference runs under `torch.no_grad`. The model, which may be on the meta device, stays as it is.
 

@@ -178,8 +178,8 @@ class TapeCopier(TapeRewriter, abc.ABC):
             if v.storage not in written:
                 return None
             new = self._read_at_edge(last_of(self.sets, v), self.calls[call])
-            if call.parent is None and new.op.target is OVERWRITE:
-                return new.op.tensor(1)  # what comes after the program copies data alone
+            if (call.parent is None or not call.is_module) and new.op.target is OVERWRITE:
+                return new.op.tensor(1)  # what comes after the program, or a step of an optimizer, copies data alone
             return new
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
