@@ -57,6 +57,8 @@ VIEW_QUESTIONS: dict[str, Any] = {"_is_view": _tensor._is_view, "_base": _tensor
 """What tells whether a tensor is a view, or of what."""
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """How many modes of torch functions are active."""
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes of the dispatcher are active."""
 _CPU = torch.device("cpu")
 _is_autocast_enabled = torch.is_autocast_enabled
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.questions import MISSING, Missing
 from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
 from scopetrace.containers.stand_ins import STAND_INS, StandIn, plain
-from scopetrace.containers.weak_cache import weak_cache
+from scopetrace.containers.structure import weak_cache
 
 ATOMS = frozenset(
     {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}

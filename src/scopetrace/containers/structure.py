@@ -27,8 +27,9 @@ import keyword
 import math
 import re
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -42,6 +43,25 @@ STATEFUL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRS
 _NOT_PLAIN = (*STATEFUL, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 _RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # in the code that torch.fx generates
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def weak_cache(make: Callable[[K], V]) -> Callable[[K], V]:
+    """`make`, called once for each object. A WeakKeyDictionary makes a reference each time, and asks `__eq__`."""
+    known: dict[int, tuple[V, weakref.ref[K]]] = {}
+
+    def get(x: K) -> V:
+        key = id(x)
+        entry = known.get(key)
+        if entry is None:
+            entry = known[key] = make(x), weakref.ref(x, lambda _: known.pop(key, None))
+        return entry[0]
+
+    get.__doc__ = make.__doc__
+    return get
+
 
 Leaf = type | tuple[type, ...]
 Children = list[tuple[str, Any]]
@@ -144,7 +164,7 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
     Where a registered class does not take what `fn` gives (a cache that computes with its leaves, given nodes), its
     place keeps the OpaqueContainer.
     """
-    return map_structure(fn, template, leaf, close=_instance)
+    return map_structure(fn, template, leaf, close=close_instance)
 
 
 def leaves(x: Any, leaf: Leaf) -> list[Any]:
@@ -258,7 +278,7 @@ def close_container(like: Any, items: list[Any]) -> Any:
     return _unflattened(whole[0], whole[1], [key for key, _ in whole[2]], items)
 
 
-def _instance(template: Any, items: list[Any]) -> Any:
+def close_instance(template: Any, items: list[Any]) -> Any:
     """As `close_container`; of an unregistered class an instance, not an OpaqueContainer."""
     if not isinstance(template, OpaqueContainer) or is_registered(template.kind):
         return close_container(template, items)
@@ -327,10 +347,18 @@ def match(
             raise InputMismatchError(f"{path} was a {word} when traced and is {_short(actual)} now: pass a {word}")
         matches.append((path, actual))
         return
-    whole = flattened(template)
-    if whole is None:
-        _match_constant(template, actual, path)
+    children = open_container(template)
+    if children is None:
+        match_constant(template, actual, path)
         return
+    for (key, old), new in zip(children, children_like(template, actual, path), strict=True):
+        match(old, new, leaf, matches, path + key, number)
+
+
+def children_like(template: Any, actual: Any, path: str) -> list[Any]:
+    """The children of a container that is as that of a template. Raises InputMismatchError where it is not."""
+    whole = flattened(template)
+    assert whole is not None, "it is a container"
     container, context, inner = whole
     current = flattened(actual, (container,)) if type(actual) is container else None
     if current is None:
@@ -343,12 +371,12 @@ def match(
             f"{path} had {_keys(inner)} when traced and has {_keys(children)} now: pass {hint}, or trace again"
         )
     if container not in (tuple, list, dict) and is_registered(container):
-        _match_constant(context, current[1], f"the fixed part of {path}")
-    for (key, old), (_, new) in zip(inner, children, strict=True):
-        match(old, new, leaf, matches, path + key, number)
+        match_constant(context, current[1], f"the fixed part of {path}")
+    return [child for _, child in children]
 
 
-def _match_constant(old: Any, new: Any, path: str) -> None:
+def match_constant(old: Any, new: Any, path: str) -> None:
+    """Raise InputMismatchError where a value that is no container differs from that of a template."""
     if old is new:
         return
     if type(old) is type(new):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from scopetrace.containers.contents import MEMO, Place, content_of, is_library, is_users_class
-from scopetrace.containers.weak_cache import weak_cache
+from scopetrace.containers.structure import weak_cache
 
 
 class Names(NamedTuple):

@@ -47,8 +47,7 @@ from scopetrace.containers.contents import (
     slots_of,
     snapshot,
 )
-from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
-from scopetrace.containers.weak_cache import weak_cache
+from scopetrace.containers.structure import effect_targets, is_plain_object, open_container, weak_cache
 from scopetrace.errors import FixedValueWarning, InputMismatchError
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 
@@ -459,22 +458,6 @@ Probe = tuple[tuple[Any, ...], Any]
 """A function with its arguments, and the object that it gives while something is as it was."""
 
 
-def check(probes: Iterable[Probe], otherwise: Callable[[], None]) -> Callable[[], None]:
-    """A function that asks all probes, and calls `otherwise` where one gives another object or cannot be asked."""
-    pairs = list(probes)
-    questions, answers = [question for question, _ in pairs], [answer for _, answer in pairs]
-
-    def check() -> None:
-        try:
-            if all(map(operator.is_, itertools.starmap(operator.call, questions), answers)):
-                return
-        except (AttributeError, LookupError, ValueError):
-            pass
-        otherwise()
-
-    return check
-
-
 def _line_of(code: types.CodeType, name: str) -> int:
     """The first line in which code names a variable or attribute."""
     lines = (step.positions.lineno for step in dis.get_instructions(code) if step.argval == name and step.positions)
@@ -503,6 +486,8 @@ def unchanged(guard: Guard, known: set[int]) -> list[Probe]:
         inside = list(_content(guard, source.current(NO_CALL), known))
         certain = [probe for probe in inside if probe is not None]
         return [(source.place.question, source.place.current()), *certain] if len(certain) == len(inside) else whole
+    if isinstance(source, OfModules):
+        return list(_of_modules(source, traced))  # none for no modules
     return list(_of_source(source, traced)) or whole
 
 
@@ -510,19 +495,19 @@ def _of_source(source: Any, traced: Any) -> Iterator[Probe]:
     """Probes of other places; nothing where there are none."""
     if isinstance(source, InTables) and traced is MISSING:
         yield from [((operator.contains, table, source.key), False) for table in source.tables]
-    elif isinstance(source, OfModules):
-        yield from _of_modules(source, traced)
     elif isinstance(source, OfFunctions) and not any(map(_has_defaults_with_content, source.functions)):
         parts = itertools.product(source.functions, ("__code__", "__defaults__", "__kwdefaults__"))
         yield from [((getattr, f, part), getattr(f, part)) for f, part in parts]
+        by_keyword = [f.__kwdefaults__ for f in source.functions if f.__kwdefaults__]
+        yield from [((same_entries, defaults.copy(), defaults), True) for defaults in by_keyword]
     elif isinstance(source, Submodules):
         table = source.module.__dict__["_modules"]
         yield (same_entries, dict(table), table), True
 
 
 def _has_defaults_with_content(function: types.FunctionType) -> bool:
-    defaults = function.__defaults__ or ()
-    return bool(function.__kwdefaults__) or any(form_of(type(x)) is not None for x in defaults)
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    return any(form_of(type(x)) is not None for x in defaults)
 
 
 def _of_modules(source: OfModules, traced: dict[str, Any]) -> Iterator[Probe]:

@@ -26,8 +26,7 @@ from scopetrace._compat.ops import OpOverload
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
-from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure
-from scopetrace.containers.weak_cache import weak_cache
+from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure, weak_cache
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.guards import ArgumentNumber, Guard
 from scopetrace.ir.registered import Registered

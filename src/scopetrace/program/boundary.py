@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,8 +23,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import in_transform
-from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import buffers_of, is_symbolic, passes_its_class, storage_id, unsaved_buffers_of
+from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import (
     Effect,
@@ -31,20 +31,19 @@ from scopetrace.containers.structure import (
     Returned,
     apply_effects,
     effect_targets,
-    instantiate,
     leaves,
-    map_structure,
     match,
     with_given,
 )
 from scopetrace.errors import InputMismatchError, StateMismatchError
+from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.guards import (
     MISSING,
     At,
     CallInputs,
     OfInput,
     OfTensor,
-    check,
+    Probe,
     check_numbers,
     is_same,
     unchanged,
@@ -53,6 +52,15 @@ from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, Number, StateRef, resolved
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
+from scopetrace.program.arguments import (
+    MISMATCHES,
+    SLOTS,
+    CallCode,
+    ExpectedArguments,
+    SizeSlot,
+    TensorSlot,
+    without_values,
+)
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
 from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import Sharing
@@ -64,105 +72,20 @@ Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
 
 
-class TensorSlot:
-    """Stands for a tensor in a template of arguments or results."""
-
-
-class SizeSlot(int):
-    """Stands for a dynamic number in a template of arguments or results; an int, as the items of a `torch.Size` are."""
-
-
-_SLOTS = (TensorSlot, SizeSlot)
-
-
-def without_values(x: Any) -> Any:
-    """A template with a TensorSlot for each value of the tape, and a SizeSlot for each symbolic number."""
-    return map_structure(lambda v: TensorSlot() if isinstance(v, Value) else SizeSlot(), x, (Value, *Symbolic))
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpectedTensor:
-    """What a call is compared with for an input tensor."""
-
-    path: str
-    shape: tuple[int | None, ...]
-    """None for a dynamic size."""
-    dtype: torch.dtype
-    device: torch.device
-    layout: torch.layout
-
-    def check(self, tensor: torch.Tensor) -> None:
-        """Raise InputMismatchError for a tensor of another kind."""
-        shape = tensor.shape
-        if len(shape) != len(self.shape):
-            traced = ["any" if n is None else n for n in self.shape]
-            raise InputMismatchError(f"{self.path}: traced with shape {traced}, called with {list(shape)}")
-        if shape != self.shape:
-            for dim, (old, new) in enumerate(zip(self.shape, shape, strict=True)):
-                if old is not None and old != new:
-                    raise InputMismatchError(
-                        f"{self.path}: dimension {dim} was {old} when traced and is {new} now; "
-                        "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
-                    )
-        if type(tensor) is not torch.Tensor and passes_its_class(tensor):
-            raise InputMismatchError(
-                f"{self.path} is a {type(tensor).__name__} now, and results of a trace are plain tensors; "
-                "pass x.as_subclass(torch.Tensor)"
-            )
-        if (tensor.dtype, tensor.device, tensor.layout) != (self.dtype, self.device, self.layout):
-            for what in ("dtype", "device", "layout"):
-                old, new = getattr(self, what), getattr(tensor, what)
-                if old != new:
-                    raise InputMismatchError(
-                        f"{self.path}: {what} was {old} when traced and is {new} now; convert it, or trace again"
-                    )
-
-
-class ExpectedArguments:
-    """The structure, Python values and tensors that the arguments of a call must have. It is plain data."""
-
-    def __init__(self, tape: ProgramTape) -> None:
-        args, kwargs = tape.args
-        self.args: list[Any] = [without_values(x) for x in args]
-        self.kwargs: dict[str, Any] = {name: without_values(x) for name, x in kwargs.items()}
-        self.tensors = [
-            ExpectedTensor(path, tuple([n if type(n) is int else None for n in t.shape]), t.dtype, t.device, t.layout)
-            for path, t in zip(tape.input_paths, [v.fake for v in tape.inputs], strict=True)
-        ]
-
-    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-        """The tensors among the arguments, and the dynamic numbers.
-
-        Raises InputMismatchError where structure, Python values, shapes, dtypes, devices or layouts differ.
-        """
-        if len(args) != len(self.args) or set(kwargs) != set(self.kwargs):
-            raise InputMismatchError(
-                f"traced with {_count(self.args, self.kwargs)}, called with {_count(args, kwargs)}: "
-                "pass the same arguments in the same way"
-            )
-        matches: list[tuple[str, Any]] = []
-        for i, (old, new) in enumerate(zip(self.args, args, strict=True)):
-            match(old, new, TensorSlot, matches, f"argument {i}", SizeSlot)
-        for name, old in self.kwargs.items():
-            match(old, kwargs[name], TensorSlot, matches, name, SizeSlot)
-        tensors = [x for _, x in matches if isinstance(x, torch.Tensor)]
-        for expected, tensor in zip(self.tensors, tensors, strict=True):
-            expected.check(tensor)
-        return tensors, [x for _, x in matches if not isinstance(x, torch.Tensor)]
-
-
-def _count(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    names = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
-    return f"{len(args)} positional{names}"
-
-
 def _template_of_outputs(tape: ProgramTape) -> Any:
     """The template of what a call gives, with a Given for each object among its arguments."""
     outputs = without_values(tape.outputs)
     if not isinstance(outputs, Returned):
-        return with_given(outputs, tape.given, _SLOTS)
-    effects = [Effect(e.path, with_given(e.content, e.given, _SLOTS)) for e in outputs.effects]
-    return Returned(with_given(outputs.result, tape.given, _SLOTS), effects)
+        return with_given(outputs, tape.given, SLOTS)
+    effects = [Effect(e.path, with_given(e.content, e.given, SLOTS)) for e in outputs.effects]
+    return Returned(with_given(outputs.result, tape.given, SLOTS), effects)
+
+
+def _hold(sizes: SizeRules) -> Callable[..., bool]:
+    try:
+        return sizes.all_hold()
+    except NotImplementedError:
+        return lambda tensors, numbers: not sizes.check(tensors, numbers)  # type: ignore[func-returns-value]
 
 
 _DICTS = frozenset({dict, collections.OrderedDict})
@@ -195,55 +118,109 @@ class CallBoundary:
         self._objects: list[Given] = leaves(self.outputs, Given)
         self.state = LiveState(tape, graph_module)
         self.check = StateCheck(tape)
+        self._code = CallCode()
+        self._result = self._code.function("values, inputs", f"return {self._code.result(self.outputs)}")
         written = tape.written_storages()
         self._written = [i for i, v in enumerate(tape.inputs) if v.storage in written]
         self._overlapping = {i for i in self._written if _may_overlap(tape.inputs[i].fake)}
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
-        self._sharing = Sharing(tape) if len(tape.inputs) + len(tape.attributes) > 1 else None
+        sharing = Sharing(tape) if len(tape.inputs) + len(tape.attributes) > 1 else None
+        self._sharing = sharing if sharing is not None and sharing.matters else None
+        self._asks = any((self.check.facts, self._written, tape.argument_numbers, tape.uses_absolute_offset))
+        """Whether a call compares more of its arguments than what they are."""
+        changes = (tape.write_back, tape.attribute_writes, tape.cleared, isinstance(self.outputs, Returned))
+        self.is_plain = not any((self._asks, self._objects, self._sharing, *changes))
+        """Whether a call compares its arguments, runs the graph and gives what that gives."""
         outside = [*(("", v) for v in tape.inputs), *tape.attribute_reads()] if tape.write_back is not None else []
         self._outside = [(name, v.storage in written, tape.grad and v.requires_grad) for name, v in outside]
         """Of inputs and tensors of the model: the name of these, whether the write-back may write to it, and whether
         autograd followed it in the trace."""
+        self._writes = any(writes for _, writes, _ in self._outside)
 
     def written_unseen(self, inputs: Sequence[Any]) -> set[int]:
         """The storages that the write-back writes, where autograd follows a tensor that it did not in the trace.
 
         Backward may read there, and the graph makes copies only of what it read in the trace.
         """
-        is_written = any(writes for _, writes, _ in self._outside)
-        if not is_written or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
+        if not self._writes or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
             return set()  # torch has no such copies in a transform
         outside = [(self.state.held(part[0]) if part[0] else inputs[i], part) for i, part in enumerate(self._outside)]
         if not any(t.requires_grad and not followed for t, (_, _, followed) in outside):
             return set()
         return {storage_id(t) for t, (_, writes, _) in outside if writes}
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entered:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
-        if self.more_keywords:
-            current = [name for name in kwargs if name in self.more_keywords]
-            is_other = current != self.more_keywords and len(current) == len(self.more_keywords)
-            if is_other and not takes_by_key(self.forward, None):
-                order = f"{self.more_keywords} when traced and {current} now"
-                raise InputMismatchError(f"the order of **kwargs was {order}; pass them in that of the trace")
-        args, kwargs = self._in_order(*self.in_traced_form(args, kwargs))
-        inputs = Entered(self._match(args, kwargs))
-        if self.check.facts:
-            self.check.run_facts(CallInputs(args, kwargs, inputs), self.number(inputs))
-        self.check.run_state()
+        try:
+            inputs = self._compared(args, kwargs)
+        except MISMATCHES:
+            inputs = None
+        is_as_traced = inputs is not None
+        if inputs is None:
+            args, kwargs = self._in_order(*self.in_traced_form(args, kwargs))
+            tensors, numbers = self.expected.match(args, kwargs)
+            inputs = [*tensors, *numbers]
+            if self.tape.sizes is not None:
+                self.tape.sizes.check(tensors, numbers)
+        if self._asks:
+            self._compare(args, kwargs, inputs)
+        if not is_as_traced:
+            self.check.run_state()
         if self._written and (self._enables_grad or torch.is_grad_enabled()):
             self._check_gradients(inputs)
-        if isinstance(self.tape.outputs, Returned):
-            inputs.containers = effect_targets(self.tape.outputs.effects, (args, kwargs))
-        if self._objects:
+        if self._objects or isinstance(self.tape.outputs, Returned):
+            inputs = Entered(inputs)
+            inputs.containers = effect_targets(getattr(self.tape.outputs, "effects", ()), (args, kwargs))
             objects = effect_targets(self._objects, (args, kwargs))
             inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
-        self.state.refresh()
+        if not is_as_traced:
+            self.state.refresh()
         if self._sharing is not None:
             self._sharing.check(inputs, self.state.current)
         return inputs
+
+    @functools.cached_property
+    def _compared(self) -> Callable[..., list[Any] | None]:
+        condition, inputs = self._condition
+        return self._code.function("args, kwargs", f"return [{inputs}] if {condition} else None")
+
+    @functools.cached_property
+    def _condition(self) -> tuple[str, str]:
+        """That arguments and state are as in the trace, and the inputs then."""
+        code, sizes = self._code, self.tape.sizes
+        terms, tensors, numbers = code.terms(self.expected)
+        if self.more_keywords:
+            terms.append(f"[*kwargs] == {code.constant([*self.expected.kwargs])}")
+        if sizes is not None:
+            terms.append(f"{code.constant(_hold(sizes))}([{', '.join(tensors)}], [{', '.join(numbers)}])")
+        terms += [code.asking(self.check.probes()), *self.state.terms(code)]
+        return " and ".join(terms), ", ".join(tensors + numbers)
+
+    def whole_call(self, probes: list[Probe], **functions: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of a plain program, as one function of args and kwargs, where `probes` say no other than the state.
+
+        `graph` gives what runs the graph, `explain` takes what that raises, `otherwise` is a call in every other case.
+        """
+        code, (condition, inputs) = self._code, self._condition
+        code.constants |= functions | {"leave": self.leave, "MISMATCHES": MISMATCHES}
+        return code.function(
+            "args, kwargs",
+            f"""
+    try:
+        is_as_traced = {condition} and {code.asking(probes)}
+    except MISMATCHES:
+        is_as_traced = False
+    if not is_as_traced:
+        return otherwise(args, kwargs)
+    try:
+        values = graph()({inputs})
+    except Exception as error:
+        explain(error, [{inputs}])
+    return {code.result(self.outputs)} if len(values) == {self._count} else leave([{inputs}], values)
+""",
+        )
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit.
@@ -267,6 +244,11 @@ class CallBoundary:
     def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with dicts in the order and of the class of the trace, where forward takes entries by key."""
         expected = self.expected
+        current = [name for name in kwargs if name in self.more_keywords]
+        is_other = current != self.more_keywords and len(current) == len(self.more_keywords)
+        if is_other and not takes_by_key(self.forward, None):
+            order = f"{self.more_keywords} when traced and {current} now"
+            raise InputMismatchError(f"the order of **kwargs was {order}; pass them in that of the trace")
         if len(args) != len(expected.args) or kwargs.keys() != expected.kwargs.keys():
             return args, kwargs
         positional = [self._ordered(i, *pair) for i, pair in enumerate(zip(expected.args, args, strict=True))]
@@ -281,22 +263,20 @@ class CallBoundary:
         name = argument_names(self.forward, len(self.expected.args))[place] if isinstance(place, int) else place
         return type(old)((key, new[key]) for key in old) if takes_by_key(self.forward, name) else new
 
-    def _match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The tensors among the arguments, then the dynamic numbers: one value for each placeholder, in order."""
-        tensors, numbers = self.expected.match(args, kwargs)
+    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> None:
+        """Raise InputMismatchError for arguments that differ in what only some programs depend on."""
         tape = self.tape
-        for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
+        for path, value, tensor in zip(tape.input_paths, tape.inputs, inputs, strict=False):
             if value.storage in tape.uses_absolute_offset and tensor.storage_offset() != value.offset:
                 raise InputMismatchError(
                     f"{path}: began at element {value.offset} of its memory when traced and begins at "
                     f"{tensor.storage_offset()} now, and as_strided counts from the start; clone() it"
                 )
-        if tape.sizes is not None:
-            tape.sizes.check(tensors, numbers)
-        self._check_overlaps(tensors)
+        self._check_overlaps(inputs)
         if tape.argument_numbers:
             check_numbers(tape.argument_numbers, (args, kwargs))
-        return [*tensors, *numbers]
+        if self.check.facts:
+            self.check.run_facts(CallInputs(args, kwargs, inputs), self.number(inputs))
 
     def _check_overlaps(self, tensors: Sequence[torch.Tensor]) -> None:
         for i in self._written:
@@ -358,7 +338,7 @@ class CallBoundary:
                 behind.add(target.index)
         return self._left_behind - behind
 
-    def leave(self, inputs: Entered, values: Sequence[Any]) -> Any:
+    def leave(self, inputs: list[Any], values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""
         count = self._count
         promised = count + len(self.tape.attribute_writes)
@@ -366,21 +346,14 @@ class CallBoundary:
             raise other_count(len(values), promised, self.tape)
         program = self.tape.write_back
         returned = values[:count]
-        results = iter(
-            returned if program is None else program.run(inputs, self.state.held, returned, self.number(inputs))
-        )
-
-        def part(x: Any) -> Any:
-            if type(x) is not Given:
-                return next(results)
-            collections.deque(itertools.islice(results, x.leaves), maxlen=0)
-            return inputs.objects[x.path]
-
-        out = instantiate(part, self.outputs, (*_SLOTS, Given))
-        bound = itertools.zip_longest(results, values[count:])
-        self.state.write((value if result is None else result for result, value in bound), inputs)
+        results = returned if program is None else program.run(inputs, self.state.held, returned, self.number(inputs))
+        out = self._result(results, inputs)
+        if promised > count or self.tape.cleared:
+            bound = itertools.zip_longest([] if program is None else results[len(program.results) :], values[count:])
+            self.state.write((value if result is None else result for result, value in bound), inputs)
         if not isinstance(out, Returned):
             return out
+        assert isinstance(inputs, Entered)
         apply_effects(out.effects, inputs.containers)
         return out.result
 
@@ -417,6 +390,8 @@ class LiveState:
         ]
         self._owners = _owners(tape)
         self._bound: dict[str, _Bound] = {}
+        self._last: list[torch.Tensor] = []
+        """Those of `_bound` in order, for the code that looks whether the model still has them."""
         self._places: dict[str, tuple[torch.nn.Module, str]] = {}
         fakes = {name: value.fake for name, value in tape.attribute_reads()}
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
@@ -429,6 +404,16 @@ class LiveState:
                 fake = fakes.get(name, last)
                 table = table_of(*owner) or {}
                 self._bound[name] = _Bound(self._places.get(name), *owner, table, last, fake.dtype, fake.shape)
+
+    def terms(self, code: CallCode) -> list[str]:
+        """What holds where the model has the tensors that it had last, and they are as in the trace: loops in C."""
+        bound = self._bound.values()
+        held = code.constant([b.table for b in bound]), code.constant([b.attribute for b in bound])
+        last, same, get = map(code.constant, (self._last, operator.is_, operator.getitem))
+        kinds = code.constant([(b.dtype, b.shape) for b in bound])
+        kind = code.constant(operator.attrgetter("dtype", "shape"))
+        is_as_last = f"all(map({same}, map({get}, {', '.join(held)}), {last}))"
+        return [is_as_last, f"[*map({kind}, {last})] == {kinds}"] if bound else []
 
     def refresh(self) -> None:
         """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there.
@@ -449,6 +434,7 @@ class LiveState:
                 current = t.dtype, t.shape
                 if bound.place is not None or current != self._tape.settled.get(name):
                     raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), current)
+        self._last[:] = [bound.last for bound in self._bound.values()]
 
     @property
     def places(self) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
@@ -520,10 +506,11 @@ class StateCheck:
         self._guards = [guard for guard in tape.guards if guard.source.kind != "input"]
         self.facts = [guard for guard in tape.guards if guard.source.kind == "input"]
         """What was read of inputs."""
+
+    def probes(self) -> list[Probe]:
+        """What tells at once that all beside the inputs is as it was."""
         known = set[int]()
-        probes = [probe for guard in self._guards for probe in unchanged(guard, known)]
-        self.run_state = check(probes, self._compare_all)
-        """Raise StateMismatchError for what is not as it was, beside the inputs."""
+        return [probe for guard in self._guards for probe in unchanged(guard, known)]
 
     def run_facts(self, call: CallInputs, number: Number) -> None:
         """Raise InputMismatchError for a fact of an input that differs."""
@@ -546,8 +533,8 @@ class StateCheck:
                     f"{guard.name}: {value} when traced and {current} now; trace again, or put it back"
                 )
 
-    def _compare_all(self) -> None:
-        """Compare each thing by itself, where the quick check fails: an equal one may be there."""
+    def run_state(self) -> None:
+        """Raise StateMismatchError for what is not as it was, beside the inputs."""
         for guard in self._guards:
             if not is_same(guard):
                 current = guard.current()

@@ -23,7 +23,7 @@ from scopetrace.containers.structure import Returned, map_structure
 from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
 from scopetrace.ir.guards import OfInput
 from scopetrace.ir.tape import ProgramTape
-from scopetrace.program.boundary import CallBoundary, Entered, without_autocast
+from scopetrace.program.boundary import CallBoundary, without_autocast
 
 FACTS = ("layout", "stride", "is_contiguous", "requires_grad")
 """What Dynamo can ask an input tensor."""
@@ -64,7 +64,7 @@ class PlainCall:
                 raise StateMismatchError(f"{attribute} of a module is another tensor now; compile again")
         with without_autocast():
             values = self.graph_module(*tensors, *numbers)
-        return self.boundary.leave(Entered([*tensors, *numbers]), values)
+        return self.boundary.leave([*tensors, *numbers], values)
 
     def _check(self, tensors: list[torch.Tensor], numbers: list[int]) -> None:
         if self.sizes_hold is not None and not self.sizes_hold(tensors, numbers):

@@ -118,6 +118,9 @@ class Sharing:
         tensors = [tape.attributes[name] for name in self._state]
         storages = [*((0, v.storage) for v in values), *((1, storage_id(t)) for t in tensors)]
         self._traced = self._pairs(storages, place)
+        is_twice = len({id(v.fake) for v in values}) < count
+        self.matters = bool(changed or self._written or is_twice)
+        """Whether tensors of a call can lie otherwise than the program allows."""
 
     def check(self, inputs: Sequence[Any], current: Callable[[Iterable[str]], list[torch.Tensor]]) -> None:
         """Raise InputMismatchError or StateMismatchError for tensors of a call that lie otherwise.

@@ -19,7 +19,7 @@ import operator
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.fx
@@ -34,10 +34,12 @@ from scopetrace._compat.graph_module import (
     look_up,
     method_of,
     parts_that_switch_grad,
+    unwrapped,
     was_erased,
     without_grad_switches,
 )
 from scopetrace._compat.ops import building, is_op
+from scopetrace._compat.questions import autocast_enabled
 from scopetrace.containers.classes import with_fields, with_imports
 from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
 from scopetrace.errors import (
@@ -383,6 +385,10 @@ class TracedProgram:
             return self.lowering.graph_module()
 
     @functools.cached_property
+    def _unwrapped(self) -> Callable[[], Callable[..., Any]]:
+        return unwrapped(self.graph_module)
+
+    @functools.cached_property
     def boundary(self) -> CallBoundary:
         """What a call does before and after the graph: the check of the arguments, and the write-back."""
         return CallBoundary(self.with_real_classes().tape, self.graph_module, self.forward)
@@ -459,7 +465,26 @@ class TracedProgram:
             if problem is not None:
                 raise ScopetraceError(problem)
             return self.__dict__["plain_call"](args, kwargs)
-        return self.run(self.graph_module, *args, **kwargs)
+        return self._call(args, kwargs)
+
+    @functools.cached_property
+    def _call(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """A call, as a function of args and kwargs: `run`, or where a call is plain, what does it in less time."""
+        module, boundary = self.graph_module, self.boundary
+
+        def otherwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self.run(module, *args, **kwargs)
+
+        is_plain = boundary.is_plain and not any(e.baked_in for e in self.tape.side_effects)
+        if not is_plain or type(self) is not TracedProgram or parts_that_switch_grad(module):
+            return otherwise
+        module.real_recompile()
+        probes = [
+            ((autocast_enabled,), False),
+            ((is_profiling,), False),
+            ((getattr, type(module), "forward"), type(module).forward),
+        ]
+        return boundary.whole_call(probes, graph=self._unwrapped, explain=self._explain, otherwise=otherwise)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call, with `graph` in place of the GraphModule; see `Trace.run`."""
@@ -487,17 +512,19 @@ class TracedProgram:
             self.boundary.refuse_left_behind(inputs)
         grad = torch.is_grad_enabled()
         runnable = graph if grad == self.tape.grad else self.in_other_grad_mode(graph)
-        runnable = self.profiled(runnable) if is_profiling() else runnable
+        if is_profiling():
+            runnable = self.profiled(runnable)
+        elif runnable is self.graph_module:
+            runnable = self._unwrapped()
         written = self.boundary.written_unseen(inputs)
         try:
-            with without_autocast(), copying_saved(written) if written else contextlib.nullcontext():
+            if written or autocast_enabled():
+                with without_autocast(), copying_saved(written) if written else contextlib.nullcontext():
+                    values = runnable(*inputs)
+            else:
                 values = runnable(*inputs)
         except Exception as error:
-            other = explained(error, self.tape, inputs, self.boundary.number(inputs))
-            if other is None:
-                _ = self.current  # an EditError where the graph was edited and cannot be followed
-                raise
-            raise other from error
+            self._explain(error, inputs)
         finally:
             if torch.is_grad_enabled() != grad:
                 torch.set_grad_enabled(grad)  # a graph that raises half-way may have switched it
@@ -505,6 +532,14 @@ class TracedProgram:
             values = (values,) if isinstance(values, torch.Tensor) else values
             values = self._graph_values.restored(inputs, values, self.boundary.state.held, self.boundary.number(inputs))
         return self.boundary.leave(inputs, values)
+
+    def _explain(self, error: Exception, inputs: list[Any]) -> NoReturn:
+        """Raise what the graph raised, or in its place an error that tells why."""
+        other = explained(error, self.tape, inputs, self.boundary.number(inputs))
+        if other is None:
+            _ = self.current  # an EditError where the graph was edited and cannot be followed
+            raise error
+        raise other from error
 
     def _is_as_recorded(self) -> bool:
         """Whether the recorded ops do what a call of this program does, on the same tensors of the model."""
