@@ -1,0 +1,243 @@
+"""Graphs whose nodes know their modules: of torch.export, of Dynamo, of `symbolic_trace`, or of a trace.
+
+Data flow:
+    `nn_module_stack` of the nodes -> `NodeRange`s: consecutive nodes that were one call of a module
+    what the nodes of a range read from before it, and later ones of it -> arguments and results of the call, in the
+    order of `module_call_graph` where that has them
+    node.meta of a node -> stack trace and `Op.meta` of the ops that it runs
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+import torch.fx
+from torch.utils import _pytree as pytree
+
+from scopetrace._compat.export import is_guard
+from scopetrace.containers.classes import class_of_name
+from scopetrace.containers.structure import leaves
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import GIVEN_META, signature_of
+from scopetrace.record.builder import TapeBuilder
+
+OnCall = Callable[[str, type | str, tuple[Any, ...], dict[str, Any], bool, Callable[[], Any]], None]
+"""`CallRecorder.on_nodes`."""
+
+MODULE_CALLS = "module_call_graph"
+"""The key in the `meta` of a GraphModule of that of its ExportedProgram."""
+
+
+class Entry(NamedTuple):
+    """One of an `nn_module_stack`."""
+
+    key: str
+    """That of the call: `@1` is at the end of the second one."""
+    fqn: str
+    kind: type | str
+    """The module's class, or its name."""
+
+    @property
+    def called(self) -> str:
+        """The name in `module_call_graph`."""
+        return self.fqn + "".join(self.key.rpartition("@")[1:]) if "@" in self.key else self.fqn
+
+
+@dataclasses.dataclass(eq=False)
+class NodeRange:
+    """Consecutive nodes that were one call of a module, or those of the whole graph."""
+
+    entry: Entry
+    start: int
+    """The position of its first node."""
+    stop: int
+    inner: list[NodeRange] = dataclasses.field(default_factory=list)
+
+
+class NodeRunner(torch.fx.Interpreter):
+    """Runs a graph; the ops of each node have its place, in the calls that its nodes were."""
+
+    def __init__(self, gm: torch.fx.GraphModule, builder: TapeBuilder, on_call: OnCall) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.extra_traceback = False
+        self.builder, self._on_call = builder, on_call
+        self._nodes = list(self.graph.nodes)
+        self._position = {n: i for i, n in enumerate(self._nodes)}
+        self._by_name = {n.name: n for n in self._nodes}
+        self._kept = {entry.fqn: entry.signature for entry in gm.meta.get(MODULE_CALLS, ())}
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the GraphModule returns for these arguments."""
+        bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return self.run(*bound.args, *bound.kwargs.values())
+
+    def run(self, *args: Any, **_: Any) -> Any:
+        """What the graph returns for the values of its placeholders."""
+        self.args_iter = iter(self.graph.process_inputs(*args))
+        self.env = {}
+        around = self.builder.call.ancestors() if self.builder.call is not None else ()
+        whole = _ranges(self._nodes, [call.fqn for call in around if call.fqn][::-1])
+        self._times = collections.Counter(r.entry for r in _walk(whole))
+        self._run_range(whole)
+        return self.graph.process_outputs(self.env[self._nodes[-1]])
+
+    def _run_range(self, of: NodeRange) -> None:
+        inner = {r.start: r for r in of.inner}
+        i = of.start
+        while i < of.stop:
+            if i in inner:
+                self._run_call(inner[i])
+                i = inner[i].stop
+            else:
+                self.env[self._nodes[i]] = self.run_node(self._nodes[i])
+                i += 1
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Its op is recorded at the stack trace of the node."""
+        kept = {key: n.meta[key] for key in GIVEN_META if n.meta.get(key)}
+        with self.builder.from_node(n.stack_trace, kept):
+            return super().run_node(n)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a node that calls a module gives; the checks of an exported program are no module call."""
+        module = self.fetch_attr(target)
+        return module.forward(*args, **kwargs) if is_guard(module) else super().call_module(target, args, kwargs)
+
+    # ---------------------------------------------------------------- calls
+
+    def _run_call(self, of: NodeRange) -> None:
+        nodes = self._nodes[of.start : of.stop]
+        read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
+        taken = [n for n in read if self._position[n] < of.start and n.op != "get_attr"]
+        given = [n for n in nodes if any(self._position[user] >= of.stop for user in n.users)]
+        signature = self._kept.get(of.entry.called) if self._times[of.entry] == 1 else None
+        passed = None if signature is None else self._in_tree(signature.inputs, signature.in_spec)
+        args, kwargs = passed or (tuple(self._tensors(taken)), {})
+
+        def run() -> Any:
+            self._run_range(of)
+            returned = None if signature is None else self._in_tree(signature.outputs, signature.out_spec)
+            if returned is not None:
+                return returned
+            results = self._tensors(given)
+            return results[0] if len(results) == 1 else tuple(results) or None
+
+        self._on_call(of.entry.fqn, of.entry.kind, args, kwargs, passed is not None, run)
+
+    def _tensors(self, nodes: Iterable[torch.fx.Node]) -> list[Any]:
+        """What nodes give, where there are tensors in it."""
+        return [x for x in map(self.env.__getitem__, nodes) if leaves(x, torch.Tensor)]
+
+    def _in_tree(self, arguments: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+        """What a call takes or gives as torch.export has kept it; None where nodes of it are not there any more."""
+        nodes = [None if hasattr(x, "value") else self._by_name.get(x.name) for x in arguments]
+        if any(n not in self.env for n, x in zip(nodes, arguments, strict=True) if not hasattr(x, "value")):
+            return None
+        values = [x.value if n is None else self.env[n] for n, x in zip(nodes, arguments, strict=True)]
+        return pytree.tree_unflatten(values, spec)
+
+
+def _ranges(nodes: list[torch.fx.Node], around: list[str]) -> NodeRange:
+    """The calls in a graph, which runs inside of modules of these names. A module entered again is another call."""
+    whole = NodeRange(Entry("", "", ""), 0, len(nodes))
+    running = [whole]
+    for i, stack in enumerate(_stacks(nodes, around)):
+        while [r.entry for r in running[1:]] != stack[: len(running) - 1]:
+            running.pop().stop = i
+        for entry in stack[len(running) - 1 :]:
+            running.append(NodeRange(entry, i, len(nodes)))
+            running[-2].inner.append(running[-1])
+    return whole
+
+
+def _stacks(nodes: list[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
+    """The calls around each node, the outermost first.
+
+    A node that a pass has put there without saying where has those which are around the nodes before and after it.
+    """
+    known = [None if n.op in ("placeholder", "get_attr", "output") else _module_stack(n) for n in nodes]
+    says_root = any(stack and not stack[0].fqn for stack in known)  # as `symbolic_trace` does not
+    stacks: list[list[Entry] | None] = []
+    for stack in known:
+        inner = [entry for entry in stack or () if entry.fqn]
+        for fqn in around:
+            inner = inner[1:] if inner and inner[0].fqn == fqn else inner
+        stacks.append(inner if stack or (says_root is False and stack is not None) else None)
+    before, after = list[list[Entry]](), list[list[Entry]]()
+    for filled, one_way in ((before, stacks), (after, stacks[::-1])):
+        last: list[Entry] = []
+        for stack in one_way:
+            last = last if stack is None else stack
+            filled.append(last)
+    pairs = zip(before, after[::-1], strict=True)
+    return [[a for a, _ in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(*pair, strict=False))] for pair in pairs]
+
+
+def _module_stack(node: torch.fx.Node) -> list[Entry]:
+    """What `nn_module_stack` says of a node; a node that calls a module is not inside of that yet."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    entries = [Entry(key, _fqn(path), kind) for key, (path, kind) in stack.items()]
+    return entries[:-1] if node.op == "call_module" and entries and entries[-1].fqn == node.target else entries
+
+
+def _fqn(path: str) -> str:
+    """Of what Dynamo writes as `L['self'].layers[0]`, and torch.export as `layers.0`."""
+    plain = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
+    return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", plain).lstrip(".")
+
+
+def _walk(of: NodeRange) -> Iterator[NodeRange]:
+    for inner in of.inner:
+        yield inner
+        yield from _walk(inner)
+
+
+def knows_origins(module: Any) -> TypeGuard[torch.fx.GraphModule]:
+    """Whether it is a GraphModule with nodes of which is known where they come from."""
+    return isinstance(module, torch.fx.GraphModule) and any(
+        n.stack_trace or "nn_module_stack" in n.meta for n in module.graph.nodes
+    )
+
+
+def root_scope(gm: torch.fx.GraphModule) -> Scope:
+    """The root scope, named after the class of the module that the graph came from, where its nodes have it."""
+    entries = (entry for node in gm.graph.nodes for entry in _module_stack(node))
+    kind = next((entry.kind for entry in entries if not entry.fqn), type(gm))
+    return Scope("", class_of_text(kind).__name__)
+
+
+# Classes and names of arguments --------------------------------------------------------------------------------------
+
+
+def class_of_text(kind: type | str) -> type:
+    """The class of this qualified name; where its module is not imported, one that stands for it."""
+    if isinstance(kind, type):
+        return kind
+    parts = kind.split(".")
+    homes = (i for i in range(len(parts) - 1, 0, -1) if ".".join(parts[:i]) in sys.modules)
+    home = next(homes, len(parts) - 1)
+    return class_of_name(".".join(parts[:home]), ".".join(parts[home:]), (torch.nn.Module,))
+
+
+def signature_of_nodes(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_kept: bool) -> Any:
+    """The signature of a call of nodes; None for that of the class, where it is known which argument is which."""
+    forward: Any = getattr(kind, "forward", None)
+    try:
+        parameters = [*signature_of(forward).parameters.values()][1:]
+    except (TypeError, ValueError):
+        parameters = []
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if forward is not torch.nn.Module.forward and (is_kept or len(needed) == len(args) == 1):
+        return None
+    names = {f"arg{i}": inspect.Parameter.POSITIONAL_OR_KEYWORD for i in range(len(args))}
+    names |= dict.fromkeys(kwargs, inspect.Parameter.KEYWORD_ONLY)
+    return inspect.Signature([inspect.Parameter(name, how) for name, how in names.items()])
