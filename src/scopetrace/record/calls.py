@@ -36,7 +36,6 @@ from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Candidate, Target, is_named, near_names, several
 from scopetrace.ir.tape import Call
-from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.nodes import NodeRunner, class_of_text, knows_origins, signature_of_nodes
 from scopetrace.record.ops import OpRecorder
@@ -69,9 +68,7 @@ class CallRecorder:
         self._leaves = leaves
         self._progress = progress
         self._next = 0  # the position of the next call
-        self._counts: dict[
-            Any, int
-        ] = {}  # by id of a module, or name of one that is not there: how often it was called
+        self._counts: dict[Any, int] = {}  # by id of a module, else by name: how often it was called
         self._classes: dict[Any, type] = {}
         self.paused = False
         """Whether a leaf module is running, so that the patches stay out of the way."""
@@ -173,8 +170,9 @@ class CallRecorder:
     def class_of(self, module: torch.nn.Module) -> type:
         """The class of a module. `torch.nn.utils.parametrize` makes one for each module: equal ones count as one."""
         kind = type(module)
-        if kind.__module__ == "torch.export.unflatten" and getattr(module, "_ty", None):
-            return self._classes.setdefault(module._ty, class_of_text(module._ty))
+        name = getattr(module, "_ty", None) if kind.__module__ == "torch.export.unflatten" else None
+        if isinstance(name, str):
+            return self._classes.setdefault(name, class_of_text(name))
         if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
             return kind
         lists: Any = module.parametrizations

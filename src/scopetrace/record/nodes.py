@@ -73,6 +73,9 @@ class NodeRunner(torch.fx.Interpreter):
         self._position = {n: i for i, n in enumerate(self._nodes)}
         self._by_name = {n.name: n for n in self._nodes}
         self._kept = {entry.fqn: entry.signature for entry in gm.meta.get(MODULE_CALLS, ())}
+        self._times = collections.Counter[Entry]()
+        self._results: dict[Any, set[int]] = {}
+        """Of calls of a class with equal targets, the positions in them of the nodes of which one is read outside."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the GraphModule returns for these arguments."""
@@ -87,6 +90,11 @@ class NodeRunner(torch.fx.Interpreter):
         around = self.builder.call.ancestors() if self.builder.call is not None else ()
         whole = _ranges(self._nodes, [call.fqn for call in around if call.fqn][::-1])
         self._times = collections.Counter(r.entry for r in _walk(whole))
+        self._results = collections.defaultdict(set)
+        for of in _walk(whole):
+            nodes = self._computing(of)
+            used = {i for i, n in enumerate(nodes) if any(self._position[user] >= of.stop for user in n.users)}
+            self._results[_kind_of(of, nodes)] |= used
         self._run_range(whole)
         return self.graph.process_outputs(self.env[self._nodes[-1]])
 
@@ -115,23 +123,26 @@ class NodeRunner(torch.fx.Interpreter):
     # ---------------------------------------------------------------- calls
 
     def _run_call(self, of: NodeRange) -> None:
-        nodes = self._nodes[of.start : of.stop]
+        nodes = self._computing(of)
         read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
         taken = [n for n in read if self._position[n] < of.start and n.op != "get_attr"]
-        given = [n for n in nodes if any(self._position[user] >= of.stop for user in n.users)]
+        returned = [nodes[i] for i in sorted(self._results[_kind_of(of, nodes)])]
         signature = self._kept.get(of.entry.called) if self._times[of.entry] == 1 else None
         passed = None if signature is None else self._in_tree(signature.inputs, signature.in_spec)
         args, kwargs = passed or (tuple(self._tensors(taken)), {})
 
         def run() -> Any:
             self._run_range(of)
-            returned = None if signature is None else self._in_tree(signature.outputs, signature.out_spec)
-            if returned is not None:
-                return returned
-            results = self._tensors(given)
+            tree = None if signature is None else self._in_tree(signature.outputs, signature.out_spec)
+            if tree is not None:
+                return tree
+            results = self._tensors(returned)
             return results[0] if len(results) == 1 else tuple(results) or None
 
         self._on_call(of.entry.fqn, of.entry.kind, args, kwargs, passed is not None, run)
+
+    def _computing(self, of: NodeRange) -> list[torch.fx.Node]:
+        return [n for n in self._nodes[of.start : of.stop] if n.op != "get_attr"]
 
     def _tensors(self, nodes: Iterable[torch.fx.Node]) -> list[Any]:
         """What nodes give, where there are tensors in it."""
@@ -185,14 +196,22 @@ def _stacks(nodes: list[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
 def _module_stack(node: torch.fx.Node) -> list[Entry]:
     """What `nn_module_stack` says of a node; a node that calls a module is not inside of that yet."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-    entries = [Entry(key, _fqn(path), kind) for key, (path, kind) in stack.items()]
+    entries = [Entry(key, _fqn(path), kind) for key, (path, kind) in stack.items() if key != _UNKNOWN]
     return entries[:-1] if node.op == "call_module" and entries and entries[-1].fqn == node.target else entries
+
+
+_UNKNOWN = "_empty_nn_module_stack_from_metadata_hook"
+"""What `run_decompositions` writes where a node has none."""
 
 
 def _fqn(path: str) -> str:
     """Of what Dynamo writes as `L['self'].layers[0]`, and torch.export as `layers.0`."""
     plain = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
     return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", plain).lstrip(".")
+
+
+def _kind_of(of: NodeRange, nodes: list[torch.fx.Node]) -> Any:
+    return of.entry.kind, tuple([n.target for n in nodes])
 
 
 def _walk(of: NodeRange) -> Iterator[NodeRange]:
@@ -238,6 +257,6 @@ def signature_of_nodes(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if forward is not torch.nn.Module.forward and (is_kept or len(needed) == len(args) == 1):
         return None
-    names = {f"arg{i}": inspect.Parameter.POSITIONAL_OR_KEYWORD for i in range(len(args))}
-    names |= dict.fromkeys(kwargs, inspect.Parameter.KEYWORD_ONLY)
-    return inspect.Signature([inspect.Parameter(name, how) for name, how in names.items()])
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs]
+    positional = [inspect.Parameter(f"arg{i}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for i in range(len(args))]
+    return inspect.Signature([*positional, *named])

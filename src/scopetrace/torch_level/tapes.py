@@ -25,8 +25,8 @@ from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value, checks_e
 from scopetrace.ir.verify import verify
 from scopetrace.program.traced import functional_tape
 from scopetrace.record.builder import Assumptions
-from scopetrace.record.nodes import NodeRunner, root_scope
 from scopetrace.record.model import Model
+from scopetrace.record.nodes import NodeRunner, root_scope
 from scopetrace.session import Recording, retraced
 
 _SEEDED = torch.Tag.nondeterministic_seeded

@@ -362,7 +362,8 @@ class RanFunctions:
         """
         known = {id(function): function for function in self.functions.values()}
         new, values, level = known, [*held], 0
-        kinds = dict.fromkeys([call.module_type for call in self._tape.calls if call.module is not None], False)
+        called = [call.module_type for call in self._tape.calls if call.module is not None]
+        kinds = dict.fromkeys(filter(None, called), False)
         """The classes of what is held, and whether code names them: then it may make one."""
         while new or not level:
             values += [x for function in new.values() for x in _named(function)]
