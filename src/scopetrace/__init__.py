@@ -15,7 +15,7 @@ from scopetrace.errors import ArgumentError, ScopetraceError, TraceError, Verifi
 if TYPE_CHECKING:
     from scopetrace import distributed
     from scopetrace.api.functional import Functionalized, functional_backend, functionalize
-    from scopetrace.api.functions import diff, load, save, write_onnx_weights
+    from scopetrace.api.functions import diff, from_exported_program, load, save, write_onnx_weights
     from scopetrace.api.trace import OutlinedProgram, Trace, trace
     from scopetrace.functionalization.report import Alias as Alias
     from scopetrace.functionalization.report import Mutation as Mutation
@@ -46,6 +46,7 @@ __all__ = [
     "diff",
     "distributed",
     "errors",
+    "from_exported_program",
     "functional_backend",
     "functionalize",
     "load",
@@ -59,7 +60,7 @@ __all__ = [
 
 _HOMES = {
     "api.functional": "Functionalized functional_backend functionalize",
-    "api.functions": "diff load save write_onnx_weights",
+    "api.functions": "diff from_exported_program load save write_onnx_weights",
     "api.trace": "OutlinedProgram Trace trace",
     "functionalization.report": "Alias Mutation",
     "ir.conditions": "Specialization",

@@ -230,6 +230,11 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
     matches: set[ModuleCall] = set()
     for target in targets:
         if target in _GENERAL:
+            if not tells_calls(source):
+                raise OutlineError(
+                    f"{target!r} names calls of modules, and nothing tells which there were: the trace is of a "
+                    "function that calls none, or of a graph whose nodes have no nn_module_stack; trace the model"
+                )
             continue
         matched = [call for call in calls if is_named(call, target)]
         if not matched and any(is_named(call, target) for call in source.calls):
@@ -248,6 +253,12 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
             raise OutlineError(f"{record.scope}: {obstacle}")
     by_rule = _possible(calls, interfaces, EVERY in targets) if any(t in _GENERAL for t in targets) else []
     return set(named), list(dict.fromkeys([*named, *by_rule]))
+
+
+def tells_calls(source: TracedProgram) -> bool:
+    """Whether the trace has module calls, or is of a module that calls none."""
+    root = source.calls[0].module_type
+    return len(source.calls) > 1 or (root is not None and not root.__qualname__.startswith("GraphModule"))
 
 
 def _possible(calls: list[ModuleCall], interfaces: Interfaces, once: bool) -> Iterator[Call]:

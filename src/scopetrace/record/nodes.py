@@ -170,12 +170,15 @@ def _ranges(nodes: list[torch.fx.Node], around: list[str]) -> NodeRange:
     return whole
 
 
+_NO_STEP = ("placeholder", "get_attr", "output")
+
+
 def _stacks(nodes: list[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
     """The calls around each node, the outermost first.
 
     A node that a pass has put there without saying where has those which are around the nodes before and after it.
     """
-    known = [None if n.op in ("placeholder", "get_attr", "output") else _module_stack(n) for n in nodes]
+    known = [None if n.op in _NO_STEP or n.target == "_guards_fn" else _module_stack(n) for n in nodes]
     says_root = any(stack and not stack[0].fqn for stack in known)  # as `symbolic_trace` does not
     stacks: list[list[Entry] | None] = []
     for stack in known:

@@ -43,7 +43,7 @@ from scopetrace.lower.onnx.translate import quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
-from scopetrace.program.outlined import OUTERMOST, Function, OutlineTarget, outline_calls
+from scopetrace.program.outlined import OUTERMOST, Function, OutlineTarget, outline_calls, tells_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
@@ -194,7 +194,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     ops = OpFunctions.of(op_functions, op_plugins, options.custom_translation_table)
     flat = not functions and not plugins
     say("outlining")
-    main = outline_calls(program, [OUTERMOST] if flat else [*functions, *plugins])
+    main = outline_calls(program, [OUTERMOST] * tells_calls(program) if flat else [*functions, *plugins])
     bodies = {function.identifier: function for function in main.functions}
     tensors = main.tape.attributes
     results, wanted = Results(main.tape), chosen(tensors, options.weight_inputs)
