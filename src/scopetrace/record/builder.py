@@ -17,7 +17,7 @@ from torch.fx import traceback
 
 from scopetrace._compat.questions import grad_enabled
 from scopetrace.errors import TraceError, UnsupportedOpError, noted
-from scopetrace.ir.scopes import Frame, Ran, TracingState, capture_frames, source_of
+from scopetrace.ir.scopes import Frame, Ran, Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
 from scopetrace.record.regions import Region
 
@@ -114,7 +114,7 @@ class TapeBuilder:
         self.ran: Ran = {}
         """The code of functions in which ops and calls were."""
         self._last_frames: tuple[Frames, tuple[Frame, ...]] = ((), ())  # those of ops in one line are one object
-        self._origin: tuple[str | None, dict[str, Any] | None] | None = None
+        self._origin: tuple[str | None, dict[str, Any] | None, Scope | None] | None = None
 
     def append(
         self,
@@ -132,8 +132,8 @@ class TapeBuilder:
         frames = self.frames() if self.op_frames is None else self.op_frames
         meta = None
         if self._origin is not None:
-            stack_trace, meta = self._origin
-            frames = stack_trace or frames
+            stack_trace, meta, inner = self._origin
+            scope, frames = inner or scope, stack_trace or frames
         if "custom" in traceback.current_meta:
             meta = {**(meta or {}), "custom": dict(traceback.current_meta["custom"])}
         place = scope, self.call, frames, grad_enabled()
@@ -221,9 +221,11 @@ class TapeBuilder:
             self.running = outer
 
     @contextlib.contextmanager
-    def from_node(self, stack_trace: str | None, meta: dict[str, Any] | None = None) -> Iterator[None]:
-        """Ops appended inside come from a node of a graph, at its stack trace."""
-        outer, self._origin = self._origin, (stack_trace, meta)
+    def from_node(
+        self, stack_trace: str | None, meta: dict[str, Any] | None = None, scope: Scope | None = None
+    ) -> Iterator[None]:
+        """Ops appended inside come from a node of a graph, at its stack trace; in `scope`, if it is that of no call."""
+        outer, self._origin = self._origin, (stack_trace, meta, scope)
         try:
             yield
         finally:

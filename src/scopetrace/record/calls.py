@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.ops import eager, paused
@@ -37,7 +38,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Candidate, Target, is_named, near_names, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
-from scopetrace.record.nodes import NodeRunner, class_of_text, knows_origins, signature_of_nodes
+from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.regions import NESTED
@@ -45,6 +46,9 @@ from scopetrace.record.values import ValueTable
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
+
+
+_UNFLATTEN = "torch.export.unflatten"
 
 
 class CallRecorder:
@@ -95,6 +99,8 @@ class CallRecorder:
             if method == "forward" and call.parent is None and knows_origins(module):
                 return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
+        if isinstance(self._model.root, torch.fx.GraphModule) and is_part(module):
+            return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
         call.direct = method == "forward"
@@ -170,8 +176,8 @@ class CallRecorder:
     def class_of(self, module: torch.nn.Module) -> type:
         """The class of a module. `torch.nn.utils.parametrize` makes one for each module: equal ones count as one."""
         kind = type(module)
-        name = getattr(module, "_ty", None) if kind.__module__ == "torch.export.unflatten" else None
-        if isinstance(name, str):
+        name: Any = getattr(module, "type_name", None) if kind.__module__ == _UNFLATTEN else None
+        if name is not None and (name := name()) is not None:
             return self._classes.setdefault(name, class_of_text(name))
         if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
             return kind

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -23,6 +23,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.export import is_guard
+from scopetrace._compat.ops import OpOverload, schema_of
 from scopetrace.containers.classes import class_of_name
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.scopes import Scope
@@ -44,6 +45,11 @@ class Entry(NamedTuple):
     fqn: str
     kind: type | str
     """The module's class, or its name."""
+
+    @property
+    def class_name(self) -> str:
+        """The name of the class alone."""
+        return self.kind.__name__ if isinstance(self.kind, type) else self.kind.rpartition(".")[2]
 
     @property
     def called(self) -> str:
@@ -69,7 +75,7 @@ class NodeRunner(torch.fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.extra_traceback = False
         self.builder, self._on_call = builder, on_call
-        self._nodes = list(self.graph.nodes)
+        self._nodes, self._late = _with_constants_late(list(self.graph.nodes))
         self._position = {n: i for i, n in enumerate(self._nodes)}
         self._by_name = {n.name: n for n in self._nodes}
         self._kept = {entry.fqn: entry.signature for entry in gm.meta.get(MODULE_CALLS, ())}
@@ -88,7 +94,7 @@ class NodeRunner(torch.fx.Interpreter):
         self.args_iter = iter(self.graph.process_inputs(*args))
         self.env = {}
         around = self.builder.call.ancestors() if self.builder.call is not None else ()
-        whole = _ranges(self._nodes, [call.fqn for call in around if call.fqn][::-1])
+        whole = _ranges(self._nodes, self._late, [call.fqn for call in around if call.fqn][::-1])
         self._times = collections.Counter(r.entry for r in _walk(whole))
         self._results = collections.defaultdict(set)
         for of in _walk(whole):
@@ -112,8 +118,18 @@ class NodeRunner(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         """Its op is recorded at the stack trace of the node."""
         kept = {key: n.meta[key] for key in GIVEN_META if n.meta.get(key)}
-        with self.builder.from_node(n.stack_trace, kept):
+        with self.builder.from_node(n.stack_trace, kept, self.scope_of_forward(n)):
             return super().run_node(n)
+
+    def scope_of_forward(self, n: torch.fx.Node) -> Scope | None:
+        """The scope of a node of backward, which is in no call: that of the op of the forward to which it belongs."""
+        entries = [entry for entry in _entries(n, "fwd_nn_module_stack") if entry.fqn]
+        if not entries or n.meta.get("nn_module_stack"):
+            return None
+        scope = self.builder.state.current_scope
+        for outer, entry in zip(["", *(entry.fqn for entry in entries)], entries, strict=False):
+            scope = scope.child(entry.fqn.removeprefix(f"{outer}."), entry.class_name)
+        return scope
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What a node that calls a module gives; the checks of an exported program are no module call."""
@@ -157,11 +173,11 @@ class NodeRunner(torch.fx.Interpreter):
         return pytree.tree_unflatten(values, spec)
 
 
-def _ranges(nodes: list[torch.fx.Node], around: list[str]) -> NodeRange:
+def _ranges(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around: list[str]) -> NodeRange:
     """The calls in a graph, which runs inside of modules of these names. A module entered again is another call."""
     whole = NodeRange(Entry("", "", ""), 0, len(nodes))
     running = [whole]
-    for i, stack in enumerate(_stacks(nodes, around)):
+    for i, stack in enumerate(_stacks(nodes, late, around)):
         while [r.entry for r in running[1:]] != stack[: len(running) - 1]:
             running.pop().stop = i
         for entry in stack[len(running) - 1 :]:
@@ -170,36 +186,78 @@ def _ranges(nodes: list[torch.fx.Node], around: list[str]) -> NodeRange:
     return whole
 
 
+def _with_constants_late(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], set[torch.fx.Node]]:
+    """The nodes, with those that a pass made of parameters, such as quantized ones, before their first use; and these.
+
+    Reads of parameters, which are no steps, come first, so that they are not in between.
+    """
+    placed, late = dict.fromkeys(n for n in nodes if n.op == "get_attr"), set[torch.fx.Node]()
+
+    def place(n: torch.fx.Node) -> None:
+        for x in n.all_input_nodes:
+            if x not in placed:
+                place(x)
+        placed[n] = None
+
+    is_said = says_root(nodes)
+    for n in nodes:
+        inputs = n.all_input_nodes if is_said and n.op == "call_function" and not _module_stack(n) else []
+        if inputs and len(n.users) == 1 and all(map(_is_constant, inputs)):
+            late.add(n)
+        else:
+            place(n)
+    return list(placed), late
+
+
+def says_root(nodes: Iterable[torch.fx.Node]) -> bool:
+    """Whether stacks begin with the model. Then a node without one is of a pass; in `symbolic_trace`, of the model."""
+    return any(stack and not stack[0].fqn for stack in map(_module_stack, nodes))
+
+
+def _is_constant(n: torch.fx.Node) -> bool:
+    """Whether it is a parameter or buffer that no op of the graph writes."""
+    targets = [user.target for user in n.users]
+    return n.op == "get_attr" and all(type(t) is OpOverload and not schema_of(t).is_mutable for t in targets)
+
+
 _NO_STEP = ("placeholder", "get_attr", "output")
 
 
-def _stacks(nodes: list[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
+def _stacks(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
     """The calls around each node, the outermost first.
 
-    A node that a pass has put there without saying where has those which are around the nodes before and after it.
+    A node that a pass has put there without saying where has those which are around the nodes before and after it; one
+    that is there `late`, those of the node after it.
     """
     known = [None if n.op in _NO_STEP or n.target == "_guards_fn" else _module_stack(n) for n in nodes]
-    says_root = any(stack and not stack[0].fqn for stack in known)  # as `symbolic_trace` does not
+    is_said = says_root(nodes)
     stacks: list[list[Entry] | None] = []
     for stack in known:
         inner = [entry for entry in stack or () if entry.fqn]
         for fqn in around:
             inner = inner[1:] if inner and inner[0].fqn == fqn else inner
-        stacks.append(inner if stack or (says_root is False and stack is not None) else None)
+        stacks.append(inner if stack or (stack is not None and not is_said) else None)
     before, after = list[list[Entry]](), list[list[Entry]]()
     for filled, one_way in ((before, stacks), (after, stacks[::-1])):
         last: list[Entry] = []
         for stack in one_way:
             last = last if stack is None else stack
             filled.append(last)
-    pairs = zip(before, after[::-1], strict=True)
-    return [[a for a, _ in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(*pair, strict=False))] for pair in pairs]
+    around_both = (
+        [a for a, _ in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(b, a, strict=False))]
+        for b, a in zip(before, after[::-1], strict=True)
+    )
+    return [a if n in late else both for n, a, both in zip(nodes, after[::-1], around_both, strict=True)]
+
+
+def _entries(node: torch.fx.Node, name: str) -> list[Entry]:
+    stack: dict[str, Any] = node.meta.get(name) or {}
+    return [Entry(key, _fqn(path), kind) for key, (path, kind) in stack.items() if key != _UNKNOWN]
 
 
 def _module_stack(node: torch.fx.Node) -> list[Entry]:
     """What `nn_module_stack` says of a node; a node that calls a module is not inside of that yet."""
-    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-    entries = [Entry(key, _fqn(path), kind) for key, (path, kind) in stack.items() if key != _UNKNOWN]
+    entries = _entries(node, "nn_module_stack")
     return entries[:-1] if node.op == "call_module" and entries and entries[-1].fqn == node.target else entries
 
 
@@ -230,11 +288,16 @@ def knows_origins(module: Any) -> TypeGuard[torch.fx.GraphModule]:
     )
 
 
+def is_part(module: Any) -> TypeGuard[torch.fx.GraphModule]:
+    """Whether it is a part of a graph of torch.export, which runs under another mode."""
+    return isinstance(module, torch.fx.GraphModule) and says_root(module.graph.nodes)
+
+
 def root_scope(gm: torch.fx.GraphModule) -> Scope:
     """The root scope, named after the class of the module that the graph came from, where its nodes have it."""
-    entries = (entry for node in gm.graph.nodes for entry in _module_stack(node))
-    kind = next((entry.kind for entry in entries if not entry.fqn), type(gm))
-    return Scope("", class_of_text(kind).__name__)
+    stacks = (_module_stack(n) or _entries(n, "fwd_nn_module_stack") for n in gm.graph.nodes)
+    names = (entry.class_name for stack in stacks for entry in stack if not entry.fqn)
+    return Scope("", next(names, type(gm).__name__))
 
 
 # Classes and names of arguments --------------------------------------------------------------------------------------

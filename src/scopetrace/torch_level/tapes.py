@@ -122,12 +122,13 @@ class _RecordingInterpreter(NodeRunner):
         target = TorchTarget(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
         tape, grad = self.builder.tape, torch.is_grad_enabled()
         known = not in_transform() and not autocast_enabled()
-        record = _NodeRecord(n, target, self.builder.state.current_scope, grad, known, len(tape.ops))
+        of_forward = self.scope_of_forward(n)
+        record = _NodeRecord(n, target, of_forward or self.builder.state.current_scope, grad, known, len(tape.ops))
         self.nodes.append(record)
         if record.known:
             record.args, record.kwargs = self._values(operands)
             record.known = not _hides_tensors((record.args, record.kwargs))
-        with self.builder.from_node(n.stack_trace):
+        with self.builder.from_node(n.stack_trace, scope=of_forward):
             out = target(*operands[0], **operands[1])
         record.stop = len(tape.ops)
         if record.known and not in_transform():
