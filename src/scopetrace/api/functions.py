@@ -99,9 +99,9 @@ def from_exported_program(program: torch.export.ExportedProgram, *, functional: 
 def _dims(program: torch.export.ExportedProgram) -> Any:
     """Arguments and keyword arguments of a program, with `dynamic_shapes` in the place of tensors and numbers."""
     names = {
-        symbol: torch.export.Dim(str(symbol), min=max(int(limits.lower), 0), max=_maximum(limits.upper))
-        for symbol, limits in program.range_constraints.items()
-        if symbol.is_Symbol
+        s: torch.export.Dim(str(s), min=max(int(r.lower), 0), max=int(r.upper) if r.upper.is_Integer else None)
+        for s, r in program.range_constraints.items()
+        if s.is_Symbol
     }
     inputs = {n.name: n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")}
 
@@ -113,10 +113,6 @@ def _dims(program: torch.export.ExportedProgram) -> Any:
 
     leaves = [dims(inputs.get(name)) for name in program.graph_signature.user_inputs]
     return pytree.tree_unflatten(leaves, program.call_spec.in_spec)
-
-
-def _maximum(limit: Any) -> int | None:
-    return int(limit) if limit.is_Integer else None
 
 
 def write_onnx_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -166,10 +166,10 @@ class NodeRunner(torch.fx.Interpreter):
 
     def _in_tree(self, arguments: Sequence[Any], spec: pytree.TreeSpec) -> Any:
         """What a call takes or gives as torch.export has kept it; None where nodes of it are not there any more."""
-        nodes = [None if hasattr(x, "value") else self._by_name.get(x.name) for x in arguments]
-        if any(n not in self.env for n, x in zip(nodes, arguments, strict=True) if not hasattr(x, "value")):
+        try:
+            values = [x.value if hasattr(x, "value") else self.env[self._by_name[x.name]] for x in arguments]
+        except KeyError:
             return None
-        values = [x.value if n is None else self.env[n] for n, x in zip(nodes, arguments, strict=True)]
         return pytree.tree_unflatten(values, spec)
 
 
