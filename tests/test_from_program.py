@@ -143,10 +143,10 @@ def test_a_node_of_a_pass_is_where_its_neighbours_are():
 
 
 QUANTIZED = """\
-    %round_: f32[2, 4] = aten.round(%layer_norm)
-    Linear[fc](input=%round_: f32[2, 4]) -> %linear: f32[2, 4]
+    %round_1: f32[2, 4] = aten.round(%layer_norm)
+    Linear[fc](input=%round_1: f32[2, 4]) -> %linear: f32[2, 4]
       %neg: f32[4, 4] = aten.neg(self.weight)
-      %linear: f32[2, 4] = aten.linear(%round_, %neg, self.bias)
+      %linear: f32[2, 4] = aten.linear(%round_1, %neg, self.bias)
 """
 
 

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import inspect
 import itertools
+import operator
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -221,6 +222,13 @@ def _is_constant(n: torch.fx.Node) -> bool:
 
 
 _NO_STEP = ("placeholder", "get_attr", "output")
+_hops = torch.ops.higher_order
+_NO_PLACE = ("_guards_fn", _hops.wrap_with_set_grad_enabled, _hops.wrap_with_autocast)
+
+
+def _has_no_place(n: torch.fx.Node) -> bool:
+    """Whether its stack is that of some node near it. The nodes in a region of a mode have their own."""
+    return n.target in _NO_PLACE or (n.target is operator.getitem and _has_no_place(n.all_input_nodes[0]))
 
 
 def _stacks(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
@@ -229,7 +237,7 @@ def _stacks(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around:
     A node that a pass has put there without saying where has those which are around the nodes before and after it; one
     that is there `late`, those of the node after it.
     """
-    known = [None if n.op in _NO_STEP or n.target == "_guards_fn" else _module_stack(n) for n in nodes]
+    known = [None if n.op in _NO_STEP or _has_no_place(n) else _module_stack(n) for n in nodes]
     is_said = says_root(nodes)
     stacks: list[list[Entry] | None] = []
     for stack in known:
