@@ -19,7 +19,8 @@ EARLIER = """
     LeafPatternError LintError ModuleCall Mutation OnnxDependencyError OnnxExportError OnnxOpError OnnxOptionError
     OnnxVerificationError OpaqueOutputError OrderMismatchError OutlineError Outlined PlanError RandomStateError
     Scope ScopeError ScopetraceError Specialization Trace TraceError TracingConfig TracingState UnsupportedOpError
-    WriteBack __version__ distributed errors functional_backend functionalize load scope trace tracing_state
+    WriteBack __version__ distributed errors from_exported_program functional_backend functionalize load scope
+    trace tracing_state
 """
 
 OF_A_TRACE = """

@@ -18,7 +18,7 @@ from scopetrace.errors import VerificationError as VerificationError
 if TYPE_CHECKING:
     from scopetrace import distributed
     from scopetrace.api.functional import Functionalized, functional_backend, functionalize
-    from scopetrace.api.functions import diff, load, write_onnx_weights
+    from scopetrace.api.functions import diff, from_exported_program, load, write_onnx_weights
     from scopetrace.api.functions import save as save
     from scopetrace.api.trace import OutlinedProgram, Trace, trace
     from scopetrace.distributed.estimate import Estimate as Estimate
@@ -51,6 +51,7 @@ __all__ = [
     "distributed",
     "errors",
     "estimate",
+    "from_exported_program",
     "functional_backend",
     "functionalize",
     "load",
@@ -63,7 +64,7 @@ __all__ = [
 
 _HOMES = {
     "api.functional": "Functionalized functional_backend functionalize",
-    "api.functions": "diff load save write_onnx_weights",
+    "api.functions": "diff from_exported_program load save write_onnx_weights",
     "api.trace": "OutlinedProgram Trace trace",
     "distributed.estimate": "Estimate estimate",
     "functionalization.report": "Alias Mutation",

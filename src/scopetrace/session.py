@@ -65,12 +65,9 @@ from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
 from scopetrace.record.calls import (
     CallRecorder,
-    NodeRunner,
     Progress,
-    knows_origins,
     leaf_targets,
     refuse_unmatched,
-    root_scope,
 )
 from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
@@ -86,6 +83,7 @@ from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
 from scopetrace.record.leaks import refuse_leak
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, named_arguments
+from scopetrace.record.nodes import NodeRunner, knows_origins, root_scope
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
@@ -209,7 +207,7 @@ class Recording:
         self.ops = OpRecorder(
             self.values,
             self.reads,
-            lambda body, args: NodeRunner(body, builder).run(*args),
+            lambda body, args: NodeRunner(body, builder, self.calls.on_nodes).run(*args),
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops)
@@ -378,7 +376,7 @@ class Recording:
             return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)
-        calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
+        calls = self.calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
         questions = functools.partial(watch_questions, self.ops)
         modules = [saved.module for saved in self.model.saved_modules]
         with scopes.activate(self.builder.state):

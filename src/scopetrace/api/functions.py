@@ -1,18 +1,23 @@
-"""Functions of traces that are no methods: `diff`, `save`, `load`, `write_onnx_weights`."""
+"""Functions of traces that are no methods: `diff`, `save`, `load`, `from_exported_program`, `write_onnx_weights`."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from scopetrace._compat.symbols import to_expr
 from scopetrace.api.runnable import Shown, program_of
-from scopetrace.api.trace import Trace
-from scopetrace.errors import ArgumentTypeError
+from scopetrace.api.trace import Trace, trace
+from scopetrace.errors import ArgumentError, ArgumentTypeError
 from scopetrace.lower.onnx import require_packages
 from scopetrace.program.traced import ModuleCall, TracedProgram
+from scopetrace.record.nodes import MODULE_CALLS
 from scopetrace.view.diff import Diff, compare, compare_calls
 
 
@@ -73,6 +78,55 @@ def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
     with Path(path).open("rb") as file:
         program = TracedProgram.read(file)
     return Trace(program.with_plain_outputs() if plain_outputs else program)
+
+
+def from_exported_program(program: torch.export.ExportedProgram, *, functional: bool = True) -> Trace:
+    """Trace `program.module()` with the program's example inputs and dynamic shapes.
+
+    Its module calls are those that the nodes were in the exported model, as for `trace` of any graph with
+    `nn_module_stack`, and take and return what `preserve_module_call_signature=` of torch.export has kept. Of other
+    calls, arguments are the tensors from outside that they read, in the order of their first use, named `arg0`, `arg1`
+    where there are several; results are what is read outside. `ModuleCall.module` is None. What has left no node, as
+    an `nn.Identity`, is no call.
+
+    Args:
+        program: as `torch.export.export` or `torch.export.load` gives it, decomposed or not.
+        functional: as for `trace`.
+
+    Raises ArgumentTypeError for what is no ExportedProgram, ArgumentError for one without example inputs, and what
+    `trace` raises.
+    """
+    if not isinstance(program, torch.export.ExportedProgram):
+        raise ArgumentTypeError(
+            f"from_exported_program takes an ExportedProgram, not {type(program).__name__}; torch.export.load reads one"
+        )
+    if program.example_inputs is None:
+        raise ArgumentError("the program has no example_inputs; write st.trace(program.module(), args, kwargs)")
+    module = program.module()
+    module.meta[MODULE_CALLS] = program.module_call_graph
+    args, kwargs = program.example_inputs
+    positional, named = _dims(program)
+    dims = inspect.signature(module.forward).bind(*positional, **named).arguments
+    return trace(module, args, kwargs, dynamic_shapes=dims, functional=functional)
+
+
+def _dims(program: torch.export.ExportedProgram) -> Any:
+    """Arguments and keyword arguments of a program, with `dynamic_shapes` in the place of tensors and numbers."""
+    names = {
+        s: torch.export.Dim(str(s), min=max(int(r.lower), 0), max=int(r.upper) if r.upper.is_Integer else None)
+        for s, r in program.range_constraints.items()
+        if s.is_Symbol
+    }
+    inputs = {n.name: n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")}
+
+    def dims(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            sizes = {i: to_expr(size) for i, size in enumerate(x.size()) if isinstance(size, torch.SymInt)}
+            return {i: names.get(size, torch.export.Dim.AUTO) for i, size in sizes.items()}
+        return torch.export.Dim.DYNAMIC if isinstance(x, torch.SymInt) else None
+
+    leaves = [dims(inputs.get(name)) for name in program.graph_signature.user_inputs]
+    return pytree.tree_unflatten(leaves, program.call_spec.in_spec)
 
 
 def write_onnx_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:

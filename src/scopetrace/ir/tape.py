@@ -303,7 +303,7 @@ class Call:
     """
 
     module: torch.nn.Module | None
-    """None of a function, and in a loaded trace."""
+    """None of a function, of nodes of a graph, and in a loaded trace."""
     fqn: str | None
     """The module's name in the model; None for a module that is not in its tree."""
     index: int
@@ -336,7 +336,7 @@ class Call:
     module_type: type | None = None
     """None of a function."""
     signature: inspect.Signature | None = None
-    """Of a function or region, and of a scripted module in a loaded trace, if it has one."""
+    """Of a function or region, of a scripted module in a loaded trace, and of nodes of a graph, if it has one."""
     replaced: tuple[str, ...] = ()
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
     is_region: bool = False
@@ -409,14 +409,14 @@ signature_of = weak_cache(inspect.signature)
 
 def forward_of(call: Call, root: Any) -> Any:
     """The function that a call ran, for its signature; `root` is that of the root call, None where it is not known."""
-    if call.module is not None and call.position > 0:
-        return call.module.forward
     if not call.is_module:
         return None if call.signature is None else Signed(call.signature)
-    if root is not None:
+    if call.position == 0 and root is not None:
         return root
+    if call.module is not None:
+        return call.module.forward
     forward: Any = getattr(call.module_type, "forward", None)
-    if forward is None:  # of a function, or scripted
+    if call.signature is not None or forward is None:  # of a function, scripted, or read off the nodes of a graph
         return None if call.signature is None else Signed(call.signature)
     return types.MethodType(forward, object())  # in a loaded trace, which has no modules
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from scopetrace.containers.structure import is_object, leaves, leaves_with_path, open_container
-from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value, bind
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Tape, Template, Value, bind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +152,14 @@ def values_with_path(arguments: dict[str, Template]) -> list[tuple[str, Value]]:
 # Names of what is not passed -----------------------------------------------------------------------------------------
 
 
-def own_tensors(tape: Tape, call: Call) -> dict[int, tuple[int, str, str]]:
+def own_tensors(tape: FunctionalTape, call: Call) -> dict[int, tuple[int, str, str]]:
     """By id of a tensor of the call's module: its position among these, `parameter` or `buffer`, and its name."""
     if call.module is not None:
         named = [*call.module.named_parameters(), *call.module.named_buffers()]
-    else:  # in a loaded trace, which has no modules
-        held = [(n, t) for n, t in tape.attributes.items() if n.startswith(call.prefix) and n in tape.owners]
-        named = [(n.removeprefix(call.prefix), t) for n, t in held]
+    else:  # in a loaded trace or of nodes of a graph, which have no modules
+        params = tape.registered.params
+        held = [(params[n].names if n in params else (n,), t) for n, t in tape.attributes.items() if n in tape.owners]
+        named = [(n.removeprefix(call.prefix), t) for names, t in held for n in names if n.startswith(call.prefix)]
     tensors: dict[int, tuple[int, str, str]] = {}
     for i, (name, t) in enumerate(named):
         tensors.setdefault(id(t), (i, "parameter" if isinstance(t, torch.nn.Parameter) else "buffer", name))

@@ -368,9 +368,9 @@ class FxLowering:
         if call not in self._stacks:
             assert call is not None
             stack = dict(self._module_stack(call.parent))
-            if call.module is not None:
+            cls = type(call.module) if call.module is not None else call.module_type
+            if cls is not None:
                 key = f"L__self__{call.fqn or ''}" + (f"@{call.index}" if call.index else "")
-                cls = type(call.module)
                 is_graph = issubclass(cls, torch.fx.GraphModule)  # whose class has no name in a Python module
                 name = call.scope.type_name if is_graph else f"{cls.__module__}.{cls.__qualname__}"
                 stack[key] = (call.fqn or "", name)

@@ -262,7 +262,14 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
     records = {target for target in targets if isinstance(target, Call)}
     matches = {call for call in all_calls if call.record in records}
     for target in targets:
-        if target in GENERAL or isinstance(target, Call):
+        if isinstance(target, Call):
+            continue
+        if target in GENERAL:
+            if not tells_calls(source):
+                raise OutlineError(
+                    f"{target!r} names calls of modules, and nothing tells which there were: the trace is of a "
+                    "function that calls none, or of a graph whose nodes have no nn_module_stack; trace the model"
+                )
             continue
         matched = [call for call in calls if is_named(call, target)]
         if not matched and isinstance(target, str):  # no module has the name: user scopes and regions
@@ -283,6 +290,12 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
             raise OutlineError(f"{record.scope}: {obstacle}")
     by_rule = _possible(calls, interfaces, EVERY in targets) if any(t in GENERAL for t in targets) else []
     return set(named), list(dict.fromkeys([*named, *by_rule]))
+
+
+def tells_calls(source: TracedProgram) -> bool:
+    """Whether the trace has module calls, or is of a module that calls none."""
+    root = source.calls[0].module_type
+    return len(source.all_calls) > 1 or (root is not None and not root.__qualname__.startswith("GraphModule"))
 
 
 def _possible(calls: list[ModuleCall], interfaces: Interfaces, once: bool) -> Iterator[Call]:

@@ -114,7 +114,7 @@ class TapeBuilder:
         self.ran: Ran = {}
         """The code of functions in which ops and calls were."""
         self._last_frames: tuple[Frames, tuple[Frame, ...]] = ((), ())  # those of ops in one line are one object
-        self._origin: tuple[Scope, Scope, str | None, dict[str, Any] | None] | None = None
+        self._origin: tuple[str | None, dict[str, Any] | None, Scope | None] | None = None
 
     def append(
         self,
@@ -132,8 +132,8 @@ class TapeBuilder:
         frames = self.frames() if self.op_frames is None else self.op_frames
         meta = None
         if self._origin is not None:
-            root, inner, stack_trace, meta = self._origin
-            scope, frames = inner if scope is root else scope, stack_trace or frames
+            stack_trace, meta, inner = self._origin
+            scope, frames = inner or scope, stack_trace or frames
         if "custom" in traceback.current_meta:
             meta = {**(meta or {}), "custom": dict(traceback.current_meta["custom"])}
         place = scope, self.call, frames, grad_enabled()
@@ -224,10 +224,10 @@ class TapeBuilder:
 
     @contextlib.contextmanager
     def from_node(
-        self, root: Scope, scope: Scope, stack_trace: str | None, meta: dict[str, Any] | None = None
+        self, stack_trace: str | None, meta: dict[str, Any] | None = None, scope: Scope | None = None
     ) -> Iterator[None]:
-        """Ops appended inside come from a node of a graph: in `scope` rather than `root`, at its stack trace."""
-        outer, self._origin = self._origin, (root, scope, stack_trace, meta)
+        """Ops appended inside come from a node of a graph, at its stack trace; in `scope`, if it is that of no call."""
+        outer, self._origin = self._origin, (stack_trace, meta, scope)
         try:
             yield
         finally:

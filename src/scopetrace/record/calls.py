@@ -4,7 +4,6 @@ Data flow:
     `nn.Module.__call__` or `forward`, patched -> a Call with templates of its arguments -> the module's own Python
     its result -> the template of the call's outputs; its ops are those that were appended in the meantime
     a GraphModule whose nodes know where they come from -> `NodeRunner`, in place of its generated code
-    node.meta of a node -> scope, stack trace and `Op.meta` of the ops that it runs
 
 A module named in `leaf_modules` runs unseen, and its call is one op. What else `_compat.patches` reports of the forward
 arrives here too: seeding, modes, collectives of Python objects.
@@ -17,15 +16,13 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import re
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.fx
 from torch.nn.utils import parametrize
 
-from scopetrace._compat.export import is_guard
 from scopetrace._compat.ops import eager, paused
 from scopetrace._compat.tensors import storage_id, version_of
 from scopetrace.containers.structure import (
@@ -39,9 +36,9 @@ from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.scopes import Scope, scope
 from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_names, several
-from scopetrace.ir.tape import GIVEN_META, Call
-from scopetrace.record.builder import TapeBuilder
+from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
+from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.regions import NESTED
@@ -49,6 +46,9 @@ from scopetrace.record.values import ValueTable
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
+
+
+_UNFLATTEN = "torch.export.unflatten"
 
 
 class CallRecorder:
@@ -72,7 +72,7 @@ class CallRecorder:
         self._leaves = leaves
         self._progress = progress
         self._next = 0  # the position of the next call
-        self._counts: dict[int, int] = {}  # by id of a module or scope: how often it was called
+        self._counts: dict[Any, int] = {}  # by id of a module or scope, else by name: how often it was called
         self._classes: dict[Any, type] = {}
         self.paused = False
         """Whether a leaf module is running, so that the patches stay out of the way."""
@@ -98,8 +98,10 @@ class CallRecorder:
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
             if method == "forward" and call.parent is None and knows_origins(module):
-                return NodeRunner(module, self._builder).call(args, kwargs)
+                return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
+        if isinstance(self._model.root, torch.fx.GraphModule) and is_part(module):
+            return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
         call.direct = method == "forward"
@@ -109,6 +111,20 @@ class CallRecorder:
             return self._run_leaf(call, run, args, kwargs)
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
 
+    def on_nodes(
+        self, fqn: str, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_kept: bool, run: Callable[[], Any]
+    ) -> None:
+        """Nodes of a graph begin that were a call of a module; `run` runs them and returns what that call did.
+
+        `is_kept` says whether it is known which argument is which.
+        """
+        cls = self._classes.setdefault(kind, class_of_text(kind))
+        call = self._open(None, fqn, self._scope(fqn, cls.__name__), args, kwargs, cls)
+        call.signature = signature_of_nodes(cls, args, kwargs, is_kept=is_kept)
+        if self._leaves and is_named(call, self._leaves):
+            raise LeafPatternError(f"leaf_modules: {call.scope} is a part of the graph, in which no module is called")
+        self.run(call, set(), run, (), {})
+
     def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusal = other_path(module, args, kwargs, self._reads)
         if refusal is not None and not is_named(Candidate(module, type(module), *self._place(module)), self._leaves):
@@ -116,20 +132,27 @@ class CallRecorder:
             raise self._builder.refusal(problem, op=type(module).__qualname__, hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
-        """The name of a module in the model, and its scope, named as in the module around it."""
-        parent = self._builder.call
-        while parent is not None and parent.fqn is None:
-            parent = parent.parent
-        inside = (parent.fqn if parent is not None else "") or ""
-        fqn = self._model.module_name(module, inside)
-        name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
-        return fqn, self._builder.state.current_scope.child(name, type(module).__name__)
+        """The name of a module in the model, and its scope."""
+        fqn = self._model.module_name(module, self._around())
+        return fqn, self._scope(fqn, self.class_of(module).__name__)
 
-    def _open(self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any) -> Call:
-        builder = self._builder
-        key = id(scope if module is None else module)
-        index = self._counts.get(key, 0)
-        self._counts[key] = index + 1
+    def _around(self) -> str:
+        """The name of the module that runs."""
+        calls = self._builder.call.ancestors() if self._builder.call is not None else ()
+        return next((call.fqn for call in calls if call.fqn is not None), "")
+
+    def _scope(self, fqn: str | None, kind: str) -> Scope:
+        """The scope of a module, named as in the module around it."""
+        inside = self._around()
+        name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
+        return self._builder.state.current_scope.child(name, kind)
+
+    def _open(
+        self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any, kind: Any = None
+    ) -> Call:
+        builder, which = self._builder, fqn if fqn and module is None else id(scope if module is None else module)
+        index = self._counts.get(which, 0)
+        self._counts[which] = index + 1
         call = Call(
             module=module,
             fqn=fqn,
@@ -142,7 +165,7 @@ class CallRecorder:
             frames=builder.frames() if builder.call is not None else (),
             attributes=plain_attributes(current_attributes(module)) if module is not None else {},
             position=self._next,
-            module_type=self.class_of(module) if module is not None else None,
+            module_type=self.class_of(module) if module is not None else kind,
             replaced=self._model.replaced(module) if module is not None else (),
         )
         call.args, call.kwargs = self.templates.of((args, kwargs), call)
@@ -165,6 +188,9 @@ class CallRecorder:
     def class_of(self, module: torch.nn.Module) -> type:
         """The class of a module. `torch.nn.utils.parametrize` makes one for each module: equal ones count as one."""
         kind = type(module)
+        name: Any = getattr(module, "type_name", None) if kind.__module__ == _UNFLATTEN else None
+        if name is not None and (name := name()) is not None:
+            return self._classes.setdefault(name, class_of_text(name))
         if kind.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
             return kind
         lists: Any = module.parametrizations
@@ -406,76 +432,3 @@ class Templates:
 
 
 _MANY = 100  # objects inside of each other, beyond which they are no containers of a model
-
-
-# Graphs whose nodes know their modules -------------------------------------------------------------------------------
-
-
-class NodeRunner(torch.fx.Interpreter):
-    """Runs a graph; the ops of each node have its place."""
-
-    def __init__(self, gm: torch.fx.GraphModule, builder: TapeBuilder) -> None:
-        super().__init__(gm)
-        self.extra_traceback = False
-        self.builder = builder
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the GraphModule returns for these arguments."""
-        bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self.run(*bound.args, *bound.kwargs.values())
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        """Its op is recorded in the scope and at the stack trace of the node."""
-        root = self.builder.state.current_scope
-        kept = {key: n.meta[key] for key in GIVEN_META if n.meta.get(key)}
-        with self.builder.from_node(root, scope_of_node(n, root), n.stack_trace, kept):
-            return super().run_node(n)
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a node that calls a module gives; the checks of an exported program are no module call."""
-        module = self.fetch_attr(target)
-        return module.forward(*args, **kwargs) if is_guard(module) else super().call_module(target, args, kwargs)
-
-
-def knows_origins(module: Any) -> TypeGuard[torch.fx.GraphModule]:
-    """Whether it is a GraphModule with nodes of which is known where they come from."""
-    return isinstance(module, torch.fx.GraphModule) and any(
-        n.stack_trace or "nn_module_stack" in n.meta for n in module.graph.nodes
-    )
-
-
-def root_scope(gm: torch.fx.GraphModule) -> Scope:
-    """The root scope, named after the class of the module that the graph came from, where its nodes have it."""
-    for node in gm.graph.nodes:
-        for fqn, kind in _module_stack(node):
-            if not fqn:
-                return Scope("", kind)
-    return Scope("", type(gm).__name__)
-
-
-def scope_of_node(node: torch.fx.Node, root: Scope) -> Scope:
-    """The module scope of a node, from its `nn_module_stack`."""
-    scope, outer = root, ""
-    for fqn, kind in _module_stack(node):
-        if fqn:
-            inside = fqn.startswith(f"{outer}.")
-            scope = scope.child(fqn[len(outer) + 1 :] if inside and outer else fqn, kind)
-            outer = fqn
-    return scope
-
-
-def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
-    """(fqn, class name), outermost first; of a node of backward, those of its forward."""
-    stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [(_fqn(path), _class_name(kind)) for path, kind in stack.values()]
-
-
-def _fqn(path: str) -> str:
-    """Of what Dynamo writes as `L['self'].layers[0]`, and torch.export as `layers.0`."""
-    plain = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
-    return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", plain).lstrip(".")
-
-
-def _class_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]

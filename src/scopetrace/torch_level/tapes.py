@@ -25,8 +25,8 @@ from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value, checks_e
 from scopetrace.ir.verify import verify
 from scopetrace.program.traced import functional_tape
 from scopetrace.record.builder import Assumptions
-from scopetrace.record.calls import root_scope, scope_of_node
 from scopetrace.record.model import Model
+from scopetrace.record.nodes import NodeRunner, root_scope
 from scopetrace.session import Recording, retraced
 
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -107,28 +107,28 @@ def _record_nodes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Reco
     return retraced(attempt)
 
 
-class _RecordingInterpreter(torch.fx.Interpreter):
+class _RecordingInterpreter(NodeRunner):
     """Runs the graph and notes what each node did."""
 
     def __init__(self, gm: torch.fx.GraphModule, recording: Recording) -> None:
-        super().__init__(gm)
-        self.builder = recording.builder
+        super().__init__(gm, recording.builder, lambda *call: recording.calls.on_nodes(*call))
         self.values = recording.values
         self.nodes: list[_NodeRecord] = []
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
-            return super().run_node(n)
+            return torch.fx.Interpreter.run_node(self, n)
         operands = [_plain(x) for x in self.fetch_args_kwargs_from_env(n)]
         target = TorchTarget(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
         tape, grad = self.builder.tape, torch.is_grad_enabled()
         known = not in_transform() and not autocast_enabled()
-        record = _NodeRecord(n, target, scope_of_node(n, tape.root), grad, known, len(tape.ops))
+        of_forward = self.scope_of_forward(n)
+        record = _NodeRecord(n, target, of_forward or self.builder.state.current_scope, grad, known, len(tape.ops))
         self.nodes.append(record)
         if record.known:
             record.args, record.kwargs = self._values(operands)
             record.known = not _hides_tensors((record.args, record.kwargs))
-        with self.builder.from_node(tape.root, record.scope, n.stack_trace):
+        with self.builder.from_node(n.stack_trace, scope=of_forward):
             out = target(*operands[0], **operands[1])
         record.stop = len(tape.ops)
         if record.known and not in_transform():

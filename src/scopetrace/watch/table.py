@@ -340,7 +340,7 @@ class RanFunctions:
         self, fn: Any, tape: RecordedTape, ran: Ran, reach: Reach, held: Sequence[Any], hooks: Sequence[Any]
     ) -> None:
         """`ran` is the code in which ops and calls were; `held` the attributes that were read; `hooks` ran too."""
-        forwards = [getattr(call.module_type, "forward", None) for call in tape.calls]
+        forwards = [getattr(call.module_type, "forward", None) for call in tape.calls if call.module is not None]
         known = [_function_of(x) for x in (fn, *hooks, *forwards) if issubclass(type(x), _CALLABLE)]
         ran = {**ran, **{id(f.__code__): (f.__code__, f.__globals__) for f in known if f is not None}}
         self.functions = functions_that_ran(ran, reach)
@@ -362,7 +362,8 @@ class RanFunctions:
         """
         known = {id(function): function for function in self.functions.values()}
         new, values, level = known, [*held], 0
-        kinds = dict.fromkeys([call.module_type for call in self._tape.calls if call.module_type], False)
+        called = [call.module_type for call in self._tape.calls if call.module is not None]
+        kinds = dict.fromkeys(filter(None, called), False)
         """The classes of what is held, and whether code names them: then it may make one."""
         while new or not level:
             values += [x for function in new.values() for x in _named(function)]

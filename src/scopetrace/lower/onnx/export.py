@@ -44,7 +44,7 @@ from scopetrace.lower.onnx.translate import quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
-from scopetrace.program.outlined import OUTERMOST, Function, outline_calls
+from scopetrace.program.outlined import OUTERMOST, Function, outline_calls, tells_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
@@ -161,7 +161,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     flat = not targets
     say("outlining")
     labels = functools.partial(label, functions, plugins)
-    main = outline_calls(program, [OUTERMOST] if flat else targets, labels)
+    main = outline_calls(program, [OUTERMOST] * tells_calls(program) if flat else targets, labels)
     wanted = chosen(main.tape.attributes, options.weight_inputs)
     named = {*functions.ops, *plugins.ops, *(options.custom_translation_table or ())}
     if options.optimize and options.export_params and not flat and named.isdisjoint(FOLDED):

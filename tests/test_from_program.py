@@ -1,0 +1,181 @@
+"""Graphs whose nodes know their modules: their module calls are those of the model that they came from."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import scopetrace as st
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x, scale, *, shift=None):
+        return x + self.fc(self.norm(x)) * scale + shift, scale
+
+
+class Net(nn.Module):
+    """A module that is called twice, tuples as results, a keyword, a nested container, shared weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+        self.head[1].weight = self.head[0][0].weight
+
+    def forward(self, x):
+        scale, shift = x.mean(), x + 1
+        for block in [*self.blocks, self.blocks[0]]:
+            x, scale = block(x, scale, shift=shift)
+        return self.head(x)
+
+
+X = torch.randn(2, 4)
+
+
+def calls(tr):
+    return [(call.fqn, call.index, call.module_type.__name__) for call in tr.calls[1:]]
+
+
+def functions(tr):
+    """Of each function of a layer: its name, how many tensors it takes, and which calls are of it."""
+    return [(f.name, len(f.inputs), [call.fqn for call in f.calls]) for f in tr.outline("layers").functions]
+
+
+def reloaded(ep):
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    return torch.export.load(io.BytesIO(file.getvalue()))
+
+
+def of_dynamo(model):
+    graphs = []
+    torch.compile(model, backend=lambda gm, inputs: graphs.append((gm, tuple(inputs))) or gm, fullgraph=True)(X)
+    torch._dynamo.reset()
+    return graphs[0]
+
+
+def without_leaves(model):
+    tracer = torch.fx.Tracer()
+    tracer.is_leaf_module = lambda *_: False
+    return torch.fx.GraphModule(model, tracer.trace(model)), (X,)
+
+
+FORMS = {
+    "export": lambda m: (torch.export.export(m, (X,)).module(), (X,)),
+    "strict": lambda m: (torch.export.export(m, (X,), strict=True).module(), (X,)),
+    "decomposed": lambda m: (torch.export.export(m, (X,)).run_decompositions().module(), (X,)),
+    "saved": lambda m: (reloaded(torch.export.export(m, (X,))).module(), (X,)),
+    "symbolic_trace": lambda m: (torch.fx.symbolic_trace(m), (X,)),
+    "symbolic_trace without leaves": without_leaves,
+    "dynamo": of_dynamo,
+    "a trace": lambda m: (st.trace(m, (X,)).graph_module, (X,)),
+    "a trace as a program": lambda m: (st.trace(m, (X,)).to_exported_program().module(), (X,)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_calls_are_those_of_the_model(form):
+    model = Net().eval()
+    expected = st.trace(model, (X,))
+    graph, args = FORMS[form](model)
+    tr = st.trace(graph, args)
+    tr.check(args)
+    assert calls(tr) == calls(expected)
+    assert functions(tr)[0][::2] == ("Block", ["blocks.0", "blocks.1", "blocks.0"])
+
+
+def test_arguments_are_what_is_read_from_outside_and_results_what_is_read_outside():
+    assert str(st.from_exported_program(torch.export.export(Net().eval(), (X,)))).startswith(
+        """\
+Net: 20 ops, 15 module calls, 11 parameters (80 elements)
+Net(x=%x: f32[2, 4]) -> %linear_4: f32[2, 4]
+  %mean: f32[] = aten.mean(%x)
+  %add: f32[2, 4] = aten.add.Tensor(%x, 1)
+  Block[blocks.0](arg0=%x: f32[2, 4], arg1=%mean: f32[], arg2=%add: f32[2, 4]) -> %add_2: f32[2, 4]
+    LayerNorm[norm](input=%x: f32[2, 4]) -> %layer_norm: f32[2, 4]
+      %layer_norm: f32[2, 4] = aten.layer_norm(%x, [4], self.weight, self.bias, 1e-05, False)
+    Linear[fc](input=%layer_norm: f32[2, 4]) -> %linear: f32[2, 4]
+      %linear: f32[2, 4] = aten.linear(%layer_norm, self.weight, self.bias)
+    %mul: f32[2, 4] = aten.mul.Tensor(%linear, %mean)
+    %add_1: f32[2, 4] = aten.add.Tensor(%x, %mul)
+    %add_2: f32[2, 4] = aten.add.Tensor(%add_1, %add)
+  Block[blocks.1], Block[blocks.0]#1 ×2 as Block[blocks.0] -> %add_6: f32[2, 4]
+"""
+    )
+
+
+def test_the_signature_is_that_which_was_kept():
+    ep = torch.export.export(Net().eval(), (X,), preserve_module_call_signature=("blocks.0", "blocks.1"))
+    tr, expected = st.from_exported_program(reloaded(ep)), st.trace(Net().eval(), (X,))
+    assert functions(tr)[0] == functions(expected)[0]
+    for ours, theirs in zip(tr.calls["Block"], expected.calls["Block"], strict=True):
+        assert str(ours.arguments) == str(theirs.arguments) and str(ours.outputs) == str(theirs.outputs)
+
+
+def test_sizes_are_dynamic_as_in_the_program():
+    batch = torch.export.Dim("batch", min=2, max=8)
+    tr = st.from_exported_program(torch.export.export(Net().eval(), (X,), dynamic_shapes=({0: batch},)))
+    assert tr(torch.ones(5, 4)).shape == (5, 4)
+    with pytest.raises(st.errors.InputMismatchError):
+        tr(torch.ones(9, 4))
+
+
+def test_a_node_of_a_pass_is_where_its_neighbours_are():
+    """As quantization puts them: `quantize` and `dequantize` between ops, and what makes a weight at the start."""
+    gm = torch.export.export(Net().eval(), (X,)).module()
+    linear = next(n for n in gm.graph.nodes if n.name == "linear")
+    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op == "placeholder")):
+        weight = gm.graph.call_function(torch.ops.aten.neg.default, (linear.args[1],))
+    with gm.graph.inserting_before(linear):
+        rounded = gm.graph.call_function(torch.ops.aten.round.default, (linear.args[0],))
+    linear.args = (rounded, weight, linear.args[2])
+    gm.recompile()
+    tr = st.trace(gm, (X,))
+    tr.check((X,))
+    assert calls(tr) == calls(st.trace(Net().eval(), (X,)))
+    assert QUANTIZED in str(tr)
+
+
+QUANTIZED = """\
+    %round_1: f32[2, 4] = aten.round(%layer_norm)
+    Linear[fc](input=%round_1: f32[2, 4]) -> %linear: f32[2, 4]
+      %neg: f32[4, 4] = aten.neg(self.weight)
+      %linear: f32[2, 4] = aten.linear(%round_1, %neg, self.bias)
+"""
+
+
+def test_a_module_that_is_entered_again_is_another_call():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    gm = torch.export.export(model, (X,)).module()
+    first, _, second = [n for n in gm.graph.nodes if n.op == "call_function"]
+    second.meta["nn_module_stack"] = first.meta["nn_module_stack"]
+    tr = st.trace(gm, (X,))
+    tr.check((X,))
+    assert calls(tr) == [("0", 0, "Linear"), ("1", 0, "ReLU"), ("0", 1, "Linear")]
+
+
+@pytest.mark.parametrize(
+    "use", [lambda tr: tr.outline("layers"), lambda tr: tr.to_onnx(functions="layers")], ids=["outline", "to_onnx"]
+)
+def test_where_nothing_tells_calls_layers_are_an_error(use):
+    tr = st.trace(make_fx(Net().eval())(X), (X,))
+    assert calls(tr) == []
+    with pytest.raises(st.errors.OutlineError, match="nothing tells which there were"):
+        use(tr)
+
+
+def test_what_cannot_be_a_program():
+    ep = torch.export.export(Net(), (X,))
+    ep.example_inputs = None
+    with pytest.raises(
+        st.ArgumentError, match=r"no example_inputs; write st.trace\(program.module\(\), args, kwargs\)"
+    ):
+        st.from_exported_program(ep)
+    with pytest.raises(st.errors.ArgumentTypeError, match="takes an ExportedProgram, not Net"):
+        st.from_exported_program(Net())
