@@ -83,6 +83,8 @@ def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
 def from_exported_program(program: torch.export.ExportedProgram, *, functional: bool = True) -> Trace:
     """Trace `program.module()` with the program's example inputs and dynamic shapes.
 
+        st.from_exported_program(torch.export.export(model, (x,))).calls
+
     Its module calls are those that the nodes were in the exported model, as for `trace` of any graph with
     `nn_module_stack`, and take and return what `preserve_module_call_signature=` of torch.export has kept. Of other
     calls, arguments are the tensors from outside that they read, in the order of their first use, named `arg0`, `arg1`
