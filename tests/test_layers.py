@@ -33,6 +33,7 @@ LAYERS = {
     "view": "text, summaries, pictures, pages, differences",
     "api": "what people hold: Trace, OutlinedProgram, Functionalized, load",
     "distributed": "FSDP2 plans and pipeline stages",
+    "integrations": "where scopetrace meets other packages: one file each, none needed",
     "cli": "the command line",
     "__init__": "the public names",
     "__main__": "python -m scopetrace",

@@ -48,6 +48,7 @@ from scopetrace.errors import (
 )
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
+from scopetrace.ir.guards import in_a_file
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, checks_enabled, forward_of
@@ -331,6 +332,11 @@ class TracedProgram:
     def with_tape(self, tape: ProgramTape) -> TracedProgram:
         """The same trace with another tape to make the graph from."""
         return TracedProgram(self.recorded, tape, self.model)
+
+    def without_python(self) -> TracedProgram:
+        """The same, which compares at a call what a loaded one does: no code, attributes or globals of the model."""
+        tape = self.tape
+        return self.with_tape(dataclasses.replace(tape, guards=in_a_file(tape.guards, tape.attributes.values())))
 
     def with_plain_outputs(self) -> TracedProgram:
         """The same, with `Fields` in place of results of classes that are not imported."""

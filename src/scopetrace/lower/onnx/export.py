@@ -34,7 +34,7 @@ from scopetrace.errors import (
 )
 from scopetrace.ir.selection import is_named
 from scopetrace.lower.exported.constraints import refuse_narrowed
-from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
+from scopetrace.lower.onnx import CallAttributes, ExternalData, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
 from scopetrace.lower.onnx.forms import OpFunctions, OpNames
@@ -363,7 +363,7 @@ def write(
     program: TracedProgram,
     path: str | os.PathLike[str] | None,
     options: Options,
-    external_data: bool | int | None,
+    external_data: ExternalData,
     verified: bool,
     progress: Callable[[str], None] | None,
 ) -> Exported:
@@ -373,7 +373,13 @@ def write(
         raise ArgumentTypeError(f"opset_version={version!r}: write a number, as opset_version=18")
     if path is None and not options.export_params:
         raise OnnxOptionError("export_params=False writes references to files beside the file: give a path")
-    if external_data is not None and not isinstance(external_data, bool) and external_data <= 0:
+    if isinstance(external_data, str):
+        if os.path.basename(external_data) != external_data or not options.export_params:  # noqa: PTH119
+            raise OnnxOptionError(
+                f"external_data={external_data!r}: write the name of a file; it lies beside `path`, and "
+                "export_params=False names its own"
+            )
+    elif external_data is not None and not isinstance(external_data, bool) and external_data <= 0:
         raise OnnxOptionError(f"external_data={external_data}: write True, or the largest size of a file in bytes")
     if not any(op.values() for op in program.tape.ops):
         raise OnnxExportError("the program has no tensors: there is nothing for an ONNX model to compute")

@@ -1,0 +1,1 @@
+"""Where scopetrace meets other packages: one file each, none needed."""

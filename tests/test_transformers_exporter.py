@@ -1,0 +1,181 @@
+"""scopetrace.integrations.transformers: its formats beside those of transformers, and the words of `generate`."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import scopetrace as st
+from scopetrace.cli.targets import declare_missing_ops
+
+KEPT = declare_missing_ops()  # parts of transformers import torchvision
+transformers = pytest.importorskip("transformers")
+exporters = pytest.importorskip("transformers.exporters")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+from torch.utils._pytree import SUPPORTED_NODES  # noqa: E402
+from transformers.exporters.exporter_dynamo import is_cache_class  # noqa: E402
+from transformers.exporters.utils import decompose_for_generation  # noqa: E402
+
+from scopetrace.integrations.transformers import ScopetraceConfig, ScopetraceOnnxConfig  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch fixes sizes 0 and 1")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+GROUPED = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2}
+WINDOW = {**GROUPED, "sliding_window": 8}
+SIZES = {
+    "Llama": GROUPED,
+    "Qwen2": GROUPED,
+    "Qwen3": {**GROUPED, "head_dim": 8},
+    "Mistral": WINDOW,
+    "Gemma2": {**WINDOW, "head_dim": 8},
+    "Gemma3": {**WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
+    "GPTNeoX": {**SMALL, "intermediate_size": 64},
+    "Phi": GROUPED,
+    "Phi3": {**GROUPED, "pad_token_id": 0},
+    "OPT": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "Falcon": SMALL,
+    "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
+    "StableLm": GROUPED,
+    "Olmo2": GROUPED,
+}
+FORMATS = ["scopetrace", "scopetrace-onnx"]
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+PROMPT = torch.tensor([[5, 9, 3, 7, 11], [8, 2, 30, 1, 7]])
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    """An export of transformers registers caches with pytree, for good."""
+    before = {*SUPPORTED_NODES}
+    yield
+    for cls in {cls for cls in SUPPORTED_NODES if is_cache_class(cls)} - before:
+        del SUPPORTED_NODES[cls]
+
+
+def decoder(name):
+    """A model with large weights, so that it does not say one word again and again."""
+    kind = name.removesuffix("LMHeadModel")
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**SIZES[name])
+    model = getattr(transformers, name if name != kind else f"{name}ForCausalLM")(config)
+    torch.manual_seed(3)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.normal_(std=0.3)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.eval()
+
+
+def exporter_of(export_format):
+    return exporters.AutoHfExporter.from_config({"export_format": export_format})
+
+
+def exported(model, export_format, **options):
+    exporter = exporter_of(export_format)
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    return exporter.export_for_generation(model, inputs, exporter.config_class(**options))
+
+
+def said(program, model, prompt):
+    """What both programs say after a prompt."""
+    past, ids, words = transformers.DynamicCache(config=model.config), prompt, prompt
+    for part in ("prefill", *["decode"] * (GREEDY["max_new_tokens"] - 1)):
+        count, length = ids.shape[1], words.shape[1]
+        possible = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(words),
+            "position_ids": torch.arange(length - count, length).expand(len(ids), count),
+            "past_key_values": past,
+        }
+        runner = program.runners[part]
+        out = runner(**{name: x for name, x in possible.items() if name in runner.metadata.kwargs})
+        past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        words = torch.cat([words, ids], 1)
+    return words
+
+
+@pytest.mark.parametrize("export_format", FORMATS)
+@pytest.mark.parametrize("name", [n if n == "Llama" else pytest.param(n, marks=pytest.mark.slow) for n in SIZES])
+def test_words_of_generate(name, export_format, tmp_path):
+    """Of the prompt of the export, and of more and longer ones, past the window, by programs from files."""
+    model = decoder(name)
+    exported(model, export_format, dynamic=True).save_pretrained(tmp_path)
+    program = exporters.ExportedModel.from_pretrained(tmp_path)
+    for prompt in (PROMPT, torch.arange(3, 24).view(3, 7)):
+        wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
+        assert said(program, model, prompt).tolist() == wanted.tolist()
+        assert len(set(wanted[0].tolist())) > 4
+
+
+def test_one_function_for_each_layer_and_one_file_of_weights(tmp_path):
+    model = decoder("Llama")
+    program = exported(model, "scopetrace-onnx", dynamic=True)
+    program.save_pretrained(tmp_path)
+    for component in program.components.values():
+        assert [f.name for f in component.program.functions.values()] == ["LlamaDecoderLayer"]
+    graph = program.components["decode"].program.graph
+    assert [v.name for v in graph.inputs] == [
+        "input_ids",
+        "position_ids",
+        *(f"input.past_key_values.layers.{i}.{part}" for i in range(2) for part in ("keys", "values")),
+    ]
+    assert [v.name for v in graph.outputs] == [
+        "logits",
+        *(f"output.past_key_values.layers.{i}.{part}" for i in range(2) for part in ("keys", "values")),
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("config.json", "decode.onnx", "export.json", "prefill.onnx", "weights.data"),
+    ]
+    in_file = [p.nbytes for p in model.parameters() if p.nbytes > 256]
+    assert (tmp_path / "weights.data").stat().st_size == sum(in_file)
+
+
+@pytest.mark.parametrize("export_format", FORMATS)
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_components_give_what_the_model_gives(cache, export_format):
+    """On the inputs of the export, with sizes as they are: transformers' own test of its formats."""
+    model = decoder("Mistral" if cache is None else "Llama")
+    config = transformers.GenerationConfig(cache_implementation=cache, max_cache_len=16, do_sample=False)
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    parts = decompose_for_generation(model, inputs, generation_config=config if cache else None)
+    for part, example in parts.values():
+        with torch.no_grad():
+            wanted = exporters.utils.get_leaf_tensors(part(**copy.deepcopy(example)).to_tuple()[:1])
+        exporter = exporter_of(export_format)
+        program = exporter.export(part, copy.deepcopy(example), exporter.config_class())
+        out = program(**copy.deepcopy(example))
+        torch.testing.assert_close(exporters.utils.get_leaf_tensors(out.to_tuple()[:1]), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_model_is_left_as_it_was_and_the_trace_needs_none_of_its_python():
+    model = decoder("Gemma2")
+    update = transformers.cache_utils.DynamicSlidingWindowLayer.update
+    config, attributes = copy.deepcopy(model.config), dict(vars(model))
+    part, example = decompose_for_generation(model, {"input_ids": PROMPT})["decode"]
+    exporter = exporter_of("scopetrace")
+    past, counts = example["past_key_values"], [7, None]
+    past.layers[0].cumulative_length = counts[0]
+    tr = exporter.export(part, example, ScopetraceConfig()).program
+    assert past.layers[0].cumulative_length == counts[0] and past.layers[0].keys.shape[2] == 5
+    assert transformers.cache_utils.DynamicSlidingWindowLayer.update is update
+    assert model.config.to_dict() == config.to_dict() and vars(model) == attributes
+    assert isinstance(tr, st.Trace) and len(tr.calls["model.layers.*"]) > 1
+    assert [f.name for f in tr.outline("layers").functions]
+
+
+@pytest.mark.parametrize("config", [ScopetraceConfig, ScopetraceOnnxConfig])
+def test_configs_are_data(config):
+    options = dataclasses.asdict(config(dynamic=True))
+    assert exporters.AutoExportConfig.from_dict(options) == config(dynamic=True)
+
+
+def test_refusals():
+    model, exporter = decoder("Llama"), exporter_of("scopetrace")
+    inputs = {"input_ids": PROMPT}
+    with pytest.raises(st.ArgumentError, match="takes no quantizer"):
+        exporter.export(model, dict(inputs), ScopetraceConfig(quantizer=object()))
+    with pytest.raises(st.ArgumentError, match="traced on cpu, not meta: export the model on that device"):
+        exporter.export(model, dict(inputs), ScopetraceConfig()).to("meta")
