@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.exporters import ExportConfigMixin, ExportMetadata, HfExporter, OnnxExporter, register_backend
 from transformers.exporters.exporter_dynamo import (
@@ -102,10 +103,10 @@ class ScopetraceExporter(HfExporter):
         patches = apply_patches("dynamo"), reset_model_state(model), patch_model_config(model, flags)
         with torch.no_grad(), patches[0], patches[1], patches[2]:
             program = program_of(trace(model, (), inputs, dynamic_shapes=shapes)).without_python()
-        outputs = instantiate(_result, program.calls[0].output_template, torch.fx.Node)
-        spec = torch.utils._pytree.tree_structure
-        specs = types.SimpleNamespace(in_spec=spec(((), inputs)), out_spec=spec(outputs))
-        metadata = build_export_metadata(model, inputs, types.SimpleNamespace(call_spec=specs), self.required_packages)
+        outputs = instantiate(lambda node: node.meta["val"], program.calls[0].output_template, torch.fx.Node)
+        in_spec, out_spec = map(pytree.tree_structure, (((), inputs), outputs))
+        exported = types.SimpleNamespace(call_spec=types.SimpleNamespace(in_spec=in_spec, out_spec=out_spec))
+        metadata = build_export_metadata(model, inputs, exported, self.required_packages)
         record_output_structure(metadata, outputs)
         names = disambiguate_io_names([*get_leaf_tensors(inputs)], [*get_leaf_tensors(outputs)])
         return Trace(program), metadata, names
@@ -128,11 +129,6 @@ def _uncounted(inputs: dict[str, Any]) -> dict[str, Any]:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = 0
     return inputs
-
-
-def _result(node: torch.fx.Node) -> Any:
-    """What stands for a result of the model in the structure of its results."""
-    return node.meta["val"]
 
 
 class ScopetraceOnnxExporter(ScopetraceExporter):
