@@ -792,6 +792,8 @@ def test_one_file_of_weights_for_several_models(tmp_path):
     for name, value in wanted.items():
         torch.testing.assert_close(run(name), value)
         onnx.checker.check_model(str(tmp_path / f"{name}.onnx"), full_check=True)
+    with pytest.raises(st.OnnxOptionError, match=r"shared\.data has weights of other models"):
+        st.write_onnx_weights(tmp_path / "head.onnx", head.state_dict())
     for name in ("whole", "body"):
         (tmp_path / f"{name}.onnx").unlink()
     assert write("head") == size  # nobody reads the rest

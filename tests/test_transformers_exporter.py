@@ -97,8 +97,15 @@ def said(program, model, prompt):
     return words
 
 
-@pytest.mark.parametrize("export_format", FORMATS)
-@pytest.mark.parametrize("name", [n if n == "Llama" else pytest.param(n, marks=pytest.mark.slow) for n in SIZES])
+def decoders():
+    """The first one always, some as ONNX in the slow tests, all in the exhaustive ones."""
+    for name in SIZES:
+        yield pytest.param(name, "scopetrace", marks=() if name == "Llama" else pytest.mark.slow)
+        is_sample = name in ("Llama", "Gemma3", "Falcon")
+        yield pytest.param(name, "scopetrace-onnx", marks=pytest.mark.slow if is_sample else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("name", "export_format"), decoders())
 def test_words_of_generate(name, export_format, tmp_path):
     """Of the prompt of the export, and of more and longer ones, past the window, by programs from files."""
     model = decoder(name)

@@ -16,6 +16,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -371,12 +372,13 @@ def write(
     version: Any = options.opset_version
     if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
         raise ArgumentTypeError(f"opset_version={version!r}: write a number, as opset_version=18")
-    if path is None and not options.export_params:
+    left_out = not options.export_params
+    if path is None and left_out:
         raise OnnxOptionError("export_params=False writes references to files beside the file: give a path")
     if isinstance(external_data, str):
-        if os.path.basename(external_data) != external_data or not options.export_params:  # noqa: PTH119
+        if external_data in ("", Path(path or "").name) or Path(external_data).name != external_data or left_out:
             raise OnnxOptionError(
-                f"external_data={external_data!r}: write the name of a file; it lies beside `path`, and "
+                f"external_data={external_data!r}: write the name of a file of its own, which lies beside `path`; "
                 "export_params=False names its own"
             )
     elif external_data is not None and not isinstance(external_data, bool) and external_data <= 0:

@@ -93,7 +93,7 @@ def save(
         external_data = sum(t.nbytes for t in kept if t is not None) > PROTO_LIMIT
     target, limit = Path(path), external_data if type(external_data) is int else None
     ours = re.compile(re.escape(target.stem) + r"(-\d{5}-of-\d{5})?" + re.escape(target.suffix) + r"(\.data)?")
-    for old in [p for p in target.parent.iterdir() if ours.fullmatch(p.name)]:
+    for old in [p for p in target.parent.iterdir() if ours.fullmatch(p.name) and p.name != external_data]:
         old.unlink()
     if isinstance(external_data, str):
         _save_sharing(model, target, external_data)
@@ -113,7 +113,7 @@ def _save_sharing(model: ir.Model, path: Path, name: str) -> None:
     values = [v for graph in model.graphs() for v in graph.initializers.values()]
     data: list[tuple[ir.Value, Any]] = [(v, v.const_value) for v in values if v.const_value is not None]
     data = [(v, t) for v, t in data if t.nbytes > _SMALL]
-    places = {_digest(t): t.offset for t in _references(path.parent, name)}
+    places = {_digest(t): t.offset for t in _references(path, name)}
     file = path.parent / name
     if not places:
         file.unlink(missing_ok=True)  # whoever has the old file open keeps it
@@ -132,11 +132,14 @@ def _save_sharing(model: ir.Model, path: Path, name: str) -> None:
             value.const_value = t
 
 
-def _references(folder: Path, name: str) -> Iterator[ir.ExternalTensor]:
-    """What the ONNX files of a folder have in the file of weights with this name."""
-    for path in folder.glob("*.onnx"):
-        if name.encode() in path.read_bytes():
-            tensors = [v.const_value for graph in ir.load(path).graphs() for v in graph.initializers.values()]
+def _references(path: Path, name: str) -> Iterator[ir.ExternalTensor]:
+    """What the ONNX files beside one have in the file of weights with this name."""
+    others = [
+        p for p in path.parent.iterdir() if p.suffix in (path.suffix, ".onnx") and p.name not in (path.name, name)
+    ]
+    for other in others:
+        if name.encode() in other.read_bytes():
+            tensors = [v.const_value for graph in ir.load(other).graphs() for v in graph.initializers.values()]
             yield from (t for t in tensors if isinstance(t, ir.ExternalTensor) and t.location == name)
 
 
@@ -171,7 +174,8 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
         tensors: by name, what the file lacks, such as a state dict. It is asked for one tensor at a time.
 
     Raises:
-        OnnxOptionError: a tensor is missing, or has another dtype or shape than the file says. Nothing is written.
+        OnnxOptionError: a tensor is missing, has another dtype or shape than the file says, or other models share the
+            file. Nothing is written.
     """
     values = ir.load(path).graph.initializers.values()
     references = [v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)]
@@ -185,6 +189,8 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
         for reference in references:
             place = Path(reference.location).name
             if place not in files:
+                if next(_references(Path(path), place), None) is not None:
+                    raise OnnxOptionError(f"{place} has weights of other models, too: write this one with to_onnx anew")
                 files[place] = stack.enter_context((new / place).open("wb"))
             _write(files[place], reference, onnx_tensor(tensors[str(reference.name)]))
         for name, file in files.items():
