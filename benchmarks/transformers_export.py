@@ -57,7 +57,11 @@ def main() -> None:
     declare_missing_ops()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    import transformers
+
     import scopetrace.integrations.transformers  # noqa: F401  # registers the formats
+
+    transformers.logging.set_verbosity_error()
 
     for name in options.models:
         for layers in options.layers:
