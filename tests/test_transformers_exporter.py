@@ -137,25 +137,26 @@ def test_one_function_for_each_layer_and_one_file_of_weights(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         *("config.json", "decode.onnx", "export.json", "prefill.onnx", "weights.data")
     ]
+    exporters.ExportedModel.from_pretrained(tmp_path).save_pretrained(tmp_path)
     in_file = [p.nbytes for p in model.parameters() if p.nbytes > 256]
     assert (tmp_path / "weights.data").stat().st_size == sum(in_file)
 
 
 @pytest.mark.parametrize("export_format", FORMATS)
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_components_give_what_the_model_gives(cache, export_format):
-    """On the inputs of the export, with sizes as they are: transformers' own test of its formats."""
+@pytest.mark.parametrize(("cache", "dynamic"), [(None, False), ("static", False), ("static", True)])
+def test_components_give_what_the_model_gives(cache, dynamic, export_format):
+    """On the inputs of the export: transformers' own test of its formats."""
     model = decoder("Mistral" if cache is None else "Llama")
     config = transformers.GenerationConfig(cache_implementation=cache, max_cache_len=16, do_sample=False)
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     parts = decompose_for_generation(model, inputs, generation_config=config if cache else None)
     for part, example in parts.values():
         with torch.no_grad():
-            wanted = exporters.utils.get_leaf_tensors(part(**copy.deepcopy(example)).to_tuple()[:1])
+            wanted = exporters.utils.get_leaf_tensors(part(**copy.deepcopy(example)))
         exporter = exporter_of(export_format)
-        program = exporter.export(part, copy.deepcopy(example), exporter.config_class())
+        program = exporter.export(part, copy.deepcopy(example), exporter.config_class(dynamic=dynamic))
         out = program(**copy.deepcopy(example))
-        torch.testing.assert_close(exporters.utils.get_leaf_tensors(out.to_tuple()[:1]), wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(exporters.utils.get_leaf_tensors(out), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_the_model_is_left_as_it_was_and_the_trace_needs_none_of_its_python():

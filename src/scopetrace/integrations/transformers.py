@@ -30,6 +30,7 @@ from transformers.exporters.runners import ModelRunner
 from transformers.exporters.runners.runner_onnx import OnnxModelRunner
 from transformers.exporters.utils import apply_patches, disambiguate_io_names, get_leaf_tensors, prepare_for_export
 
+from scopetrace._compat.symbols import hint_of
 from scopetrace.api.functions import load
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace, trace
@@ -39,6 +40,10 @@ from scopetrace.lower.onnx import Targets
 
 WEIGHTS = "weights.data"
 """The file that all ONNX components of one export have their weights in."""
+
+
+NUMBER = "number_"
+"""Names a result that is a number: as in transformers' other formats, it is that of the example, and no output."""
 
 
 @dataclass
@@ -103,13 +108,16 @@ class ScopetraceExporter(HfExporter):
         patches = apply_patches("dynamo"), reset_model_state(model), patch_model_config(model, flags)
         with torch.no_grad(), patches[0], patches[1], patches[2]:
             program = program_of(trace(model, (), inputs, dynamic_shapes=shapes)).without_python()
-        outputs = instantiate(lambda node: node.meta["val"], program.calls[0].output_template, torch.fx.Node)
+        results = instantiate(lambda node: node.meta["val"], program.calls[0].output_template, torch.fx.Node)
+        outputs = pytree.tree_map_only(torch.SymInt, hint_of, results)
         in_spec, out_spec = map(pytree.tree_structure, (((), inputs), outputs))
         exported = types.SimpleNamespace(call_spec=types.SimpleNamespace(in_spec=in_spec, out_spec=out_spec))
         metadata = build_export_metadata(model, inputs, exported, self.required_packages)
         record_output_structure(metadata, outputs)
-        names = disambiguate_io_names([*get_leaf_tensors(inputs)], [*get_leaf_tensors(outputs)])
-        return Trace(program), metadata, names
+        paths, leaves = iter(get_leaf_tensors(outputs)), pytree.tree_leaves(results)
+        returned = [x for x in leaves if isinstance(x, torch.Tensor | torch.SymInt)]
+        named = [next(paths) if isinstance(x, torch.Tensor) else f"{NUMBER}{i}" for i, x in enumerate(returned)]
+        return Trace(program), metadata, disambiguate_io_names([*get_leaf_tensors(inputs)], named)
 
     @classmethod
     def save_program(cls, program: Any, path: str | Path) -> None:
@@ -152,6 +160,8 @@ class ScopetraceOnnxExporter(ScopetraceExporter):
             input_names=inputs,
             output_names=outputs,
         )
+        for value in [v for v in program.graph.outputs if str(v.name).startswith(NUMBER)]:
+            program.graph.outputs.remove(value)
         return program, metadata
 
     @classmethod

@@ -118,7 +118,8 @@ def _save_sharing(model: ir.Model, path: Path, name: str) -> None:
     if not places:
         file.unlink(missing_ok=True)  # whoever has the old file open keeps it
     try:
-        with file.open("ab") as end:
+        with file.open("r+b" if places else "wb") as end:
+            end.seek(0, os.SEEK_END)
             for value, t in data:
                 if (key := _digest(t)) not in places:
                     places[key] = end.tell()
