@@ -880,6 +880,13 @@ def test_items_of_variadic_parameters(shapes, dynamic):
     assert [name for name, text in sizes_of(tr).items() if text == "f32[d]"] == [dynamic]
 
 
+def test_a_sequence_for_a_class_of_dicts_that_has_fields():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    x = outputs.BaseModelOutput(last_hidden_state=torch.randn(3))
+    tr = st.trace(lambda x: x.last_hidden_state + 1, (x,), dynamic_shapes=([D],))
+    assert tr(outputs.BaseModelOutput(last_hidden_state=torch.randn(5))).shape == (5,)
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

@@ -193,6 +193,13 @@ def test_tensors_of_other_kinds(tmp_path):
     torch.testing.assert_close(loaded(X), X * (1 - 1j))
 
 
+def test_tensors_without_elements(tmp_path):
+    tr = st.trace(lambda x: torch.cat([torch.tensor([]), x]), (torch.randn(3),))
+    tr.save(tmp_path / "empty.trace")
+    x = torch.randn(3)
+    assert torch.equal(st.load(tmp_path / "empty.trace")(x), x)
+
+
 def test_models_on_the_meta_device(tmp_path):
     model = nn.Linear(4, 10**9, device="meta")
     loaded = through_file(st.trace(model, (X.to("meta"),)), tmp_path)

@@ -804,6 +804,37 @@ def test_external_data(tmp_path):
     onnx.checker.check_model(str(path), full_check=True)
 
 
+def test_one_file_of_weights_for_several_models(tmp_path):
+    """Equal bytes are there once; a model that is written anew leaves the others as they are."""
+    head, body, x = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(2, 64)
+    data, size = tmp_path / "shared.data", 64 * 64 * 4  # of weights; biases are in the models
+    models = {"whole": nn.Sequential(body, head), "body": body, "head": head}
+
+    def write(name):
+        st.trace(models[name], (x,)).to_onnx(tmp_path / f"{name}.onnx", external_data="shared.data")
+        return data.stat().st_size
+
+    def run(name):
+        session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / f"{name}.onnx")
+        return torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+
+    assert [write("whole"), write("body"), write("head")] == [2 * size] * 3
+    wanted = {name: model(x).detach() for name, model in models.items()}
+    with torch.no_grad():
+        head.weight.add_(1)
+    assert write("head") == 3 * size
+    wanted["head"] = head(x).detach()
+    for name, value in wanted.items():
+        torch.testing.assert_close(run(name), value)
+        onnx.checker.check_model(str(tmp_path / f"{name}.onnx"), full_check=True)
+    with pytest.raises(st.OnnxOptionError, match=r"shared\.data has weights of other models"):
+        st.write_onnx_weights(tmp_path / "head.onnx", head.state_dict())
+    for name in ("whole", "body"):
+        (tmp_path / f"{name}.onnx").unlink()
+    assert write("head") == size  # nobody reads the rest
+    torch.testing.assert_close(run("head"), wanted["head"])
+
+
 def test_weights_that_do_not_fit_into_a_file_go_beside_it(tmp_path, monkeypatch):
     """The limit of the format is 2 GiB."""
     from scopetrace.lower.onnx import weights

@@ -1,4 +1,4 @@
-"""Functions of traces that are no methods: `diff`, `save`, `load`, `from_exported_program`, `write_onnx_weights`."""
+"""Functions of traces that are no methods: `diff`, `save`, `load`, `from_exported_program`, `save_onnx`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,10 +15,13 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace.api.runnable import Shown, program_of
 from scopetrace.api.trace import Trace, trace
 from scopetrace.errors import ArgumentError, ArgumentTypeError
-from scopetrace.lower.onnx import require_packages
+from scopetrace.lower.onnx import ExternalData, require_packages
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record.nodes import MODULE_CALLS
 from scopetrace.view.diff import Diff, compare, compare_calls
+
+if TYPE_CHECKING:
+    import onnx_ir
 
 
 def diff(before: Shown | ModuleCall | str, after: Shown | ModuleCall | str) -> Diff:
@@ -129,6 +132,24 @@ def _dims(program: torch.export.ExportedProgram) -> Any:
 
     leaves = [dims(inputs.get(name)) for name in program.graph_signature.user_inputs]
     return pytree.tree_unflatten(leaves, program.call_spec.in_spec)
+
+
+def save_onnx(model: onnx_ir.Model, path: str | os.PathLike[str], *, external_data: ExternalData = None) -> None:
+    """Write a model that `Trace.to_onnx` gave, as `Trace.to_onnx(path)` does.
+
+        st.save_onnx(tr.to_onnx(), "model.onnx", external_data="weights.data")
+
+    Args:
+        model: the model.
+        path: the file.
+        external_data: as for `Trace.to_onnx`: the name of a file of weights, which models of the folder may share.
+
+    Raises OnnxDependencyError where a package is missing, OSError where the file cannot be written.
+    """
+    require_packages()
+    from scopetrace.lower.onnx.weights import save as save_model
+
+    save_model(model, path, external_data)
 
 
 def write_onnx_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:

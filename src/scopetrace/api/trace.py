@@ -38,7 +38,7 @@ from scopetrace.ir.selection import Selection, several
 from scopetrace.ir.side_effects import SideEffect, refusal
 from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
-from scopetrace.lower.onnx import CallAttributes, Names, Targets, WeightNames, require_packages
+from scopetrace.lower.onnx import CallAttributes, ExternalData, Names, Targets, WeightNames, require_packages
 from scopetrace.lower.split import Partition, SplitProgram, split_backward
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
@@ -119,6 +119,13 @@ class Trace(Shown):
         Raises ModeError for a trace with leaf modules, which hold their tensors themselves.
         """
         return to_module(self._program)
+
+    def without_model(self) -> Trace:
+        """A trace whose calls compare what those of a loaded one do: nothing of the model's Python.
+
+        For a model that is patched only while it is traced. It shares the parameters and buffers.
+        """
+        return Trace(self._program.without_model())
 
     def outline(self, *targets: OutlineTarget) -> OutlinedProgram:
         """The same program with chosen module calls as calls of shared functions.
@@ -212,7 +219,7 @@ class Trace(Shown):
         output_names: Names | None = None,
         pair_caches: bool = False,
         optimize: bool = True,
-        external_data: bool | int | None = None,
+        external_data: ExternalData = None,
         export_params: bool = True,
         weight_inputs: WeightNames = (),
         retain_weights: bool = False,
@@ -237,7 +244,7 @@ class Trace(Shown):
             output_names: likewise.
             pair_caches: name the tensors of caches `past_key_values.0.key` as inputs, `present.0.key` as outputs.
             external_data: put the weights into a file beside `path`, or into several of at most this number of bytes;
-                None does so above 2 GB.
+                None does so above 2 GB. Models whose file has one name, "shared.data", share what is equal in it.
             export_params: if False, write only references to such files, for `st.write_onnx_weights`.
             weight_inputs: patterns of names of parameters and buffers that are inputs of the model, as `"**lora**"`.
             retain_weights: make them outputs, too, for runtimes that keep their state between runs.

@@ -168,7 +168,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
     """The memory of a storage, which must live as long as the view of it."""
     count = storage.nbytes()
     if not count:
-        return memoryview(b"")
+        return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * count).from_address(storage.data_ptr())).cast("B")
 
 

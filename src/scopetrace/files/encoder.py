@@ -118,8 +118,7 @@ class Encoder:
             self.row_of(call)
         changed: dict[str, Any] = {"owners": {name: (None, at) for name, (_, at) in tape.owners.items()}}
         if isinstance(tape, ProgramTape):
-            kept = (in_a_file(guard, tape.attributes.values()) for guard in tape.guards)
-            changed["guards"] = [guard for guard in kept if guard is not None]
+            changed["guards"] = in_a_file(tape.guards, tape.attributes.values())
         for name in ("uses_absolute_offset", "written"):
             if hasattr(tape, name):
                 changed[name] = sorted(map(self._storage, getattr(tape, name)))

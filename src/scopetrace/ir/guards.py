@@ -362,8 +362,12 @@ class HasGradient(Source):
         return self.tensor.grad is not None
 
 
-def in_a_file(guard: Guard, held: Collection[torch.Tensor]) -> Guard | None:
-    """A guard as a file has it, of a program that holds these tensors; None for one of which a file knows nothing."""
+def in_a_file(guards: Iterable[Guard], held: Collection[torch.Tensor]) -> list[Guard]:
+    """The guards as a file has them, of a program that holds these tensors: it knows nothing of the model's Python."""
+    return [kept for guard in guards if (kept := _in_a_file(guard, held)) is not None]
+
+
+def _in_a_file(guard: Guard, held: Collection[torch.Tensor]) -> Guard | None:
     source = guard.source
     if isinstance(source, OfTensor) and source.fact == "has_grad":
         tensor = _held(source.module, source.name)

@@ -52,6 +52,7 @@ from scopetrace.errors import (
 )
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
+from scopetrace.ir.guards import in_a_file
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, checks_enabled, forward_of
@@ -216,6 +217,10 @@ class ModuleCall:
         """The returned structure, with `torch.fx.Node`s for tensors and symbolic sizes. None when the call raised."""
         return self._with_objects(self.output_template)
 
+    def map_outputs(self, function: Callable[[torch.fx.Node], Any]) -> Any:
+        """What it returned, in the model's own classes, with what `function` gives for each node in its place."""
+        return instantiate(function, self.output_template, torch.fx.Node)
+
     @functools.cached_property
     def output_template(self) -> Any:
         """As `outputs`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
@@ -356,6 +361,11 @@ class TracedProgram:
     def with_tape(self, tape: ProgramTape) -> TracedProgram:
         """The same trace with another tape to make the graph from."""
         return TracedProgram(self.recorded, tape, self.model)
+
+    def without_model(self) -> TracedProgram:
+        """The same, which compares at a call what a loaded one does: no code, attributes or globals of the model."""
+        tape = self.tape
+        return self.with_tape(dataclasses.replace(tape, guards=in_a_file(tape.guards, tape.attributes.values())))
 
     def with_plain_outputs(self) -> TracedProgram:
         """The same, with `Fields` in place of results of classes that are not imported."""

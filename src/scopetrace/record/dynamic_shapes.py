@@ -236,7 +236,7 @@ def _children(spec: Any, x: Any, inner: Children, path: str, object_types: Colle
     """What `spec` says of the children of a container, by their paths: `[0]`, `['k']`, `.keys`.
 
     It is a container of the same class, as torch.export has it, a dict by index, key or attribute, or a sequence; not
-    a sequence for a dict, whose order says nothing.
+    a sequence for a dict, whose order says nothing. Classes of dicts that have fields in order take one.
     """
     names = [key for key, _ in inner]
     if isinstance(spec, dict):
@@ -245,10 +245,11 @@ def _children(spec: Any, x: Any, inner: Children, path: str, object_types: Colle
             raise DynamicShapeError(f"dynamic_shapes has keys {list(spec)} for {path}, which has {_said(names)}")
         return dict(zip(paths, spec.values(), strict=True))
     items = [s for _, s in open_container(spec, object_types) or []]
-    if not isinstance(spec, (tuple, list, type(x))) or (isinstance(x, dict) and not isinstance(spec, dict)):
+    is_dict = isinstance(x, dict) and type(x).__module__ in ("builtins", "collections")
+    if not isinstance(spec, (tuple, list, type(x))) or (is_dict and not isinstance(spec, dict)):
         raise DynamicShapeError(
             f"dynamic_shapes has {spec!r} for {path}, a {type(x).__name__} with {_said(names)}: "
-            f"write {'a dict' if isinstance(x, dict) else 'a tuple, a list or a dict'} of what is in it, or None"
+            f"write {'a dict' if is_dict else 'a tuple, a list or a dict'} of what is in it, or None"
         )
     if len(items) != len(names):
         raise DynamicShapeError(

@@ -36,6 +36,9 @@ CallAttributes = bool | Sequence[str] | Callable[[ModuleCall], Mapping[str, Any]
 WeightNames = bool | str | Sequence[str] | Callable[[str], bool]
 """Parameters and buffers by patterns of names (`"**lora**"`), a predicate on names, or True for all."""
 
+ExternalData = bool | int | str | None
+"""Whether the weights are in a file beside the model; the largest size of such files; or the name of one to share."""
+
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -33,7 +34,7 @@ from scopetrace.errors import (
     OnnxOptionError,
 )
 from scopetrace.lower.exported.constraints import refuse_narrowed
-from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
+from scopetrace.lower.onnx import CallAttributes, ExternalData, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
 from scopetrace.lower.onnx.folding import FOLDED, fold_batch_norms
@@ -319,7 +320,7 @@ def write(
     program: TracedProgram,
     path: str | os.PathLike[str] | None,
     options: Options,
-    external_data: bool | int | None,
+    external_data: ExternalData,
     verified: bool,
     progress: Callable[[str], None] | None,
 ) -> Exported:
@@ -327,9 +328,16 @@ def write(
     version: Any = options.opset_version
     if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
         raise ArgumentTypeError(f"opset_version={version!r}: write a number, as opset_version=18")
-    if path is None and not options.export_params:
+    left_out = not options.export_params
+    if path is None and left_out:
         raise OnnxOptionError("export_params=False writes references to files beside the file: give a path")
-    if external_data is not None and not isinstance(external_data, bool) and external_data <= 0:
+    if isinstance(external_data, str):
+        if external_data in ("", Path(path or "").name) or Path(external_data).name != external_data or left_out:
+            raise OnnxOptionError(
+                f"external_data={external_data!r}: write the name of a file of its own, which lies beside `path`; "
+                "export_params=False names its own"
+            )
+    elif external_data is not None and not isinstance(external_data, bool) and external_data <= 0:
         raise OnnxOptionError(f"external_data={external_data}: write True, or the largest size of a file in bytes")
     if not any(op.values() for op in program.tape.ops):
         raise OnnxExportError("the program has no tensors: there is nothing for an ONNX model to compute")

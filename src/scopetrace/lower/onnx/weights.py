@@ -9,10 +9,11 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,10 +24,14 @@ from onnx_ir.tensor_adapters import TorchTensor
 from scopetrace._compat.onnx import packed_tensor
 from scopetrace.errors import OnnxOptionError
 from scopetrace.ir.selection import crossing, matches, near_names
-from scopetrace.lower.onnx import WeightNames
+from scopetrace.lower.onnx import ExternalData, WeightNames
 
 PROTO_LIMIT = 2**31 - 2**27
 """Bytes of weights that fit into the file: protobuf's limit is 2 GiB, of which the graph needs a part."""
+
+
+_SMALL = 256
+"""Tensors of at most this many bytes are in the model, as `onnx_ir.save` has it."""
 
 
 def onnx_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
@@ -75,26 +80,72 @@ def identity(graph: ir.Graph, value: ir.Value, name: str | None = None) -> ir.Va
 
 
 def save(
-    model: ir.Model, path: str | os.PathLike[str], external_data: bool | int | None, left_out: Collection[str] = ()
+    model: ir.Model, path: str | os.PathLike[str], external_data: ExternalData, left_out: Collection[str] = ()
 ) -> None:
     """Write a model. `external_data` puts the weights into a file beside it; None does so above PROTO_LIMIT.
 
-    A number is the largest size of such a file. Of initializers with the names in `left_out`, only references are
-    written. An earlier model of this path is deleted with its files.
+    A number is the largest size of such a file, a text the name of a file that models of the folder share. Of
+    initializers with the names in `left_out`, only references are written. An earlier model of this path is deleted
+    with its files.
     """
     if external_data is None:
         kept = [v.const_value for v in model.graph.initializers.values() if v.name not in left_out]
         external_data = sum(t.nbytes for t in kept if t is not None) > PROTO_LIMIT
-    target, limit = Path(path), None if isinstance(external_data, bool) else external_data
+    target, limit = Path(path), external_data if type(external_data) is int else None
     ours = re.compile(re.escape(target.stem) + r"(-\d{5}-of-\d{5})?" + re.escape(target.suffix) + r"(\.data)?")
-    for old in [p for p in target.parent.iterdir() if ours.fullmatch(p.name)]:
+    for old in [p for p in target.parent.iterdir() if ours.fullmatch(p.name) and p.name != external_data]:
         old.unlink()
-    if left_out:
+    if isinstance(external_data, str):
+        _save_sharing(model, target, external_data)
+    elif left_out:
         _set_references([v for n, v in model.graph.initializers.items() if n in left_out], target, limit)
         ir.save(model, target)
     else:
         name = f"{target.name}.data" if external_data else None
         ir.save(model, target, external_data=name, max_shard_size_bytes=limit)
+
+
+def _save_sharing(model: ir.Model, path: Path, name: str) -> None:
+    """Write a model whose weights are in the file `name`, which has what other models beside it have there once.
+
+    That file grows, and those models stay as they are; it begins anew where none of them reads it.
+    """
+    values = [v for graph in model.graphs() for v in graph.initializers.values()]
+    data: list[tuple[ir.Value, Any]] = [(v, v.const_value) for v in values if v.const_value is not None]
+    data = [(v, t) for v, t in data if t.nbytes > _SMALL]
+    places = {_digest(t): t.offset for t in _references(path, name)}
+    file = path.parent / name
+    if not places:
+        file.unlink(missing_ok=True)  # whoever has the old file open keeps it
+    try:
+        with file.open("r+b" if places else "wb") as end:
+            end.seek(0, os.SEEK_END)
+            for value, t in data:
+                if (key := _digest(t)) not in places:
+                    places[key] = end.tell()
+                    t.tofile(end)
+                value.const_value = ir.ExternalTensor(
+                    name, places[key], t.nbytes, t.dtype, shape=t.shape, name=str(value.name), base_dir=path.parent
+                )
+        ir.save(model, path)
+    finally:
+        for value, t in data:
+            value.const_value = t
+
+
+def _references(path: Path, name: str) -> Iterator[ir.ExternalTensor]:
+    """What the ONNX files beside one have in the file of weights with this name."""
+    others = [
+        p for p in path.parent.iterdir() if p.suffix in (path.suffix, ".onnx") and p.name not in (path.name, name)
+    ]
+    for other in others:
+        if name.encode() in other.read_bytes():
+            tensors = [v.const_value for graph in ir.load(other).graphs() for v in graph.initializers.values()]
+            yield from (t for t in tensors if isinstance(t, ir.ExternalTensor) and t.location == name)
+
+
+def _digest(tensor: Any) -> bytes:
+    return hashlib.sha256(tensor.tobytes()).digest()
 
 
 def _set_references(values: Sequence[ir.Value], path: Path, limit: int | None) -> None:
@@ -124,7 +175,8 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
         tensors: by name, what the file lacks, such as a state dict. It is asked for one tensor at a time.
 
     Raises:
-        OnnxOptionError: a tensor is missing, or has another dtype or shape than the file says. Nothing is written.
+        OnnxOptionError: a tensor is missing, has another dtype or shape than the file says, or other models share the
+            file. Nothing is written.
     """
     values = ir.load(path).graph.initializers.values()
     references = [v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)]
@@ -138,6 +190,8 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
         for reference in references:
             place = Path(reference.location).name
             if place not in files:
+                if next(_references(Path(path), place), None) is not None:
+                    raise OnnxOptionError(f"{place} has weights of other models, too: write this one with to_onnx anew")
                 files[place] = stack.enter_context((new / place).open("wb"))
             _write(files[place], reference, onnx_tensor(tensors[str(reference.name)]))
         for name, file in files.items():
