@@ -55,6 +55,8 @@ class TrainingStep:
 
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = self._loss(model(*args, **kwargs))
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ArgumentError("the loss is not one float that requires grad: name another, or estimate inference")
             loss.backward()
             if optimizer is not None:
                 optimizer.step()

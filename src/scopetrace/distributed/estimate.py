@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from scopetrace._compat.allocations import peak_of
 from scopetrace._compat.tensors import storage_id
 from scopetrace.api.checkpoints import checkpoint_plan
-from scopetrace.api.runnable import program_of
+from scopetrace.api.runnable import knows_others, program_of
 from scopetrace.api.steps import TrainingStep
 from scopetrace.api.trace import Trace, trace
 from scopetrace.distributed.costs import op_flops
@@ -140,6 +140,7 @@ class Estimate(Tabular):
         )
 
 
+@knows_others("st.estimate", {})
 def estimate(
     model: torch.nn.Module,
     args: tuple[Any, ...] | torch.Tensor = (),
@@ -172,12 +173,19 @@ def estimate(
             has what would fit.
         depth: levels of calls below the model that have rows; None for all.
 
-    Raises ArgumentError for an optimizer or loss that is none, or with step=False; what `trace` raises.
+    Raises ArgumentError for an optimizer or loss that is none, or with step=False, or an optimizer whose step reads
+    values (ASGD, Adafactor); what `trace` raises.
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"estimate takes a torch.nn.Module, not {type(model).__name__}")
     if not step and (optimizer is not None or loss is not None):
         raise ArgumentError("optimizer= and loss= are of a training step: leave them out, or step=False")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"dtype={dtype!r}: give one of floating point, such as torch.bfloat16")
+    if gpu_bytes is not None and not isinstance(gpu_bytes, int | float):
+        raise ArgumentError(f"gpu_bytes={gpu_bytes!r}: give a number, such as 80 * 10**9")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(f"optimizer= makes one: write lambda params: {type(optimizer).__name__}(params, ...)")
     twin = _copy(model, dtype)
     arguments = (args,) if isinstance(args, torch.Tensor) else args, kwargs
     cast = tree_map_only(torch.Tensor, functools.partial(_on_cpu, dtype=dtype), arguments)
@@ -226,7 +234,11 @@ def _stepping(tape: ProgramTape, model: torch.nn.Module, make: MakeOptimizer) ->
         return 0, 0
     for p, meta in zip(model.parameters(), metas, strict=True):
         meta.grad = torch.empty_like(meta) if id(p) in trained else None
-    optimizer.step()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        kind = type(optimizer).__name__
+        raise ArgumentError(f"the step of {kind} reads values, which an estimate does not have: {error}") from error
     state = tree_leaves(list(optimizer.state.values()))
     return _bytes(state), peak_of(optimizer.step, [*metas, *(p.grad for p in metas), *state])
 
