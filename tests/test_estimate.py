@@ -220,18 +220,19 @@ WRONG = {
         {"optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())},
         r"optimizer= makes one: write lambda params: AdamW\(params, ...\)",
     ),
-    "a step that reads values": (
-        {"optimizer": "asgd"},
-        "the step of ASGD reads values, which an estimate does not have",
-    ),
+    "a step that reads values": ({"optimizer": "asgd"}, "ASGD takes no step on meta tensors: .*item"),
+    "a step with a closure": ({"optimizer": torch.optim.LBFGS}, "LBFGS takes no step on meta tensors: .*closure"),
+    "no optimizer": ({"optimizer": list}, "list takes no step on meta tensors"),
     "of a step": ({"step": False, "optimizer": "sgd"}, "of a training step"),
-    "a loss of many": ({"loss": lambda out: out}, "the loss is not one float that requires grad: name another"),
+    "a loss of many": ({"loss": lambda out: out}, "the loss is not one float that requires grad: name one"),
     "a loss without history": ({"loss": lambda out: out.detach().sum()}, "the loss is not one float"),
+    "nothing to train": ({"model": nn.ReLU()}, "the loss is not one float"),
     "no loss": ({"loss": lambda out: None}, "the loss is not one float"),
     "a dtype by name": ({"dtype": "bf16"}, "dtype='bf16': give one of floating point, such as torch.bfloat16"),
     "a dtype of integers": ({"dtype": torch.int8}, "dtype=torch.int8: give one of floating point"),
     "bytes as text": ({"gpu_bytes": "80GB"}, r"gpu_bytes='80GB': give a number, such as 80 \* 10\*\*9"),
     "a misspelt argument": ({"optimiser": "sgd"}, "st.estimate has no argument optimiser=: write optimizer="),
+    "a lazy module": ({"model": nn.LazyBatchNorm1d()}, "a lazy module has no parameters yet"),
     "no module": ({"model": torch.relu}, "takes a torch.nn.Module, not builtin_function_or_method"),
 }
 
@@ -239,7 +240,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_arguments_that_do_not_fit(name):
     options, message = WRONG[name]
-    with pytest.raises(st.ArgumentError, match=message):
+    with pytest.raises(st.ScopetraceError, match=message):
         st.estimate(**{"model": nn.Linear(4, 2), "args": torch.ones(3, 4), **options})
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from scopetrace._compat.allocations import peak_of
@@ -208,7 +209,9 @@ def _on_cpu(t: torch.Tensor, dtype: torch.dtype | None, *, keeps: bool = True) -
 
 
 def _copy(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.Module:
-    """The model with parameters without values."""
+    """The model with parameters without values; a lazy one itself, which trace refuses."""
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        return model
     plain = [t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor)]
     copies: dict[int, Any] = {id(t): _on_cpu(t, None) for t in plain}
     copies |= {id(b): _on_cpu(b, dtype) for b in model.buffers()}
@@ -236,9 +239,8 @@ def _stepping(tape: ProgramTape, model: torch.nn.Module, make: MakeOptimizer) ->
         meta.grad = torch.empty_like(meta) if id(p) in trained else None
     try:
         optimizer.step()
-    except RuntimeError as error:
-        kind = type(optimizer).__name__
-        raise ArgumentError(f"the step of {kind} reads values, which an estimate does not have: {error}") from error
+    except (AttributeError, RuntimeError, TypeError) as error:  # it reads values, needs a closure, or is none
+        raise ArgumentError(f"{type(optimizer).__name__} takes no step on meta tensors: {error}") from error
     state = tree_leaves(list(optimizer.state.values()))
     return _bytes(state), peak_of(optimizer.step, [*metas, *(p.grad for p in metas), *state])
 
