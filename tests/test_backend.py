@@ -165,6 +165,13 @@ def test_a_row_says_which_output_and_which_input():
     assert isinstance(rows[0], st.WriteBackRow)
 
 
+def test_a_backward_compiler_by_name():
+    backend = st.functional_backend("eager", backward_compiler="eager")
+    weight = torch.ones(2, requires_grad=True)
+    backend(torch.fx.symbolic_trace(lambda x, w: x * w), [X, weight])(X, weight).sum().backward()
+    assert weight.grad.tolist() == [1, 1]
+
+
 def test_the_forward_of_a_split_program_is_told_too():
     seen = []
     compiler = lambda gm, inputs: seen.append([str(row) for row in gm.meta.get("scopetrace", ())]) or gm  # noqa: E731
@@ -175,15 +182,25 @@ def test_the_forward_of_a_split_program_is_told_too():
     assert weight.grad.tolist() == [2, 2]
 
 
-def test_none_for_a_value_that_is_a_result_is_refused():
-    backend = st.functional_backend(lambda gm, inputs: lambda *inputs: [None], write_back="compiler")
-    with pytest.raises(st.errors.CompiledGraphError, match="returned None as value 0"):
+WRONG_COMPILERS = {
+    "a result is None": (lambda *inputs: [None], "returned NoneType as value 0, the graph has a tensor"),
+    "an array": (lambda x: [x.numpy() + 1], "returned ndarray as value 0, the graph has a tensor"),
+    "no function": (None, "the compiler returned NoneType, not a function that runs the graph"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_COMPILERS)
+def test_what_a_compiler_returns_is_checked(name):
+    run, message = WRONG_COMPILERS[name]
+    backend = st.functional_backend(lambda gm, inputs: run, write_back="compiler")
+    with pytest.raises(st.errors.CompiledGraphError, match=message):
         backend(torch.fx.symbolic_trace(lambda x: x + 1), [X])(X)
 
 
 REFUSED = {
     'write_back="device"': ({"write_back": "device"}, "must be one of 'scopetrace', 'compiler'"),
     "a backward too": ({"write_back": "compiler", "backward_compiler": Device()}, "give one of the two"),
+    "no compiler": ({"compiler": None}, "a compiler is a function or the name of a backend, not NoneType"),
     "a misspelt option": ({"levl": "aten"}, "functional_backend has no argument levl=: write level="),
 }
 
@@ -192,7 +209,7 @@ REFUSED = {
 def test_refused_options(name):
     options, message = REFUSED[name]
     with pytest.raises(st.ArgumentError, match=message):
-        st.functional_backend(Device(), **options)
+        st.functional_backend(**{"compiler": Device(), **options})
 
 
 # torch.compile(backend="scopetrace") ----------------------------------------------------------------------------------

@@ -386,11 +386,7 @@ WRONG_OPTIONS = {
     ("--colour",): "No such option",
     ("--optimizer", "adam"): "--loss and --optimizer are for training steps: add --step",
     ("--step", "--optimizer", "adma"): "'adma' is not one of 'adadelta'",
-    (
-        "--step",
-        "--optimizer",
-        "lbfgs",
-    ): "'lbfgs' is not one of 'adadelta', 'adagrad', 'adam', 'adamax', 'adamw', 'muon'",
+    ("--step", "--optimizer", "lbfgs"): "'lbfgs' is not one of 'adadelta', 'adafactor', 'adagrad', 'adam', 'adamax'",
     ("--step", "--loss", "logits"): "loss logits: the model's result has no such tensor; it is a tensor",
 }
 

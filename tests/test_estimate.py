@@ -214,14 +214,34 @@ def test_a_loss_is_a_name_or_a_function():
         st.estimate(model, (x,), loss="nll")
 
 
-def test_arguments_that_do_not_fit():
-    model, x = example("linear")
-    with pytest.raises(st.ArgumentError, match=r"optimizer lbfgs: give one of .*, adamw, "):
-        st.estimate(model, (x,), optimizer="lbfgs")
-    with pytest.raises(st.ArgumentError, match="of a training step"):
-        st.estimate(model, (x,), step=False, optimizer="sgd")
-    with pytest.raises(st.ArgumentError, match=r"takes a torch.nn.Module, not function"):
-        st.estimate(lambda x: x, (x,))
+WRONG = {
+    "no optimizer of a step": ({"optimizer": "lbfgs"}, r"optimizer lbfgs: give one of .*, adamw, "),
+    "an optimizer of the model": (
+        {"optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())},
+        r"optimizer= makes one: write lambda params: AdamW\(params, ...\)",
+    ),
+    "a step that reads values": ({"optimizer": "asgd"}, "ASGD takes no step on meta tensors: .*item"),
+    "a step with a closure": ({"optimizer": torch.optim.LBFGS}, "LBFGS takes no step on meta tensors: .*closure"),
+    "no optimizer": ({"optimizer": list}, "list takes no step on meta tensors"),
+    "of a step": ({"step": False, "optimizer": "sgd"}, "of a training step"),
+    "a loss of many": ({"loss": lambda out: out}, "the loss is not one float that requires grad: name one"),
+    "a loss without history": ({"loss": lambda out: out.detach().sum()}, "the loss is not one float"),
+    "nothing to train": ({"model": nn.ReLU()}, "the loss is not one float"),
+    "no loss": ({"loss": lambda out: None}, "the loss is not one float"),
+    "a dtype by name": ({"dtype": "bf16"}, "dtype='bf16': give one of floating point, such as torch.bfloat16"),
+    "a dtype of integers": ({"dtype": torch.int8}, "dtype=torch.int8: give one of floating point"),
+    "bytes as text": ({"gpu_bytes": "80GB"}, r"gpu_bytes='80GB': give a number, such as 80 \* 10\*\*9"),
+    "a misspelt argument": ({"optimiser": "sgd"}, "st.estimate has no argument optimiser=: write optimizer="),
+    "a lazy module": ({"model": nn.LazyBatchNorm1d()}, "a lazy module has no parameters yet"),
+    "no module": ({"model": torch.relu}, "takes a torch.nn.Module, not builtin_function_or_method"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_do_not_fit(name):
+    options, message = WRONG[name]
+    with pytest.raises(st.ScopetraceError, match=message):
+        st.estimate(**{"model": nn.Linear(4, 2), "args": torch.ones(3, 4), **options})
 
 
 def test_an_optimizer_of_ones_own():

@@ -94,12 +94,18 @@ def test_files_of_parameters_and_of_several_calls(snapshot, tmp_path):
     for n in (1, 2):
         both = snapshot(update=True, name=f"TestNet::test_net[{n}-a/b c]")
         tr = both(model(layers=n), (X,))
-        both(tr.outline(True), name="outlined")
+        both(tr.outline(True), name="by/layer")
         assert failure(both, tr) == (
-            f"two graphs for TestNet_test_net_{n}-a_b_c.txt: give each call of graph_snapshot a name= of its own"
+            f"two graphs for TestNet.test_net[{n}-a%2Fb%20c].txt: give each call of graph_snapshot a name= of its own"
         )
     files = {path.name for path in (tmp_path / "snapshots" / "test_model").iterdir()}
-    assert files == {f"TestNet_test_net_{n}-a_b_c{end}.txt" for n in (1, 2) for end in ("", "-outlined")}
+    assert files == {f"TestNet.test_net[{n}-a%2Fb%20c]{end}.txt" for n in (1, 2) for end in ("", "-by%2Flayer")}
+
+
+def test_ids_that_differ_in_one_sign_have_texts_of_their_own(snapshot, tmp_path):
+    for name in ("test_a", "test[a]", "test[a_b]", "test[a b]", "test[a/b]", "Test::a"):
+        snapshot(update=True, name=name)(model(layers=1), (X,))
+    assert len(list((tmp_path / "snapshots" / "test_model").iterdir())) == 6
 
 
 class Count(nn.Module):

@@ -176,7 +176,7 @@ class OutlineError(ArgumentError):
 
 
 class CompiledGraphError(VerificationError):
-    """A compiled graph returned values of other shapes or dtypes than the graph that it was made from."""
+    """A compiled graph returned other values than the graph that it was made from: kinds, shapes or dtypes."""
 
 
 class InvalidTapeError(VerificationError):

@@ -12,6 +12,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from scopetrace.errors import ArgumentTypeError, CompiledGraphError
+
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 COMPILING = threading.RLock()
@@ -33,13 +35,18 @@ def backend_for(backend: str | Callable[..., Any], mode: str | None, options: di
 def compiler_for(backend: str | Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]) -> Backend:
     """A backend, or that of a name, which is told that sizes may depend on data, as Dynamo tells it."""
     compiler: Callable[..., Any] = backend_for(backend, None, None) if isinstance(backend, str) else backend
+    if not callable(compiler):
+        raise ArgumentTypeError(f"a compiler is a function or the name of a backend, not {type(compiler).__name__}")
 
     def compile_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         for node in graph_module.graph.nodes:  # the symbols of this run have the names of those of the trace
             node.meta.pop("unbacked_bindings", None)
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with tracing(TracingContext(fake_mode)):
-            return compiler(graph_module, list(inputs))
+            run = compiler(graph_module, list(inputs))
+        if not callable(run):
+            raise CompiledGraphError(f"the compiler returned {type(run).__name__}, not a function that runs the graph")
+        return run
 
     return compile_graph
 

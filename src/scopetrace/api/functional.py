@@ -143,7 +143,7 @@ def functional_backend(
     level: Level = "aten",
     lower_scatter: Form | None = None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
-    backward_compiler: Compiler | None = None,
+    backward_compiler: Compiler | str | None = None,
     partition_fn: Partition | None = None,
     write_back: Writer = "scopetrace",
 ) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
@@ -169,9 +169,9 @@ def functional_backend(
         level: as for `functionalize`.
         lower_scatter: as for `functionalize`.
         decompositions: as for `functionalize`.
-        backward_compiler: called, where something requires grad, with the graph of the backward at its first run; then
-            `compiler` gets the graph of the forward that goes with it. Nodes of both have scopes in `node.meta`, as in
-            `Trace.split_backward`. At ATen level only.
+        backward_compiler: as `compiler`, for the graph of the backward at its first run; then `compiler` gets the graph
+            of the forward that goes with it. Both only where something requires grad, and at ATen level. Nodes have
+            scopes in `node.meta`, as in `Trace.split_backward`.
         partition_fn: as for `Trace.split_backward`.
         write_back: who copies new values into inputs, after the graph. `"compiler"`: what `compiler` returns does it,
             into the tensors that it is called with, for a device that keeps its state; a value that only it copies may
@@ -186,6 +186,7 @@ def functional_backend(
     options: Any = {"level": level, "lower_scatter": lower_scatter, "decompositions": decompositions}
     make = functools.partial(_functionalized, write_back=write_back, **options)
     compile_graph = compiler_for(compiler)
+    compile_backward = None if backward_compiler is None else compiler_for(backward_compiler)
     if level != "aten" and backward_compiler is not None:
         raise ArgumentError('backward_compiler= takes graphs of ATen ops: give it with level="aten"')
     if write_back == "compiler" and backward_compiler is not None:
@@ -199,7 +200,7 @@ def functional_backend(
         return parts
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _Compiled(gm, make, compile_graph, backward_compiler and (split, backward_compiler))
+        return _Compiled(gm, make, compile_graph, compile_backward and (split, compile_backward))
 
     return backend
 

@@ -55,6 +55,8 @@ class TrainingStep:
 
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = self._loss(model(*args, **kwargs))
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ArgumentError("the loss is not one float that requires grad: name one, or take no training step")
             loss.backward()
             if optimizer is not None:
                 optimizer.step()
@@ -65,8 +67,8 @@ class TrainingStep:
         step.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
         return step
 
-    def _loss(self, result: Any) -> torch.Tensor:
-        """Raises ArgumentError for a result without the loss, or without a float of which there are gradients."""
+    def _loss(self, result: Any) -> Any:
+        """None without a float that requires grad. Raises ArgumentError for a result without the named loss."""
         if callable(self.loss):
             return self.loss(result)
         name = self.loss or "loss"
@@ -78,6 +80,4 @@ class TrainingStep:
             has = f"it has {', '.join(result)}" if isinstance(result, dict) else f"it is a {kind}"
             raise ArgumentError(f"loss {self.loss}: the model's result has no such tensor; {has}")
         floats = [t for t in leaves(result, torch.Tensor) if t.is_floating_point() and t.requires_grad]
-        if not floats:
-            raise ArgumentError("no result of the model is a float that requires grad: name the loss")
-        return torch.stack([t.float().sum() for t in floats]).sum()
+        return torch.stack([t.float().sum() for t in floats]).sum() if floats else None

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from scopetrace._compat.allocations import peak_of
 from scopetrace._compat.tensors import storage_id
 from scopetrace.api.checkpoints import checkpoint_plan
-from scopetrace.api.runnable import program_of
+from scopetrace.api.runnable import knows_others, program_of
 from scopetrace.api.steps import TrainingStep
 from scopetrace.api.trace import Trace, trace
 from scopetrace.distributed.costs import op_flops
@@ -140,6 +141,7 @@ class Estimate(Tabular):
         )
 
 
+@knows_others("st.estimate", {})
 def estimate(
     model: torch.nn.Module,
     args: tuple[Any, ...] | torch.Tensor = (),
@@ -172,12 +174,19 @@ def estimate(
             has what would fit.
         depth: levels of calls below the model that have rows; None for all.
 
-    Raises ArgumentError for an optimizer or loss that is none, or with step=False; what `trace` raises.
+    Raises ArgumentError for an optimizer or loss that is none, or with step=False, or an optimizer whose step reads
+    values (ASGD, Adafactor); what `trace` raises.
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"estimate takes a torch.nn.Module, not {type(model).__name__}")
     if not step and (optimizer is not None or loss is not None):
         raise ArgumentError("optimizer= and loss= are of a training step: leave them out, or step=False")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"dtype={dtype!r}: give one of floating point, such as torch.bfloat16")
+    if gpu_bytes is not None and not isinstance(gpu_bytes, int | float):
+        raise ArgumentError(f"gpu_bytes={gpu_bytes!r}: give a number, such as 80 * 10**9")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(f"optimizer= makes one: write lambda params: {type(optimizer).__name__}(params, ...)")
     twin = _copy(model, dtype)
     arguments = (args,) if isinstance(args, torch.Tensor) else args, kwargs
     cast = tree_map_only(torch.Tensor, functools.partial(_on_cpu, dtype=dtype), arguments)
@@ -200,7 +209,9 @@ def _on_cpu(t: torch.Tensor, dtype: torch.dtype | None, *, keeps: bool = True) -
 
 
 def _copy(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.Module:
-    """The model with parameters without values."""
+    """The model with parameters without values; a lazy one itself, which trace refuses."""
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        return model
     plain = [t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor)]
     copies: dict[int, Any] = {id(t): _on_cpu(t, None) for t in plain}
     copies |= {id(b): _on_cpu(b, dtype) for b in model.buffers()}
@@ -226,7 +237,10 @@ def _stepping(tape: ProgramTape, model: torch.nn.Module, make: MakeOptimizer) ->
         return 0, 0
     for p, meta in zip(model.parameters(), metas, strict=True):
         meta.grad = torch.empty_like(meta) if id(p) in trained else None
-    optimizer.step()
+    try:
+        optimizer.step()
+    except (AttributeError, RuntimeError, TypeError) as error:  # it reads values, needs a closure, or is none
+        raise ArgumentError(f"{type(optimizer).__name__} takes no step on meta tensors: {error}") from error
     state = tree_leaves(list(optimizer.state.values()))
     return _bytes(state), peak_of(optimizer.step, [*metas, *(p.grad for p in metas), *state])
 

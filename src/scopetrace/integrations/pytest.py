@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 
@@ -55,7 +56,7 @@ class GraphSnapshot:
         self._update = request.config.getoption(UPDATE)
         marks = list(request.node.iter_markers("graph_snapshot"))  # the closest first
         self._limits = {key: value for mark in reversed(marks) for key, value in mark.kwargs.items()}
-        name = re.sub(r"[^\w.-]+", "_", request.node.nodeid.partition("::")[2]).strip("_")  # with that of the class
+        name = quote(request.node.nodeid.partition("::")[2].replace("::", "."), "[]")  # with that of the class
         self._stem = request.path.parent / "snapshots" / request.path.stem / name
         self._used: set[Path] = set()
 
@@ -95,7 +96,7 @@ class GraphSnapshot:
         return traced
 
     def _path(self, name: str) -> Path:
-        path = self._stem.with_name(f"{self._stem.name}{'-' * bool(name)}{name}.txt")
+        path = self._stem.with_name(f"{self._stem.name}{'-' * bool(name)}{quote(name, '')}.txt")
         if path in self._used:
             pytest.fail(f"two graphs for {path.name}: give each call of graph_snapshot a name= of its own", False)
         self._used.add(path)

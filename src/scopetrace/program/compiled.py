@@ -80,9 +80,11 @@ class GraphValues:
         outputs = list(values)
         pairs: dict[int, tuple[_Layout, torch.Tensor]] = {}
         for i, layout in enumerate(self._layouts):
-            if values[i] is None and i in self._used:
-                raise CompiledGraphError(f"the compiled graph returned None as value {i}, and more than it reads that")
-            if layout is not None and isinstance(values[i], torch.Tensor):
+            is_tensor = isinstance(values[i], torch.Tensor)
+            if i in self._used and not is_tensor and (layout is not None or values[i] is None):
+                was = type(values[i]).__name__
+                raise CompiledGraphError(f"the compiled graph returned {was} as value {i}, the graph has a tensor")
+            if layout is not None and is_tensor:
                 geometry = resolved(layout.geometry, number) if self._is_dynamic else layout.geometry
                 pairs[i] = layout._replace(geometry=geometry), values[i]
                 _check(i, *pairs[i])
