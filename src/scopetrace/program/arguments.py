@@ -53,8 +53,7 @@ class ExpectedTensor:
     """What a call is compared with for an input tensor."""
 
     path: str
-    shape: tuple[int | None, ...]
-    """None for a dynamic size."""
+    shape: tuple[int | None, ...]  # None for a dynamic size
     dtype: torch.dtype
     device: torch.device
     layout: torch.layout
@@ -65,25 +64,22 @@ class ExpectedTensor:
         if len(shape) != len(self.shape):
             traced = ["any" if n is None else n for n in self.shape]
             raise InputMismatchError(f"{self.path}: traced with shape {traced}, called with {list(shape)}")
-        if shape != self.shape:
-            for dim, (old, new) in enumerate(zip(self.shape, shape, strict=True)):
-                if old is not None and old != new:
-                    raise InputMismatchError(
-                        f"{self.path}: dimension {dim} was {old} when traced and is {new} now; "
-                        "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
-                    )
+        for dim, (old, new) in enumerate(zip(self.shape, shape, strict=True)):
+            if old is not None and old != new:
+                raise InputMismatchError(
+                    f"{self.path}: dimension {dim} was {old} when traced and is {new} now; "
+                    "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
+                )
         if type(tensor) is not torch.Tensor and passes_its_class(tensor):
             raise InputMismatchError(
                 f"{self.path} is a {type(tensor).__name__} now, and results of a trace are plain tensors; "
                 "pass x.as_subclass(torch.Tensor)"
             )
-        if (tensor.dtype, tensor.device, tensor.layout) != (self.dtype, self.device, self.layout):
-            for what in ("dtype", "device", "layout"):
-                old, new = getattr(self, what), getattr(tensor, what)
-                if old != new:
-                    raise InputMismatchError(
-                        f"{self.path}: {what} was {old} when traced and is {new} now; convert it, or trace again"
-                    )
+        for what in ("dtype", "device", "layout"):
+            if (was := getattr(self, what)) != (now := getattr(tensor, what)):
+                raise InputMismatchError(
+                    f"{self.path}: {what} was {was} when traced and is {now} now; convert it, or trace again"
+                )
 
 
 class ExpectedArguments:
