@@ -20,16 +20,25 @@ import torch
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import passes_its_class
 from scopetrace.containers.structure import (
+    Effect,
     Given,
+    Returned,
     children_like,
     close_instance,
     map_structure,
     match,
     match_constant,
     open_container,
+    with_given,
 )
 from scopetrace.errors import InputMismatchError
 from scopetrace.ir.tape import ProgramTape, Value
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+MISMATCHES = (InputMismatchError, AttributeError, LookupError, TypeError, ValueError)
+"""What code of a call raises where arguments or state are not as in the trace."""
+_MOST_TERMS = 20
+"""With more, Python takes longer to compile the code than many calls of it take less."""
 
 
 class TensorSlot:
@@ -46,6 +55,15 @@ SLOTS = (TensorSlot, SizeSlot)
 def without_values(x: Any) -> Any:
     """A template with a TensorSlot for each value of the tape, and a SizeSlot for each symbolic number."""
     return map_structure(lambda v: TensorSlot() if isinstance(v, Value) else SizeSlot(), x, (Value, *Symbolic))
+
+
+def output_template(tape: ProgramTape) -> Any:
+    """The template of what a call gives, with a Given for each object among its arguments."""
+    outputs = without_values(tape.outputs)
+    if not isinstance(outputs, Returned):
+        return with_given(outputs, tape.given, SLOTS)
+    effects = [Effect(e.path, with_given(e.content, e.given, SLOTS)) for e in outputs.effects]
+    return Returned(with_given(outputs.result, tape.given, SLOTS), effects)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +136,6 @@ class ExpectedArguments:
 def _count(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     names = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
     return f"{len(args)} positional{names}"
-
-
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-MISMATCHES = (InputMismatchError, AttributeError, LookupError, TypeError, ValueError)
-"""What code of a call raises where arguments or state are not as in the trace."""
-_MOST_TERMS = 20
-"""With more, Python takes longer to compile the code than many calls of it take less."""
 
 
 class CallCode:

@@ -25,47 +25,20 @@ import torch
 from scopetrace._compat.ops import in_transform
 from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
-from scopetrace.containers.structure import (
-    Effect,
-    Given,
-    Returned,
-    apply_effects,
-    effect_targets,
-    leaves,
-    match,
-    with_given,
-)
+from scopetrace.containers.structure import Effect, Given, Returned, apply_effects, effect_targets, leaves, match
 from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.guards import MISSING, At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef, resolved
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
-from scopetrace.program.arguments import (
-    MISMATCHES,
-    SLOTS,
-    CallCode,
-    ExpectedArguments,
-    SizeSlot,
-    TensorSlot,
-    without_values,
-)
+from scopetrace.program.arguments import MISMATCHES, CallCode, ExpectedArguments, SizeSlot, TensorSlot, output_template
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
 from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import Sharing
 from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
 from scopetrace.record.model import argument_names, more_keywords
 from scopetrace.watch.uses import takes_by_key
-
-
-def _template_of_outputs(tape: ProgramTape) -> Any:
-    """The template of what a call gives, with a Given for each object among its arguments."""
-    outputs = without_values(tape.outputs)
-    if not isinstance(outputs, Returned):
-        return with_given(outputs, tape.given, SLOTS)
-    effects = [Effect(e.path, with_given(e.content, e.given, SLOTS)) for e in outputs.effects]
-    return Returned(with_given(outputs.result, tape.given, SLOTS), effects)
-
 
 _DICTS = frozenset({dict, collections.OrderedDict})
 _NUMBERS = (bool, int, float, str, type(None))
@@ -94,7 +67,7 @@ class CallBoundary:
         self.expected = ExpectedArguments(tape)
         self.more_keywords = more_keywords(self._signed, self.expected.kwargs)
         self._count = len(tape.graph_outputs())
-        self.outputs = _template_of_outputs(tape)
+        self.outputs = output_template(tape)
         self._objects: list[Given | Effect] = [*leaves(self.outputs, Given), *getattr(self.outputs, "effects", ())]
         self.state = LiveState(tape, graph_module)
         self._guards = [guard for guard in tape.guards if guard.source.kind != "input"]
@@ -360,8 +333,7 @@ class _Bound:
 
     place: tuple[torch.nn.Module, str] | None
     """Where the GraphModule has it; None where only ops without effect take it, as where Python asks for its number."""
-    module: torch.nn.Module
-    attribute: str
+    owner: tuple[torch.nn.Module, str]
     table: dict[str, Any]
     """Where the module had it in the trace: its parameters, buffers or other attributes."""
     last: torch.Tensor  # the one that the model had last, and gave to the GraphModule
@@ -389,12 +361,12 @@ class LiveState:
             last = tape.attributes[name]
             if name in self._places or (name in fakes and not tape.edited):
                 table, traced = table_of(*owner) or {}, _kind(fakes.get(name, last))
-                self._bound[name] = _Bound(self._places.get(name), *owner, table, last, traced)
+                self._bound[name] = _Bound(self._places.get(name), owner, table, last, traced)
 
     def terms(self, code: CallCode) -> list[str]:
         """What holds where the model has the tensors that it had last, and they are as in the trace: loops in C."""
         bound = self._bound.values()
-        held = code.constant([b.table for b in bound]), code.constant([b.attribute for b in bound])
+        held = code.constant([b.table for b in bound]), code.constant([b.owner[1] for b in bound])
         last, same, get = map(code.constant, (self._last, operator.is_, operator.getitem))
         kind, kinds = code.constant(_kind), code.constant([b.traced for b in bound])
         is_as_last = f"all(map({same}, map({get}, {', '.join(held)}), {last}))"
@@ -406,9 +378,9 @@ class LiveState:
         Raises StateMismatchError for one that is gone, or of another dtype or shape than in the trace.
         """
         for name, bound in self._bound.items():
-            t = bound.table.get(bound.attribute)
+            t = bound.table.get(bound.owner[1])
             if t is not bound.last:
-                t = look_up(bound.module, bound.attribute)
+                t = look_up(*bound.owner)
                 if t is None:
                     raise not_as_traced(self._tape, name, bound.traced, None)
                 if bound.place is None or look_up(*bound.place) is bound.last:
@@ -423,7 +395,7 @@ class LiveState:
     @property
     def places(self) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
         """Where the model, and where the GraphModule has each tensor of the model: module and name."""
-        return [(bound.module, bound.attribute, *bound.place) for bound in self._bound.values() if bound.place]
+        return [(*bound.owner, *bound.place) for bound in self._bound.values() if bound.place]
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:

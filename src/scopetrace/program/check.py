@@ -117,7 +117,7 @@ class _State:
         tensors = self._buffers() | {f"attribute {name}": tape.attributes[name] for name in read}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
-        self._attributes = {f"attribute {name}": t for name, t in tape.attributes.items()}
+        self.tensors = {f"attribute {name}": t for name, t in tape.attributes.items()} | self._tensors
         self._leaves = {name: t for name, t in tape.attributes.items() if t.is_leaf and t.requires_grad}
         self._gradients = {name: (t.grad, _copy(t.grad)) for name, t in self._leaves.items()}
 
@@ -127,10 +127,6 @@ class _State:
             for i, saved in enumerate(self._modules)
             for name, buffer in buffers_of(saved.module).items()
         }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the model that the program reads, and buffers, themselves."""
-        return {**self._attributes, **self._tensors}
 
     def values(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
@@ -170,7 +166,7 @@ def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outcome:
     with _on_copies(state, args, kwargs, 0) as arguments:
-        known = {**dict(tensors_of("arguments", arguments)), **state.tensors()}
+        known = {**dict(tensors_of("arguments", arguments)), **state.tensors}
         result = fn(*arguments[0], **arguments[1])
         return Outcome(result, arguments, state.values(), memory_of(result, known))
 

@@ -86,10 +86,9 @@ class GraphValues:
                 _check(i, *pairs[i])
         taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
         for places in self._own.values():
-            places_returned = [i for i in places if i in pairs]
-            restored = _in_one_memory([pairs[i] for i in places_returned], taken) if places_returned else []
-            for i, tensor in zip(places_returned, restored, strict=True):
-                outputs[i] = tensor
+            if returned := {i: pairs[i] for i in places if i in pairs}:
+                for i, tensor in zip(returned, _in_one_memory([*returned.values()], taken), strict=True):
+                    outputs[i] = tensor
         return outputs if self._are_own else WriteBack([], self.sources).run(inputs, state, outputs, number)
 
     def _source(self, value: Value) -> ValueSource | None:

@@ -19,7 +19,7 @@ from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.graph_module import parts_that_switch_grad
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.structure import Returned, map_structure
+from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
 from scopetrace.ir.guards import OfInput
 from scopetrace.ir.tape import ProgramTape
@@ -85,8 +85,6 @@ class PlainCall:
 def _refuse(tape: ProgramTape) -> None:
     """Raise ExportError for a program of which a call has no form that Dynamo can trace."""
     facts = {guard.source.fact for guard in tape.guards if isinstance(guard.source, OfInput)}
-    symbolic: list[Any] = []
-    map_structure(symbolic.append, tape.write_back, Symbolic)
     storages = [storage for storage, _ in {(value.storage, id(value.fake)) for value in tape.inputs}]
     reasons = {
         "it changes gradients": bool(tape.cleared) or any(w.of is not None for w in tape.attribute_writes),
@@ -97,7 +95,7 @@ def _refuse(tape: ProgramTape) -> None:
         "inputs are views of one memory": len(set(storages)) < len(storages),
         "it reads an input's memory by absolute offset": not tape.uses_absolute_offset.isdisjoint(storages),
         f"the forward asks inputs for {', '.join(sorted(facts - {*FACTS}))}": not facts <= {*FACTS},
-        "dynamic sizes are among the views that it returns": bool(symbolic),
+        "dynamic sizes are among the views that it returns": bool(leaves(tape.write_back, Symbolic)),
     }
     for reason, holds in reasons.items():
         if holds:

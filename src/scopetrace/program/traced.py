@@ -278,8 +278,7 @@ class TracedProgram:
         self.tape = tape
         self.model = model
         self.was_called = False
-        self._variants: dict[tuple[str, bool, bool], Callable[..., Any]] = {}
-        """What `_variant` gave, by the code of the GraphModule and its arguments."""
+        self._variants: dict[tuple[str, bool, bool], Callable[..., Any]] = {}  # what `_variant` gave
 
     @property
     def current(self) -> TracedProgram:
