@@ -160,7 +160,7 @@ def test_without_a_profiler_the_graph_runs_as_it_is():
     tr = st.trace(Block(), (torch.ones(1, 4),))
     tr(torch.ones(1, 4))
     assert not is_profiling()
-    assert not program_of(tr)._with_ranges
+    assert not program_of(tr)._variants
 
 
 def test_hooks_of_the_graph_module_run_under_a_profiler_too(tmp_path):

@@ -121,8 +121,8 @@ class SymbolNodes:
         self._graph.call_function(torch.ops.aten._assert_scalar.default, (condition, said))
 
     def is_asserted(self, condition: Any) -> bool:
-        """Whether a symbolic condition always holds, or the graph asserts it already."""
-        expr = condition.node.expr
+        """Whether a condition is symbolic, and always holds or is asserted by the graph already."""
+        expr = condition.node.expr if isinstance(condition, torch.SymBool) else sympy.false
         turned = expr.reversed if expr.is_Relational else expr
         return expr == sympy.true or not self._asserted.isdisjoint((expr, turned))
 

@@ -127,17 +127,14 @@ class SizeRules:
                 raise InputMismatchError(f"{sizes_text}: the trace holds for {self._say(condition)}; trace again")
 
     def all_hold(self) -> Callable[[Sequence[torch.Tensor], Sequence[int]], bool]:
-        """Whether `check` raises nothing, as a function of its arguments that torch.compile traces.
-
-        Raises NotImplementedError for rules that it cannot say.
-        """
+        """Whether `check` raises nothing, as a function that torch.compile traces if the rules are of simple kinds."""
         sizes = [sympy.Symbol(f"n{i}", integer=True) for i in range(len(self.dynamic))]
         values: dict[Any, Any] = {}
         for d, n in sorted(zip(self.dynamic, sizes, strict=True), key=lambda pair: not pair[0].expr.is_Symbol):
             for symbol in d.expr.free_symbols - values.keys():
                 root = inverse(d.expr, symbol, n)
                 if root is None:
-                    raise NotImplementedError(f"{self._say(d.expr)} as the size of an input")
+                    return lambda tensors, numbers: not self.check(tensors, numbers)  # type: ignore[func-returns-value]
                 values[symbol] = root
         values |= {f.symbol: f.value.xreplace(values) for f in self.env.fixed if f.symbol not in values}
         conditions = [sympy.Eq(d.expr, n) for d, n in zip(self.dynamic, sizes, strict=True)]

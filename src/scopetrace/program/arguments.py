@@ -20,16 +20,25 @@ import torch
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import passes_its_class
 from scopetrace.containers.structure import (
+    Effect,
     Given,
+    Returned,
     children_like,
     close_instance,
     map_structure,
     match,
     match_constant,
     open_container,
+    with_given,
 )
 from scopetrace.errors import InputMismatchError
 from scopetrace.ir.tape import ProgramTape, Value
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+MISMATCHES = (InputMismatchError, AttributeError, LookupError, TypeError, ValueError)
+"""What code of a call raises where arguments or state are not as in the trace."""
+_MOST_TERMS = 20
+"""With more, Python takes longer to compile the code than many calls of it take less."""
 
 
 class TensorSlot:
@@ -48,13 +57,21 @@ def without_values(x: Any) -> Any:
     return map_structure(lambda v: TensorSlot() if isinstance(v, Value) else SizeSlot(), x, (Value, *Symbolic))
 
 
+def output_template(tape: ProgramTape) -> Any:
+    """The template of what a call gives, with a Given for each object among its arguments."""
+    outputs = without_values(tape.outputs)
+    if not isinstance(outputs, Returned):
+        return with_given(outputs, tape.given, SLOTS)
+    effects = [Effect(e.path, with_given(e.content, e.given, SLOTS)) for e in outputs.effects]
+    return Returned(with_given(outputs.result, tape.given, SLOTS), effects)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpectedTensor:
     """What a call is compared with for an input tensor."""
 
     path: str
-    shape: tuple[int | None, ...]
-    """None for a dynamic size."""
+    shape: tuple[int | None, ...]  # None for a dynamic size
     dtype: torch.dtype
     device: torch.device
     layout: torch.layout
@@ -65,25 +82,22 @@ class ExpectedTensor:
         if len(shape) != len(self.shape):
             traced = ["any" if n is None else n for n in self.shape]
             raise InputMismatchError(f"{self.path}: traced with shape {traced}, called with {list(shape)}")
-        if shape != self.shape:
-            for dim, (old, new) in enumerate(zip(self.shape, shape, strict=True)):
-                if old is not None and old != new:
-                    raise InputMismatchError(
-                        f"{self.path}: dimension {dim} was {old} when traced and is {new} now; "
-                        "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
-                    )
+        for dim, (old, new) in enumerate(zip(self.shape, shape, strict=True)):
+            if old is not None and old != new:
+                raise InputMismatchError(
+                    f"{self.path}: dimension {dim} was {old} when traced and is {new} now; "
+                    "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
+                )
         if type(tensor) is not torch.Tensor and passes_its_class(tensor):
             raise InputMismatchError(
                 f"{self.path} is a {type(tensor).__name__} now, and results of a trace are plain tensors; "
                 "pass x.as_subclass(torch.Tensor)"
             )
-        if (tensor.dtype, tensor.device, tensor.layout) != (self.dtype, self.device, self.layout):
-            for what in ("dtype", "device", "layout"):
-                old, new = getattr(self, what), getattr(tensor, what)
-                if old != new:
-                    raise InputMismatchError(
-                        f"{self.path}: {what} was {old} when traced and is {new} now; convert it, or trace again"
-                    )
+        for what in ("dtype", "device", "layout"):
+            if (was := getattr(self, what)) != (now := getattr(tensor, what)):
+                raise InputMismatchError(
+                    f"{self.path}: {what} was {was} when traced and is {now} now; convert it, or trace again"
+                )
 
 
 class ExpectedArguments:
@@ -122,13 +136,6 @@ class ExpectedArguments:
 def _count(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     names = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
     return f"{len(args)} positional{names}"
-
-
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-MISMATCHES = (InputMismatchError, AttributeError, LookupError, TypeError, ValueError)
-"""What code of a call raises where arguments or state are not as in the trace."""
-_MOST_TERMS = 20
-"""With more, Python takes longer to compile the code than many calls of it take less."""
 
 
 class CallCode:

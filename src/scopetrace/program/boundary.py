@@ -17,7 +17,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,42 +25,14 @@ import torch
 from scopetrace._compat.ops import in_transform
 from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
-from scopetrace.containers.structure import (
-    Effect,
-    Given,
-    Returned,
-    apply_effects,
-    effect_targets,
-    leaves,
-    match,
-    with_given,
-)
+from scopetrace.containers.structure import Effect, Given, Returned, apply_effects, effect_targets, leaves, match
 from scopetrace.errors import InputMismatchError, StateMismatchError
-from scopetrace.ir.conditions import SizeRules
-from scopetrace.ir.guards import (
-    MISSING,
-    At,
-    CallInputs,
-    OfInput,
-    OfTensor,
-    Probe,
-    check_numbers,
-    is_same,
-    unchanged,
-)
+from scopetrace.ir.guards import MISSING, At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
-from scopetrace.ir.write_back import GraphInput, Number, StateRef, resolved
+from scopetrace.ir.write_back import GraphInput, StateRef, resolved
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
-from scopetrace.program.arguments import (
-    MISMATCHES,
-    SLOTS,
-    CallCode,
-    ExpectedArguments,
-    SizeSlot,
-    TensorSlot,
-    without_values,
-)
+from scopetrace.program.arguments import MISMATCHES, CallCode, ExpectedArguments, SizeSlot, TensorSlot, output_template
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
 from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import Sharing
@@ -68,35 +40,16 @@ from scopetrace.program.state import give_gradient, look_up, put_tensor, submodu
 from scopetrace.record.model import argument_names, more_keywords
 from scopetrace.watch.uses import takes_by_key
 
-Forward = Callable[..., Any] | None
-"""The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
-
-
-def _template_of_outputs(tape: ProgramTape) -> Any:
-    """The template of what a call gives, with a Given for each object among its arguments."""
-    outputs = without_values(tape.outputs)
-    if not isinstance(outputs, Returned):
-        return with_given(outputs, tape.given, SLOTS)
-    effects = [Effect(e.path, with_given(e.content, e.given, SLOTS)) for e in outputs.effects]
-    return Returned(with_given(outputs.result, tape.given, SLOTS), effects)
-
-
-def _hold(sizes: SizeRules) -> Callable[..., bool]:
-    try:
-        return sizes.all_hold()
-    except NotImplementedError:
-        return lambda tensors, numbers: not sizes.check(tensors, numbers)  # type: ignore[func-returns-value]
-
-
 _DICTS = frozenset({dict, collections.OrderedDict})
+_NUMBERS = (bool, int, float, str, type(None))
+_kind = operator.attrgetter("dtype", "shape")
 
 
 class Entered(list[Any]):
-    """The tensors and numbers of a call, and the containers among its arguments that forward changes."""
+    """The tensors and numbers of a call."""
 
-    containers: list[Any]
     objects: Mapping[tuple[str, ...], Any] = types.MappingProxyType({})
-    """The objects among its arguments that are in the result or in what forward changes, by path."""
+    """By path, the objects among its arguments that forward changes, or that are in the result or in such objects."""
 
 
 class CallBoundary:
@@ -106,7 +59,7 @@ class CallBoundary:
     a value cannot be written back.
     """
 
-    def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Forward = None) -> None:
+    def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
         self.tape = tape
         self.forward = forward
         self._signed = forward_of(tape.calls[0], forward)
@@ -114,37 +67,37 @@ class CallBoundary:
         self.expected = ExpectedArguments(tape)
         self.more_keywords = more_keywords(self._signed, self.expected.kwargs)
         self._count = len(tape.graph_outputs())
-        self.outputs = _template_of_outputs(tape)
-        self._objects: list[Given] = leaves(self.outputs, Given)
+        self.outputs = output_template(tape)
+        self._objects: list[Given | Effect] = [*leaves(self.outputs, Given), *getattr(self.outputs, "effects", ())]
         self.state = LiveState(tape, graph_module)
-        self.check = StateCheck(tape)
+        self._guards = [guard for guard in tape.guards if guard.source.kind != "input"]
+        self.facts = [guard for guard in tape.guards if guard.source.kind == "input"]  # what was read of inputs
         self._code = CallCode()
         self._result = self._code.function("values, inputs", f"return {self._code.result(self.outputs)}")
         written = tape.written_storages()
-        self._written = [i for i, v in enumerate(tape.inputs) if v.storage in written]
-        self._overlapping = {i for i in self._written if _may_overlap(tape.inputs[i].fake)}
+        self._written = {v: _may_overlap(v.fake) for v in tape.inputs if v.storage in written}
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
         """Whether a block of the forward switches autograd on, and around it was off."""
         sharing = Sharing(tape) if len(tape.inputs) + len(tape.attributes) > 1 else None
         self._sharing = sharing if sharing is not None and sharing.matters else None
-        self._asks = any((self.check.facts, self._written, tape.argument_numbers, tape.uses_absolute_offset))
+        self._asks = any((self.facts, self._written, tape.argument_numbers, tape.uses_absolute_offset))
         """Whether a call compares more of its arguments than what they are."""
         changes = (tape.write_back, tape.attribute_writes, tape.cleared, isinstance(self.outputs, Returned))
         self.is_plain = not any((self._asks, self._objects, self._sharing, *changes))
         """Whether a call compares its arguments, runs the graph and gives what that gives."""
-        outside = [*(("", v) for v in tape.inputs), *tape.attribute_reads()] if tape.write_back is not None else []
+        writes = written and tape.write_back is not None
+        outside = [*(("", v) for v in tape.inputs), *tape.attribute_reads()] if writes else []
         self._outside = [(name, v.storage in written, tape.grad and v.requires_grad) for name, v in outside]
         """Of inputs and tensors of the model: the name of these, whether the write-back may write to it, and whether
         autograd followed it in the trace."""
-        self._writes = any(writes for _, writes, _ in self._outside)
 
     def written_unseen(self, inputs: Sequence[Any]) -> set[int]:
         """The storages that the write-back writes, where autograd follows a tensor that it did not in the trace.
 
         Backward may read there, and the graph makes copies only of what it read in the trace.
         """
-        if not self._writes or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
+        if not self._outside or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
             return set()  # torch has no such copies in a transform
         outside = [(self.state.held(part[0]) if part[0] else inputs[i], part) for i, part in enumerate(self._outside)]
         if not any(t.requires_grad and not followed for t, (_, _, followed) in outside):
@@ -167,18 +120,13 @@ class CallBoundary:
         if self._asks:
             self._compare(args, kwargs, inputs)
         if not is_as_traced:
-            self.check.run_state()
-        if self._written and (self._enables_grad or torch.is_grad_enabled()):
-            self._check_gradients(inputs)
-        if self._objects or isinstance(self.tape.outputs, Returned):
-            inputs = Entered(inputs)
-            inputs.containers = effect_targets(getattr(self.tape.outputs, "effects", ()), (args, kwargs))
-            objects = effect_targets(self._objects, (args, kwargs))
-            inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
-        if not is_as_traced:
+            self.check_state()
             self.state.refresh()
+        if self._objects:
+            inputs, objects = Entered(inputs), effect_targets(self._objects, (args, kwargs))
+            inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
         if self._sharing is not None:
-            self._sharing.check(inputs, self.state.current)
+            self._sharing.check(inputs, self.state.held)
         return inputs
 
     @functools.cached_property
@@ -194,8 +142,10 @@ class CallBoundary:
         if self.more_keywords:
             terms.append(f"[*kwargs] == {code.constant([*self.expected.kwargs])}")
         if sizes is not None:
-            terms.append(f"{code.constant(_hold(sizes))}([{', '.join(tensors)}], [{', '.join(numbers)}])")
-        terms += [code.asking(self.check.probes()), *self.state.terms(code)]
+            terms.append(f"{code.constant(sizes.all_hold())}([{', '.join(tensors)}], [{', '.join(numbers)}])")
+        known = set[int]()
+        probes = [probe for guard in self._guards for probe in unchanged(guard, known)]
+        terms += [code.asking(probes), *self.state.terms(code)]
         return " and ".join(terms), ", ".join(tensors + numbers)
 
     def whole_call(self, probes: list[Probe], **functions: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,76 +206,90 @@ class CallBoundary:
         return tuple(positional), by_name
 
     def _ordered(self, place: int | str, old: Any, new: Any) -> Any:
-        if type(old) not in _DICTS or type(new) not in _DICTS or old.keys() != new.keys():
-            return new
-        if type(old) is type(new) and list(old) == list(new):
+        is_dict = {type(old), type(new)} <= _DICTS and old.keys() == new.keys()
+        if not is_dict or (type(old) is type(new) and list(old) == list(new)):
             return new
         name = argument_names(self.forward, len(self.expected.args))[place] if isinstance(place, int) else place
         return type(old)((key, new[key]) for key in old) if takes_by_key(self.forward, name) else new
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> None:
         """Raise InputMismatchError for arguments that differ in what only some programs depend on."""
-        tape = self.tape
+        tape, is_as_traced = self.tape, torch.is_grad_enabled() == self.tape.grad
+        records = self._written and (self._enables_grad or torch.is_grad_enabled())  # autograd would see the writes
         for path, value, tensor in zip(tape.input_paths, tape.inputs, inputs, strict=False):
-            if value.storage in tape.uses_absolute_offset and tensor.storage_offset() != value.offset:
-                raise InputMismatchError(
-                    f"{path}: began at element {value.offset} of its memory when traced and begins at "
-                    f"{tensor.storage_offset()} now, and as_strided counts from the start; clone() it"
-                )
-        self._check_overlaps(inputs)
-        if tape.argument_numbers:
-            check_numbers(tape.argument_numbers, (args, kwargs))
-        if self.check.facts:
-            self.check.run_facts(CallInputs(args, kwargs, inputs), self.number(inputs))
-
-    def _check_overlaps(self, tensors: Sequence[torch.Tensor]) -> None:
-        for i in self._written:
-            if i not in self._overlapping and _may_overlap(tensors[i]):
-                raise InputMismatchError(
-                    f"{self.tape.input_paths[i]}, which the model writes, has elements that share memory, as after "
-                    "expand(), and had none when traced; pass x.clone()"
-                )
-
-    def _check_gradients(self, inputs: Sequence[Any]) -> None:
-        """Autograd would see the writes to inputs where an input brings a gradient, which it did not in the trace."""
-        is_as_traced = torch.is_grad_enabled() == self.tape.grad
-        for path, value, tensor in zip(self.tape.input_paths, self.tape.inputs, inputs, strict=False):
-            if tensor.requires_grad and not (value.requires_grad and is_as_traced):
+            if records and tensor.requires_grad and not (value.requires_grad and is_as_traced):
                 then = "did not" if is_as_traced else "autograd was off"
                 raise InputMismatchError(
                     f"{path} requires grad now, and when traced {then}: the model writes to its inputs, and the "
                     "gradient would be lost; trace again with inputs like these, or call under torch.no_grad()"
                 )
+            if value.storage in tape.uses_absolute_offset and tensor.storage_offset() != value.offset:
+                raise InputMismatchError(
+                    f"{path}: began at element {value.offset} of its memory when traced and begins at "
+                    f"{tensor.storage_offset()} now, and as_strided counts from the start; clone() it"
+                )
+            if self._written.get(value) is False and _may_overlap(tensor):
+                raise InputMismatchError(
+                    f"{path}, which the model writes, has elements that share memory, as after expand(), and had none "
+                    "when traced; pass x.clone()"
+                )
+        check_numbers(tape.argument_numbers, (args, kwargs))
+        if not self.facts:
+            return
+        call, number = CallInputs(args, kwargs, inputs), self.number(inputs)
+        for guard in self.facts:
+            source, was, now = guard.source, resolved(guard.value, number), guard.source.current(call)
+            if isinstance(source, OfInput) and source.fact == "layout":
+                was = layout_for(call.tensors[source.index], was, number)
+            if not same(was, now):
+                raise mismatch(guard, was, now)
 
-    def leaves_behind(self, inputs: Sequence[Any]) -> bool:
-        """Whether autograd would see an input of the call change, and not that results come from what it becomes.
+    def check_state(self) -> None:
+        """Raise StateMismatchError for what is not as it was, beside the inputs."""
+        for guard in self._guards:
+            if not is_same(guard):
+                current = guard.current()
+                if isinstance(guard.source, OfTensor) and guard.source.fact == "metadata":
+                    raise not_as_traced(self.tape, guard.name, guard.value, None if current is MISSING else current)
+                raise mismatch(guard, guard.value, current)
+
+    def check_numbers(self) -> None:
+        """The part of `check_state` that torch.compile can trace: numbers and text in attributes and globals."""
+        for guard in self._guards:
+            source, value, is_number = guard.source, guard.value, type(guard.value) in _NUMBERS
+            if not (is_number and isinstance(source, At) and isinstance(source.owner, dict)) or guard.others:
+                continue
+            if (current := source.owner.get(source.key, MISSING)) != value:
+                now = f"{value} when traced and {current} now"
+                raise StateMismatchError(f"{guard.name}: {now}; trace again, or put it back")
+
+    def left_behind(self, inputs: Sequence[Any]) -> set[int]:
+        """The inputs of the call of which autograd would see a change, and not that results come from the new value.
 
         It is so where the input was computed by other ops: `x.mul_(2)`, and a result `x + 1`.
         """
-        if not self._left_behind or not torch.is_grad_enabled():
-            return False
-        computed = [i for i in self._left_behind if inputs[i].requires_grad and not inputs[i].is_leaf]
-        return bool(computed) and not self._comes_from_before.issuperset(computed)
+        followed = self._left_behind if torch.is_grad_enabled() else ()
+        computed = {i for i in followed if inputs[i].requires_grad and not inputs[i].is_leaf}
+        return computed and computed - self._comes_from_before
 
-    def refuse_left_behind(self, inputs: Sequence[Any]) -> None:
+    def refuse_left_behind(self, inputs: Sequence[Any], behind: set[int]) -> None:
         """Raise InputMismatchError where a gradient of such an input is asked for in the call itself.
 
         So it is where it retains its gradient, or where it or a view of it is a result beside what comes from it.
         """
         write_back = self.tape.write_back
         returned = set() if write_back is None else write_back.returned_inputs()
-        for i in sorted(self._left_behind - self._comes_from_before):
-            path, tensor = self.tape.input_paths[i], inputs[i]
-            if tensor.requires_grad and not tensor.is_leaf and (tensor.retains_grad or i in returned):
+        for i in sorted(behind):
+            if inputs[i].retains_grad or i in returned:
                 raise InputMismatchError(
-                    f"{path} was computed by other ops, and the model changes it: gradients with respect to what it is "
-                    "after the call would lack a part, since what runs here writes to nothing; call a trace made with "
-                    "functional=False, or write out of place"
+                    f"{self.tape.input_paths[i]} was computed by other ops, and the model changes it: gradients with "
+                    "respect to what it is after the call would lack a part, since what runs here writes to nothing; "
+                    "call a trace made with functional=False, or write out of place"
                 )
 
     @functools.cached_property
     def _comes_from_before(self) -> set[int]:
-        """Those of `_left_behind` from whose new values no result of the graph comes."""
+        """Of the inputs that may be left behind, those from whose new values no result of the graph comes."""
         tape = self.tape
         assert tape.write_back is not None
         graph_values: list[Any] = tape.graph_outputs()
@@ -354,7 +318,7 @@ class CallBoundary:
         if not isinstance(out, Returned):
             return out
         assert isinstance(inputs, Entered)
-        apply_effects(out.effects, inputs.containers)
+        apply_effects(out.effects, [inputs.objects[effect.path] for effect in out.effects])
         return out.result
 
     def number(self, inputs: Sequence[Any]) -> Callable[[Any], Any]:
@@ -369,15 +333,11 @@ class _Bound:
 
     place: tuple[torch.nn.Module, str] | None
     """Where the GraphModule has it; None where only ops without effect take it, as where Python asks for its number."""
-    module: torch.nn.Module
-    attribute: str
+    owner: tuple[torch.nn.Module, str]
     table: dict[str, Any]
     """Where the module had it in the trace: its parameters, buffers or other attributes."""
-    last: torch.Tensor
-    """The one that the model had last, and gave to the GraphModule."""
-    dtype: torch.dtype
-    shape: torch.Size
-    """As they were in the trace."""
+    last: torch.Tensor  # the one that the model had last, and gave to the GraphModule
+    traced: tuple[torch.dtype, torch.Size]  # in the trace
 
 
 class LiveState:
@@ -390,8 +350,7 @@ class LiveState:
         ]
         self._owners = _owners(tape)
         self._bound: dict[str, _Bound] = {}
-        self._last: list[torch.Tensor] = []
-        """Those of `_bound` in order, for the code that looks whether the model still has them."""
+        self._last: list[torch.Tensor] = []  # those of `_bound`, for the code that looks whether the model has them
         self._places: dict[str, tuple[torch.nn.Module, str]] = {}
         fakes = {name: value.fake for name, value in tape.attribute_reads()}
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
@@ -401,17 +360,15 @@ class LiveState:
         for name, owner in self._owners.items():
             last = tape.attributes[name]
             if name in self._places or (name in fakes and not tape.edited):
-                fake = fakes.get(name, last)
-                table = table_of(*owner) or {}
-                self._bound[name] = _Bound(self._places.get(name), *owner, table, last, fake.dtype, fake.shape)
+                table, traced = table_of(*owner) or {}, _kind(fakes.get(name, last))
+                self._bound[name] = _Bound(self._places.get(name), owner, table, last, traced)
 
     def terms(self, code: CallCode) -> list[str]:
         """What holds where the model has the tensors that it had last, and they are as in the trace: loops in C."""
         bound = self._bound.values()
-        held = code.constant([b.table for b in bound]), code.constant([b.attribute for b in bound])
+        held = code.constant([b.table for b in bound]), code.constant([b.owner[1] for b in bound])
         last, same, get = map(code.constant, (self._last, operator.is_, operator.getitem))
-        kinds = code.constant([(b.dtype, b.shape) for b in bound])
-        kind = code.constant(operator.attrgetter("dtype", "shape"))
+        kind, kinds = code.constant(_kind), code.constant([b.traced for b in bound])
         is_as_last = f"all(map({same}, map({get}, {', '.join(held)}), {last}))"
         return [is_as_last, f"[*map({kind}, {last})] == {kinds}"] if bound else []
 
@@ -421,34 +378,29 @@ class LiveState:
         Raises StateMismatchError for one that is gone, or of another dtype or shape than in the trace.
         """
         for name, bound in self._bound.items():
-            t = bound.table.get(bound.attribute)
+            t = bound.table.get(bound.owner[1])
             if t is not bound.last:
-                t = look_up(bound.module, bound.attribute)
+                t = look_up(*bound.owner)
                 if t is None:
-                    raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), None)
+                    raise not_as_traced(self._tape, name, bound.traced, None)
                 if bound.place is None or look_up(*bound.place) is bound.last:
                     if bound.place is not None:
                         put_tensor(*bound.place, t)
                     bound.last = t
-            if t.dtype is not bound.dtype or t.shape != bound.shape:
-                current = t.dtype, t.shape
-                if bound.place is not None or current != self._tape.settled.get(name):
-                    raise not_as_traced(self._tape, name, (bound.dtype, bound.shape), current)
+            current = _kind(t)
+            if current != bound.traced and (bound.place is not None or current != self._tape.settled.get(name)):
+                raise not_as_traced(self._tape, name, bound.traced, current)
         self._last[:] = [bound.last for bound in self._bound.values()]
 
     @property
     def places(self) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
         """Where the model, and where the GraphModule has each tensor of the model: module and name."""
-        return [(bound.module, bound.attribute, *bound.place) for bound in self._bound.values() if bound.place]
+        return [(*bound.owner, *bound.place) for bound in self._bound.values() if bound.place]
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:
         """By name, the tensor that was last bound to the GraphModule."""
         return {name: bound.last for name, bound in self._bound.items()}
-
-    def current(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """The present tensors behind `get_attr` targets, as they were last bound to the GraphModule."""
-        return [self._bound[name].last if name in self._bound else self.held(name) for name in names]
 
     def held(self, name: str) -> torch.Tensor:
         """The present tensor behind a `get_attr` target: that of the GraphModule, or of the model if none reads it."""
@@ -493,54 +445,6 @@ def _owners(tape: ProgramTape) -> dict[str, tuple[torch.nn.Module, str]]:
     """By name on the tape, module and attribute; without script modules, which keep their tensors in C++."""
     owners = {n: (module, at) for n, (module, at) in tape.owners.items() if module is not None}
     return {n: owner for n, owner in owners.items() if not isinstance(owner[0], torch.jit.ScriptModule)}
-
-
-_NUMBERS = (bool, int, float, str, type(None))
-
-
-class StateCheck:
-    """Compares the state at a call with that of the trace."""
-
-    def __init__(self, tape: ProgramTape) -> None:
-        self._tape = tape
-        self._guards = [guard for guard in tape.guards if guard.source.kind != "input"]
-        self.facts = [guard for guard in tape.guards if guard.source.kind == "input"]
-        """What was read of inputs."""
-
-    def probes(self) -> list[Probe]:
-        """What tells at once that all beside the inputs is as it was."""
-        known = set[int]()
-        return [probe for guard in self._guards for probe in unchanged(guard, known)]
-
-    def run_facts(self, call: CallInputs, number: Number) -> None:
-        """Raise InputMismatchError for a fact of an input that differs."""
-        for guard in self.facts:
-            source = guard.source
-            value, current = resolved(guard.value, number), source.current(call)
-            if isinstance(source, OfInput) and source.fact == "layout":
-                value = layout_for(call.tensors[source.index], value, number)
-            if not same(value, current):
-                raise mismatch(guard, value, current)
-
-    def run_numbers(self) -> None:
-        """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
-        for guard in self._guards:
-            source, value, is_number = guard.source, guard.value, type(guard.value) in _NUMBERS
-            if not (is_number and isinstance(source, At) and isinstance(source.owner, dict)) or guard.others:
-                continue
-            if (current := source.owner.get(source.key, MISSING)) != value:
-                raise StateMismatchError(
-                    f"{guard.name}: {value} when traced and {current} now; trace again, or put it back"
-                )
-
-    def run_state(self) -> None:
-        """Raise StateMismatchError for what is not as it was, beside the inputs."""
-        for guard in self._guards:
-            if not is_same(guard):
-                current = guard.current()
-                if isinstance(guard.source, OfTensor) and guard.source.fact == "metadata":
-                    raise not_as_traced(self._tape, guard.name, guard.value, None if current is MISSING else current)
-                raise mismatch(guard, guard.value, current)
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any, Any]:

@@ -41,17 +41,12 @@ class Outcome:
     """What a run of a model or a trace gave."""
 
     result: Any
-    arguments: Any
-    """(args, kwargs) after the run."""
+    arguments: Any  # (args, kwargs) after the run
     state: Mapping[str, torch.Tensor | None]
     """Copies of the tensors of the model, and of gradients, after the run."""
     memory: dict[str, list[str]]
     """By the path of a tensor in the result, the arguments, tensors of the model and other results that share memory
     with it, and where."""
-
-    def parts(self) -> dict[str, Any]:
-        """By name, what is compared."""
-        return {"result": self.result, "arguments": self.arguments, "the model": self.state}
 
 
 def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -99,17 +94,15 @@ class _Decisions(torch.fx.Interpreter):
 
     def __init__(self, program: TracedProgram) -> None:
         super().__init__(program.graph_module)
-        self._known = program.tape.specializations
+        self._known = {decision.message: decision for decision in program.tape.specializations}
         self.differ: list[Specialization] = []
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As in the base class, but a failing assertion of a specialization is noted in place of raised."""
-        if target is torch.ops.aten._assert_scalar.default and not args[0]:
-            decision = next((known for known in self._known if known.message == args[1]), None)
-            if decision is not None:
-                self.differ.append(decision)
-                return None
-        return super().call_function(target, args, kwargs)
+        if target is not torch.ops.aten._assert_scalar.default or args[0] or args[1] not in self._known:
+            return super().call_function(target, args, kwargs)
+        self.differ.append(self._known[args[1]])
+        return None
 
 
 class _State:
@@ -124,7 +117,7 @@ class _State:
         tensors = self._buffers() | {f"attribute {name}": tape.attributes[name] for name in read}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
-        self._attributes = {f"attribute {name}": t for name, t in tape.attributes.items()}
+        self.tensors = {f"attribute {name}": t for name, t in tape.attributes.items()} | self._tensors
         self._leaves = {name: t for name, t in tape.attributes.items() if t.is_leaf and t.requires_grad}
         self._gradients = {name: (t.grad, _copy(t.grad)) for name, t in self._leaves.items()}
 
@@ -134,10 +127,6 @@ class _State:
             for i, saved in enumerate(self._modules)
             for name, buffer in buffers_of(saved.module).items()
         }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the model that the program reads, and buffers, themselves."""
-        return {**self._attributes, **self._tensors}
 
     def values(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
@@ -177,7 +166,7 @@ def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outcome:
     with _on_copies(state, args, kwargs, 0) as arguments:
-        known = {**dict(tensors_of("arguments", arguments)), **state.tensors()}
+        known = {**dict(tensors_of("arguments", arguments)), **state.tensors}
         result = fn(*arguments[0], **arguments[1])
         return Outcome(result, arguments, state.values(), memory_of(result, known))
 
@@ -195,12 +184,7 @@ def _on_copies(state: _State, args: Any, kwargs: Any, seed: int) -> Iterator[Any
 
 
 def run_once(
-    model: Callable[..., Any],
-    tape: ProgramTape,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    read: Callable[..., Any],
-    seed: int = 0,
+    model: Callable[..., Any], tape: ProgramTape, args: Any, kwargs: Any, read: Callable[..., Any], seed: int = 0
 ) -> Any:
     """`read(result, tensors)` of a run on copies of the inputs; the model's state is restored afterwards.
 
@@ -260,9 +244,9 @@ def _relation(t: torch.Tensor, name: str, other: torch.Tensor) -> Iterator[str]:
 
 def differences(expected: Outcome, actual: Outcome) -> Iterator[str]:
     """How another run differs from the expected one."""
-    parts = actual.parts()
-    for name, old in expected.parts().items():
-        yield from _differences(name, old, parts[name])
+    yield from _differences("result", expected.result, actual.result)
+    yield from _differences("arguments", expected.arguments, actual.arguments)
+    yield from _differences("the model", expected.state, actual.state)
     for path, words in expected.memory.items():
         others = actual.memory.get(path, words)  # of another structure, which is said above
         yield from (f"{path}: it {word} no longer" for word in words if word not in others)

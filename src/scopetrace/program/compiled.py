@@ -44,30 +44,28 @@ class GraphValues:
     """
 
     def __init__(self, tape: ProgramTape) -> None:
-        self._is_dynamic = tape.sizes is not None
-        outside = _Outside(tape)
+        self._is_dynamic, self._grad = tape.sizes is not None, tape.grad
+        self._known: dict[Value, ValueSource | None] = {v: GraphInput(i, v.op.name) for i, v in enumerate(tape.inputs)}
+        self._known |= {v: StateRef(name) for name, v in tape.attribute_reads()}
+        self._outside = {v.storage for v in self._known}
+        """The storages of inputs, parameters, buffers and constants."""
         promised: list[Any] = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
         first: dict[Any, int] = {}
         self._layouts = [_Layout.of(promise) for promise in promised]
         self.sources: list[ValueSource] = []
-        self._own: dict[int, list[int]] = {}
-        """The places of the distinct values in memory of their own, by storage."""
+        self._own: dict[int, list[int]] = {}  # by storage, the places of the distinct values in memory of their own
         for i, promise in enumerate(promised):
             place = first.setdefault(promise, i) if isinstance(promise, Value) else i
-            source = outside.source(promise) if isinstance(promise, Value) else None
+            source = self._source(promise) if isinstance(promise, Value) else None
             self.sources.append(source or (FromGraph(i) if place == i else SameAs(place)))
-            if self._layouts[i] is not None and place == i and promise.storage not in outside.storages:
+            if self._layouts[i] is not None and place == i and promise.storage not in self._outside:
                 self._own.setdefault(promise.storage, []).append(i)
         self._used = {row.output for row in (tape.write_back or WriteBack([], self.sources)).rows()}
         """Which of the values are results, or are written back."""
         self._are_own = all(source == FromGraph(i) for i, source in enumerate(self.sources))
 
     def restored(
-        self,
-        inputs: Sequence[Any],
-        values: Sequence[Any],
-        state: Callable[[str], torch.Tensor],
-        number: Number,
+        self, inputs: Sequence[Any], values: Sequence[Any], state: Callable[[str], torch.Tensor], number: Number
     ) -> list[Any]:
         """The values of a compiled graph, copied or viewed where memory or strides differ from those of the graph.
 
@@ -90,11 +88,36 @@ class GraphValues:
                 _check(i, *pairs[i])
         taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
         for places in self._own.values():
-            places_returned = [i for i in places if i in pairs]
-            restored = _in_one_memory([pairs[i] for i in places_returned], taken) if places_returned else []
-            for i, tensor in zip(places_returned, restored, strict=True):
-                outputs[i] = tensor
+            if returned := {i: pairs[i] for i in places if i in pairs}:
+                for i, tensor in zip(returned, _in_one_memory([*returned.values()], taken), strict=True):
+                    outputs[i] = tensor
         return outputs if self._are_own else WriteBack([], self.sources).run(inputs, state, outputs, number)
+
+    def _source(self, value: Value) -> ValueSource | None:
+        """What gives a value in a call: the tensor that has its memory, and views of it.
+
+        None for one in other memory, and for one that is not made by views of one tensor.
+        """
+        if value not in self._known:
+            self._known[value] = self._view(value) if value.storage in self._outside else None
+        return self._known[value]
+
+    def _view(self, value: Value) -> ValueSource | None:
+        op = value.op
+        base = op.args[0] if op.args else None
+        if isinstance(op.target, str) or not isinstance(base, Value) or base.storage != value.storage:
+            return None
+        outside = self._source(base)
+        if outside is None or isinstance(outside, FromGraph | SameAs):
+            return None
+        if op.writes:  # it wrote, and gives back what it wrote to
+            return outside if base.fake is value.fake else None
+        if _depends(op):
+            return None
+        slot = None if isinstance(op.outputs, Value) else value.slot
+        grad = None if op.grad == self._grad else op.grad
+        step = ViewStep(op.target, op.args[1:], op.kwargs, slot, grad)
+        return ViewOf(outside.base, (*outside.steps, step)) if isinstance(outside, ViewOf) else ViewOf(outside, (step,))
 
 
 class _Layout(NamedTuple):
@@ -118,42 +141,6 @@ class _Layout(NamedTuple):
     def start(self) -> int:
         """In bytes."""
         return self.geometry.offset * self.dtype.itemsize
-
-
-class _Outside:
-    """How values come from inputs, parameters, buffers and constants, whose storages are in `storages`."""
-
-    def __init__(self, tape: ProgramTape) -> None:
-        self._grad = tape.grad
-        self._known: dict[Value, ValueSource | None] = {v: GraphInput(i, v.op.name) for i, v in enumerate(tape.inputs)}
-        self._known |= {v: StateRef(name) for name, v in tape.attribute_reads()}
-        self.storages = {v.storage for v in self._known}
-
-    def source(self, value: Value) -> ValueSource | None:
-        """What gives a value in a call: the tensor that has its memory, and views of it.
-
-        None for one in other memory, and for one that is not made by views of one tensor.
-        """
-        if value not in self._known:
-            self._known[value] = self._view(value) if value.storage in self.storages else None
-        return self._known[value]
-
-    def _view(self, value: Value) -> ValueSource | None:
-        op = value.op
-        base = op.args[0] if op.args else None
-        if isinstance(op.target, str) or not isinstance(base, Value) or base.storage != value.storage:
-            return None
-        outside = self.source(base)
-        if outside is None or isinstance(outside, FromGraph | SameAs):
-            return None
-        if op.writes:  # it wrote, and gives back what it wrote to
-            return outside if base.fake is value.fake else None
-        if _depends(op):
-            return None
-        slot = None if isinstance(op.outputs, Value) else value.slot
-        grad = None if op.grad == self._grad else op.grad
-        step = ViewStep(op.target, op.args[1:], op.kwargs, slot, grad)
-        return ViewOf(outside.base, (*outside.steps, step)) if isinstance(outside, ViewOf) else ViewOf(outside, (step,))
 
 
 def _depends(op: Op) -> bool:

@@ -41,10 +41,8 @@ _BY_STRIDES = (
     _aten.view_as_complex.default,
 )
 """Ops that depend on the strides of an operand."""
-
 _ZERO_GRADIENT = (_aten.fill.Scalar, _aten.fill.Tensor, _aten.zero.default)
 """Ops that have a gradient, of zeros for what they fill, and of which what they decompose into has none."""
-
 _BY_STATISTICS = (
     _aten.native_layer_norm_backward.default,
     _aten.native_batch_norm_backward.default,
@@ -52,7 +50,6 @@ _BY_STATISTICS = (
     _aten.miopen_batch_norm_backward.default,
 )
 """Ops that read mean and deviation, through which gradients of their results go; what they decompose into has none."""
-
 _KEPT_BESIDE_TORCHS = (_aten._scaled_dot_product_flash_attention_for_cpu.default,)
 """Ops of which torch's decomposition gives another second result than the one that the backward takes."""
 

@@ -19,7 +19,7 @@ from scopetrace._compat.compilers import constant_to_dynamo
 from scopetrace._compat.graph_module import parts_that_switch_grad
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.structure import Returned, map_structure
+from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
 from scopetrace.ir.guards import OfInput
 from scopetrace.ir.tape import ProgramTape
@@ -45,11 +45,8 @@ class PlainCall:
         self.first = [first.index(one) for one in first]
         written = tape.written_storages()
         self.written = [(i, value.requires_grad) for i, value in enumerate(tape.inputs) if value.storage in written]
-        self.facts = [
-            (guard.name, guard.source.index, guard.source.fact, guard.source.args, guard.value)
-            for guard in boundary.check.facts
-            if isinstance(guard.source, OfInput)
-        ]
+        facts = [(guard.name, guard.value, guard.source) for guard in boundary.facts]
+        self.facts = [(*fact, x.index, x.fact, x.args) for *fact, x in facts if isinstance(x, OfInput)]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As a call of the program. Raises InputMismatchError and StateMismatchError as that does."""
@@ -58,7 +55,7 @@ class PlainCall:
         self._check(tensors, numbers)
         if self.switches and torch.is_grad_enabled() != self.grad:
             raise StateMismatchError("the graph switches autograd, and was traced in another mode; trace again in this")
-        self.boundary.check.run_numbers()
+        self.boundary.check_numbers()
         for module, attribute, holder, leaf in self.boundary.state.places:
             if getattr(module, attribute) is not getattr(holder, leaf):
                 raise StateMismatchError(f"{attribute} of a module is another tensor now; compile again")
@@ -69,7 +66,7 @@ class PlainCall:
     def _check(self, tensors: list[torch.Tensor], numbers: list[int]) -> None:
         if self.sizes_hold is not None and not self.sizes_hold(tensors, numbers):
             raise InputMismatchError("the trace does not hold for these sizes; a call without torch.compile says why")
-        for name, index, fact, fact_args, value in self.facts:
+        for name, value, index, fact, fact_args in self.facts:
             current = fact_of(tensors[index], fact, fact_args)
             if current != value:
                 raise InputMismatchError(f"{name}: {value} when traced and {current} now; trace again with such inputs")
@@ -88,8 +85,6 @@ class PlainCall:
 def _refuse(tape: ProgramTape) -> None:
     """Raise ExportError for a program of which a call has no form that Dynamo can trace."""
     facts = {guard.source.fact for guard in tape.guards if isinstance(guard.source, OfInput)}
-    symbolic: list[Any] = []
-    map_structure(symbolic.append, tape.write_back, Symbolic)
     storages = [storage for storage, _ in {(value.storage, id(value.fake)) for value in tape.inputs}]
     reasons = {
         "it changes gradients": bool(tape.cleared) or any(w.of is not None for w in tape.attribute_writes),
@@ -100,7 +95,7 @@ def _refuse(tape: ProgramTape) -> None:
         "inputs are views of one memory": len(set(storages)) < len(storages),
         "it reads an input's memory by absolute offset": not tape.uses_absolute_offset.isdisjoint(storages),
         f"the forward asks inputs for {', '.join(sorted(facts - {*FACTS}))}": not facts <= {*FACTS},
-        "dynamic sizes are among the views that it returns": bool(symbolic),
+        "dynamic sizes are among the views that it returns": bool(leaves(tape.write_back, Symbolic)),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -119,7 +114,7 @@ def prepare(program: Any) -> str | None:
     """
     try:
         program.boundary.state.refresh()
-        program.boundary.check.run_state()
+        program.boundary.check_state()
         program.__dict__["plain_call"] = PlainCall(program.boundary, program.graph_module)
     except ScopetraceError as error:
         return f"{type(error).__name__}: {error}"

@@ -49,10 +49,8 @@ class HeldTensors(NamedTuple):
     a deepcopy of the graph module has. Any other tensor belongs to the graph module.
     """
 
-    current: dict[str, torch.Tensor]
-    """What the model has now."""
-    bound: dict[str, torch.Tensor]
-    """What was last bound to the graph module."""
+    current: dict[str, torch.Tensor]  # what the model has now
+    bound: dict[str, torch.Tensor]  # what was last bound to the graph module
 
 
 class Reading:
@@ -82,8 +80,7 @@ class Reading:
         self.tape = _empty(old.tape)
         self._storages: Iterator[int] = new_storages(old.tape) if around is None else around._storages
         self.emitter = Emitter(self.tape, self._storages)
-        self._results: dict[Node, Any] = {}
-        """By node, what it gives: a value, a number, or a structure of these."""
+        self._results: dict[Node, Any] = {}  # by node, what it gives: a value, a number, or a structure of these
         self._op_of: dict[Node, Op] = {}
         self._inner: dict[str, Reading] = {}
         self._fakes = FakeRun(self.tape.fake_mode, self._own_tensor)
@@ -91,7 +88,8 @@ class Reading:
         self._attribute_ops = {op.target: op for op in old.tape.ops if op.kind == "get_attr"}
         self._grad = old.tape.outer_grad
         self._grads = _grads(old)
-        self._facts = _facts(old.tape)
+        asserts = {} if old.tape.shape_env is None else old.tape.shape_env.deferred_runtime_asserts
+        self._facts = {fact.expr for facts in asserts.values() for fact in facts}  # which lowering asserts
         outputs = graph.find_nodes(op="output")
         if not outputs:
             raise EditError("the edited graph has no output", hint="keep the output node, as the last one")
@@ -118,12 +116,16 @@ class Reading:
                 self._fakes.register(values_in(self._results[node]))
         outputs = self._value_of(self._output.args[0])
         if isinstance(self.tape, BodyTape):
-            self._end_body(outputs)
+            self.tape.outputs = outputs if self.tape.is_condition else tuple(outputs)
+            if not self.tape.is_condition and len(outputs) != len(old.outputs):
+                self._refuse(self._output, f"the body returns {len(outputs)} values, and returned {len(old.outputs)}")
+            self.bodies[old] = self.tape
         else:
             inputs = dict(zip(old.inputs, self.tape.inputs, strict=True))
             self.tape.args = map_structure(lambda v: inputs[v], self.program.args, Value)
             values = [*outputs] if isinstance(outputs, (list, tuple)) else [outputs]
-            outputs_of_edit(self.program, self.tape, values, self._state)
+            state = self.program.attributes | self.held.current  # the write-back may name what no node reads
+            outputs_of_edit(self.program, self.tape, values, lambda name: self._tensor(name, state[name]))
         for call in old.calls:
             self._fill(call, self.calls[call])
             self.tape.calls.append(self.calls[call])
@@ -144,17 +146,6 @@ class Reading:
         results = [self._copied(op, None) for op in ops]
         self.tape.inputs += values_in(results)
         return dict(zip(nodes, results, strict=True))
-
-    def _state(self, name: str) -> Value:
-        """The value of a tensor that the write-back names, which the graph need not read."""
-        return self._tensor(name, self.held.current.get(name, self.old.tape.attributes[name]))
-
-    def _end_body(self, outputs: Any) -> None:
-        old = self.old.tape
-        self.tape.outputs = outputs if self.tape.is_condition else tuple(outputs)
-        if not self.tape.is_condition and len(outputs) != len(old.outputs):
-            self._refuse(self._output, f"the body returns {len(outputs)} values, and returned {len(old.outputs)}")
-        self.bodies[old] = self.tape
 
     def describe(self) -> None:
         """Write value, scope and call of each node into its meta."""
@@ -230,13 +221,10 @@ class Reading:
     def _origin(self, node: Node, old: Op | None) -> Op:
         """An op with the place, frames and grad mode of those that the node becomes."""
         place, state, grad = self._matching.place(node), self._matching.traced.get(node), self._grad
-        if old is None:
-            frames: Any = node.stack_trace or ()
-            return Op("call_function", node.target, (), {}, None, place.scope, place.call, frames, grad)
-        if state is not None and self._grads[state.node] == grad:
+        if old is not None and state is not None and self._grads[state.node] == grad:
             grad = old.grad
-        call, frames = place.call, old.frames
-        return Op("call_function", node.target, (), {}, None, place.scope, call, frames, grad, phase=old.phase)
+        frames, phase = (node.stack_trace or (), None) if old is None else (old.frames, old.phase)
+        return Op("call_function", node.target, (), {}, None, place.scope, place.call, frames, grad, phase=phase)
 
     def _copied(
         self, old: Op, origin: Op | None, args: Any = (), kwargs: Any = None, storages: dict[int, int] | None = None
@@ -276,16 +264,13 @@ class Reading:
         def append(func: Any, args: Any, kwargs: Any) -> Any:
             return self._inferred(node, origin.replace(grad=torch.is_grad_enabled()), func, args, kwargs)
 
-        def refuse(problem: str) -> NoReturn:
-            self._refuse(node, f"it {problem}")
-
         fn: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
         if node.op == "call_module":
             fn = self.root.get_submodule(str(node.target))
         contents = Contents()
         saved = [ModuleSnapshot("", m, contents) for m in fn.modules()] if isinstance(fn, torch.nn.Module) else []
         try:
-            return self._fakes.run(fn, args, kwargs, origin.grad, append, refuse)
+            return self._fakes.run(fn, args, kwargs, origin.grad, append, lambda what: self._refuse(node, f"it {what}"))
         finally:
             changes = [*contents.restore(), *(change for module in saved for change in module.restore())]
             if changes:
@@ -398,12 +383,6 @@ def _grads(old: FxLowering) -> dict[Node, bool]:
             grad = bool(state.args[0])
         modes[state.node] = grad
     return modes
-
-
-def _facts(tape: Tape) -> set[Any]:
-    """What lowering asserts of symbols."""
-    env = tape.shape_env
-    return set() if env is None else {fact.expr for facts in env.deferred_runtime_asserts.values() for fact in facts}
 
 
 def _is_copy(t: torch.Tensor, present: torch.Tensor) -> bool:

@@ -84,10 +84,6 @@ def layout_of(t: torch.Tensor) -> tuple[Any, ...]:
     return to_expr(tuple(t.size())), place, t.dtype
 
 
-Append = Callable[[Any, Any, Any], Any]
-"""From an op and its arguments, with values for tensors, to its results."""
-
-
 class FakeRun:
     """What values the tensors of a run are."""
 
@@ -102,8 +98,10 @@ class FakeRun:
         """Know these values by their fake tensors, or by a real one."""
         self._by_id.update((id(t), (t, v)) for v in values for t in (v.fake, real) if t is not None)
 
-    def run(self, fn: Any, args: Any, kwargs: Any, grad: bool, append: Append, refuse: Callable[[str], Any]) -> Any:
-        """What `fn` gives for values. `append` gets the ops that it calls, `refuse` what it does with others."""
+    def run(
+        self, fn: Any, args: Any, kwargs: Any, grad: bool, append: Callable[..., Any], refuse: Callable[[str], Any]
+    ) -> Any:
+        """What `fn` gives for values. `append(op, args, kwargs)` gives results, `refuse` gets what else it calls."""
 
         def on_op(func: Any, args: Any, kwargs: Any) -> Any:
             outputs = append(func, *self.lifted((args, kwargs)))

@@ -41,6 +41,7 @@ from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
 from scopetrace.ops.history import History, can_require_grad
 
+KEY = "scopetrace"
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default)
 _ASSERT = _aten._assert_scalar.default
@@ -156,13 +157,14 @@ class FxLowering:
         first = [op for op in tape.ops if op.kind == "placeholder"]
         for op in first:
             self._emit(op)
-        self._assert_facts(
-            [s for op in first if isinstance(op.outputs, Symbolic) for s in to_expr(op.outputs).free_symbols]
-        )
+        symbols = [s for op in first if isinstance(op.outputs, Symbolic) for s in to_expr(op.outputs).free_symbols]
+        self._symbols.assert_facts(tape.shape_env, symbols, self._messages)
         for condition in self._asserted:
             self._symbols.assert_condition(condition)
         for op in tape.ops:
-            if id(op) in live and op.kind != "placeholder" and not self._is_asserted(op):
+            # an op of a graph that was traced again may assert what the lowering asserts anyway
+            is_new = op.target is not _ASSERT or not self._symbols.is_asserted(op.args[0])
+            if id(op) in live and op.kind != "placeholder" and is_new:
                 self._emit_described(op)
         self._switch_grad(tape.outer_grad)
         returned = tape.outputs
@@ -174,9 +176,6 @@ class FxLowering:
 
     def _emit_described(self, op: Op) -> None:
         """As `_emit`; nodes that compute numbers of the op get its annotations and phase too."""
-        if op.meta is None and op.phase is None:
-            self._emit(op)
-            return
         before = len(self._all)
         self._emit(op)
         for node in itertools.islice(reversed(self.graph.nodes), len(self._all) - before):
@@ -209,9 +208,8 @@ class FxLowering:
         everything = {**tape.attributes, **modules, **self._opaque, **bodies}
         held = {name: everything[name] for name in used}
         refuse_names(held, tape.root.path)
-        if isinstance(tape, BodyTape):
-            return make_graph_module(held, self.graph, name, is_body=True, context_fn=tape.context_fn)
-        return make_graph_module(held, self.graph, name)
+        context_fn = tape.context_fn if isinstance(tape, BodyTape) else None
+        return make_graph_module(held, self.graph, name, is_body=isinstance(tape, BodyTape), context_fn=context_fn)
 
     def lower(self, x: Any) -> Any:
         """A structure of arguments or results with nodes in place of tape values and symbolic numbers."""
@@ -279,22 +277,13 @@ class FxLowering:
         if op.unbacked:
             node.meta["unbacked_bindings"] = op.unbacked
             self._symbols.add_unbacked(node, op.unbacked)
-            self._assert_facts(op.unbacked)
+            self._symbols.assert_facts(self.tape.shape_env, op.unbacked, self._messages)
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> torch.fx.Node:
         """A `call_function` node. It gets its arguments at the end: `create_node` would look for symbols in them."""
         node = self.graph.create_node("call_function", target, name=name)
         set_arguments(node, args, kwargs)
         return node
-
-    def _is_asserted(self, op: Op) -> bool:
-        """Whether an op of a graph that was traced again asserts what the lowering asserts anyway."""
-        is_assertion = op.target is _ASSERT and isinstance(op.args[0], torch.SymBool)
-        return is_assertion and self._symbols.is_asserted(op.args[0])
-
-    def _assert_facts(self, symbols: Iterable[Any]) -> None:
-        """Assertions for what tracing assumed about symbols, placed where the symbols are defined."""
-        self._symbols.assert_facts(self.tape.shape_env, symbols, self._messages)
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
         key = id(op.scope), id(op.call), id(op.phase)
@@ -475,9 +464,6 @@ def fakes_of(x: Any) -> Any:
 
 
 # node.meta -----------------------------------------------------------------------------------------------------------
-
-
-KEY = "scopetrace"
 
 
 def set_place(node: torch.fx.Node, scope: str, call: int, phase: Phase | None = None) -> None:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import is_profiling, parts_that_switch_grad, switches_grad
+from scopetrace._compat.graph_module import parts_that_switch_grad, switches_grad
 from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError, TargetWarning
 from scopetrace.ir.selection import Target, is_named, target_text
-from scopetrace.ir.tape import Call, FunctionalTape, Tape
+from scopetrace.ir.tape import Call, FunctionalTape
 from scopetrace.outline.cut import Outlining
 from scopetrace.outline.interface import Interfaces
 from scopetrace.outline.signature import FunctionSignature, OutlinedBody
@@ -42,6 +42,8 @@ OUTERMOST = "layers"
 """The same, but no call inside another one."""
 EVERY = True
 """Every call of a module inside the model that can be a function."""
+GENERAL: tuple[OutlineTarget, ...] = (REPEATED, OUTERMOST, EVERY)
+"""The targets that name calls by a rule."""
 
 
 class Function(FunctionSignature):
@@ -53,10 +55,10 @@ class Function(FunctionSignature):
         self.calls = calls
         """The module calls that became calls of it, in order; of calls inside functions, those of the first body."""
 
-    @property
+    @functools.cached_property
     def lowering(self) -> FxLowering:
-        """The body's graph, and the node of each of its values."""
-        return self._program.lowered_bodies[self._tape]
+        """The body's graph, and the node of each of its values: the first lowering of several."""
+        return next(part for part in self._program.lowering.walk() if part.tape is self._tape)
 
     @functools.cached_property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -95,11 +97,6 @@ class OutlinedTrace(TracedProgram):
         return tuple(
             Function(body, self, [calls[id(c)] for c in body.calls if id(c) in calls]) for body in self._bodies
         )
-
-    @functools.cached_property
-    def lowered_bodies(self) -> dict[Tape, FxLowering]:
-        """The first lowering of each body."""
-        return {p.tape: p for p in reversed(list(self.lowering.walk()))}
 
     def _with_reading(self, reading: Reading) -> TracedProgram:
         assert isinstance(reading.tape, FunctionalTape)
@@ -140,8 +137,7 @@ class _Calls:
         # torch has no eager backward of invoke_subgraph, and no kernel of it for these views
         is_recorded = (torch.is_grad_enabled() or switches_grad(module)) and any(t.requires_grad for t in tensors)
         is_flat = is_recorded or any(t.is_conj() or t.is_neg() for t in tensors)
-        program = self._source if is_flat else self._program
-        return (program.profiled(program.graph_module) if is_profiling() else program.graph_module)(*inputs)
+        return (self._source if is_flat else self._program).runnable()(*inputs)
 
     @property
     def in_other_grad_mode(self) -> Callable[..., Any]:
@@ -245,10 +241,6 @@ def _equal(kept: list[Call], named: set[Call], numbers: dict[Call, int], outermo
 
 def _around(call: Call) -> Iterator[Call]:
     return itertools.islice(call.ancestors(), 1, None)
-
-
-GENERAL: tuple[OutlineTarget, ...] = (REPEATED, OUTERMOST, EVERY)
-"""The targets that name calls by a rule."""
 
 
 def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) -> tuple[set[Call], list[Call]]:

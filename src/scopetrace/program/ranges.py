@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.fx
 
-from scopetrace._compat.graph_module import method_of, set_grad_enabled
+from scopetrace._compat.graph_module import method_of, set_grad_enabled, without_grad_switches
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Op
 from scopetrace.program.graph import FxLowering
@@ -22,27 +22,28 @@ Range = tuple[str, int]
 """The name, and the position of the module call that it is a part of: two calls in a row are two ranges."""
 
 
-class _Open(list[torch.profiler.record_function]):
-    """The ranges that are open while a graph runs."""
-
-    def change(self, depth: int, names: tuple[str, ...]) -> None:
-        """End all but the outer `depth` ones, and begin others."""
-        while len(self) > depth:
-            self.pop().__exit__(None, None, None)
-        for name in names:
-            self.append(torch.profiler.record_function(name))
-            self[-1].__enter__()
+def _change(opened: list[torch.profiler.record_function], depth: int, names: tuple[str, ...]) -> None:
+    """End all but the outer `depth` of the ranges that are open while a graph runs, and begin others."""
+    while len(opened) > depth:
+        opened.pop().__exit__(None, None, None)
+    for name in names:
+        opened.append(torch.profiler.record_function(name))
+        opened[-1].__enter__()
 
 
-def with_ranges(lowering: FxLowering, graph_module: torch.fx.GraphModule, *, switches: bool) -> Callable[..., Any]:
-    """What runs the graph of a GraphModule, and names the module calls to the profiler that is active.
+def graph_variant(
+    lowering: FxLowering, graph_module: torch.fx.GraphModule, *, ranges: bool, switches: bool
+) -> Callable[..., Any]:
+    """What runs the graph of a GraphModule: naming the module calls to the profiler that is active, with `ranges`.
 
     `switches`: with the nodes that switch autograd on or off.
     """
+    if not ranges:
+        return method_of(without_grad_switches(graph_module.graph), graph_module)
     calls = {call.position: call for tape in lowering.tape.walk() for call in tape.calls}
     graph, copies, current = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node](), list[Range]()
     names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
-    ranges = graph.placeholder(f"{max(names, key=len, default='ranges')}_")  # which no other input is called
+    opened = graph.placeholder(f"{max(names, key=len, default='ranges')}_")  # which no other input is called
     for node in graph_module.graph.nodes:
         if node.target is set_grad_enabled and not switches:
             continue
@@ -52,17 +53,17 @@ def with_ranges(lowering: FxLowering, graph_module: torch.fx.GraphModule, *, swi
             pairs = zip(current, around, strict=False)
             depth = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             if current != around:
-                graph.call_method("change", (ranges, depth, tuple([name for name, _ in around[depth:]])))
+                graph.call_function(_change, (opened, depth, tuple([name for name, _ in around[depth:]])))
             current = around
         copies[node] = graph.node_copy(node, copies.__getitem__)
     run = method_of(graph, graph_module)
 
     def run_with_ranges(*inputs: Any) -> Any:
-        opened = _Open()
+        ranges: list[torch.profiler.record_function] = []
         try:
-            return run(opened, *inputs)
+            return run(ranges, *inputs)
         finally:
-            opened.change(0, ())
+            _change(ranges, 0, ())
 
     return run_with_ranges
 

@@ -49,10 +49,9 @@ class Calls(list[ModuleCall]):
 
     def of(self, fqn: str, index: int = 0) -> ModuleCall:
         """The call of the module with this exact name; `index` 1 is its second call. Raises CallNotFoundError."""
-        matches = [call for call in self if call.fqn == fqn]
-        for call in matches:
-            if call.index == index:
-                return call
+        matches = {call.index: call for call in self if call.fqn == fqn}
+        if index in matches:
+            return matches[index]
         if matches:
             times = "once" if len(matches) == 1 else f"{len(matches)} times"
             raise CallNotFoundError(f"{fqn!r} is called {times}: there is no call with index {index}")

@@ -9,7 +9,7 @@ Data flow:
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +31,7 @@ class MemoryRange(NamedTuple):
     stop: int
     dims: tuple[tuple[int, int], ...]
     """Size and stride of each dimension of more than one element."""
-    item: int
-    """The bytes of an element."""
-
-    @classmethod
-    def of(cls, geometry: Geometry, item: int) -> MemoryRange:
-        """That of a strided tensor of these positions and size of elements."""
-        start, dims = geometry.offset * item, tuple([(n, s * item) for n, s in geometry.dims])
-        last = sum((n - 1) * s for n, s in dims) + item
-        return cls(start, start + (last if geometry.numel else 0), dims, item)
+    item: int  # the bytes of an element
 
 
 WHOLE = MemoryRange(0, 1, (), 1)
@@ -118,17 +110,16 @@ class Sharing:
         tensors = [tape.attributes[name] for name in self._state]
         storages = [*((0, v.storage) for v in values), *((1, storage_id(t)) for t in tensors)]
         self._traced = self._pairs(storages, place)
-        is_twice = len({id(v.fake) for v in values}) < count
-        self.matters = bool(changed or self._written or is_twice)
+        self.matters = bool(changed or self._written) or len({id(v.fake) for v in values}) < count
         """Whether tensors of a call can lie otherwise than the program allows."""
 
-    def check(self, inputs: Sequence[Any], current: Callable[[Iterable[str]], list[torch.Tensor]]) -> None:
+    def check(self, inputs: Sequence[Any], held: Callable[[str], torch.Tensor]) -> None:
         """Raise InputMismatchError or StateMismatchError for tensors of a call that lie otherwise.
 
-        `current` gives the tensors of the model by their names. An input may not lie in memory of the model where it or
-        that is written.
+        `held` gives a tensor of the model by its name. An input may not lie in memory of the model where it or that is
+        written.
         """
-        tensors = [*inputs[: self._count], *current(self._state)]
+        tensors = [*inputs[: self._count], *map(held, self._state)]
         storages = list(map(storage_id, tensors))
         if not self._traced and len(set(storages)) == len(storages):
             return
@@ -143,16 +134,12 @@ class Sharing:
         was = "shared memory" if (i, j) in self._traced else "did not share memory"
         if (i, j) in self._traced and (i, j) in pairs:
             was = "lay otherwise in the memory that they share"
+        problem = f"{was} when traced, and it is otherwise now"
         if i >= count:
-            raise StateMismatchError(
-                f"{other} and {first} of the model {was} when traced, and it is otherwise now, and "
-                "one of them is written or has a gradient; trace again, or put it back"
-            )
+            hint = "one of them is written or has a gradient; trace again, or put it back"
+            raise StateMismatchError(f"{other} and {first} of the model {problem}, and {hint}")
         or_else = f", or with {other}.clone() for calls of both kinds" if j not in self._written else ""
-        raise InputMismatchError(
-            f"{other} and {first} {was} when traced, and it is otherwise now; trace again with "
-            "inputs like these" + or_else
-        )
+        raise InputMismatchError(f"{other} and {first} {problem}; trace again with inputs like these{or_else}")
 
     def _pairs(self, storages: Sequence[Any], place: Callable[[int], MemoryRange]) -> dict[tuple[int, int], Lies]:
         members = collections.defaultdict[Any, list[int]](list)
@@ -182,7 +169,9 @@ def place_of(t: torch.Tensor, offset: int | torch.SymInt | None = None) -> Memor
     """Where a tensor lies in its storage; `offset` elements after its start, where that is not the tensor's own."""
     if t.layout is not torch.strided:
         return WHOLE
-    return MemoryRange.of(Geometry.of(t, t.storage_offset() if offset is None else offset), t.dtype.itemsize)
+    geometry, item = Geometry.of(t, t.storage_offset() if offset is None else offset), t.dtype.itemsize
+    first, last = geometry.span()
+    return MemoryRange(first * item, (last + 1) * item, tuple([(n, s * item) for n, s in geometry.dims]), item)
 
 
 def _replaced(tape: ProgramTape) -> set[str]:

@@ -32,11 +32,9 @@ from scopetrace._compat.graph_module import (
     has_hooks,
     is_profiling,
     look_up,
-    method_of,
     parts_that_switch_grad,
     unwrapped,
     was_erased,
-    without_grad_switches,
 )
 from scopetrace._compat.ops import building, is_op
 from scopetrace._compat.questions import autocast_enabled
@@ -67,7 +65,7 @@ from scopetrace.program.graph import FxLowering, call_position, forward_place, n
 from scopetrace.program.inline import has_regions, inlined, without_regions
 from scopetrace.program.mismatches import explained
 from scopetrace.program.outputs import without_effects
-from scopetrace.program.ranges import with_ranges
+from scopetrace.program.ranges import graph_variant
 
 Program = TypeVar("Program", bound=ProgramTape)
 
@@ -99,8 +97,7 @@ class Saved(NamedTuple):
     @classmethod
     def among(cls, nodes: Iterable[torch.fx.Node]) -> list[Saved]:
         """Of each of the nodes whose value is a tensor."""
-        values = [(n, node_value(n)) for n in nodes]
-        tensors = [(n, t) for n, t in values if isinstance(t, torch.Tensor)]
+        tensors = [(n, t) for n in nodes if isinstance(t := node_value(n), torch.Tensor)]
         return [cls(n, tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors]  # `nbytes` takes no symbols
 
 
@@ -254,21 +251,14 @@ class ModuleCall:
 
         def __getattr__(self, name: str) -> Any:
             """What a name that people expect is called here, in an AttributeError."""
-            instead = {
-                "name": "fqn",
-                "path": "scope.path",
-                "inputs": "arguments",
-                "output": "outputs",
-                "args": "arguments",
-            }
+            instead = dict(name="fqn", path="scope.path", inputs="arguments", args="arguments", output="outputs")
             hint = f": write call.{instead[name]}" if name in instead else ""
             raise AttributeError(f"a ModuleCall has no {name!r}{hint}")
 
     def __repr__(self) -> str:
         index = f", index={self.index}" if self.index else ""
-        name = (
-            self.module_type.__name__ if self.module_type else "function" if self.record.is_module else self.scope.name
-        )
+        other = "function" if self.record.is_module else self.scope.name
+        name = self.module_type.__name__ if self.module_type else other
         return f"ModuleCall({self.fqn!r}, {name}{index})"
 
     def _repr_html_(self) -> str:  # for notebooks
@@ -293,10 +283,7 @@ class TracedProgram:
         self.tape = tape
         self.model = model
         self.was_called = False
-        self._without_switches: dict[str, Callable[..., Any]] = {}
-        """By the code of the GraphModule, what runs it without the nodes that switch autograd."""
-        self._with_ranges: dict[tuple[str, bool], Callable[..., Any]] = {}
-        """By its code, and whether it has those nodes, what runs it with ranges for a profiler."""
+        self._variants: dict[tuple[str, bool, bool], Callable[..., Any]] = {}  # what `_variant` gave
 
     @property
     def current(self) -> TracedProgram:
@@ -377,10 +364,8 @@ class TracedProgram:
         """The same, where it was loaded with the real classes of arguments and results. Raises TraceFileError."""
         if self.model is not None:
             return self
-        tape = self.tape
-        return self.with_tape(
-            dataclasses.replace(tape, args=with_imports(tape.args), outputs=with_imports(tape.outputs))
-        )
+        args, outputs = with_imports((self.tape.args, self.tape.outputs))
+        return self.with_tape(dataclasses.replace(self.tape, args=args, outputs=outputs))
 
     @functools.cached_property
     def lowering(self) -> FxLowering:
@@ -498,34 +483,26 @@ class TracedProgram:
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call, with `graph` in place of the GraphModule; see `Trace.run`."""
-        self._check_side_effects()
+        if baked_in := [e for e in self.tape.side_effects if e.baked_in and self.was_called]:
+            error = refusal(baked_in, "the trace is right for one call only, and this is another one")
+            if not self.tape.warns_of_effects:
+                raise error
+            warnings.warn(str(error), SideEffectWarning, stacklevel=4)
         out = self.run_uncounted(graph, *args, **kwargs)
         self.was_called = True
         return out
 
-    def _check_side_effects(self) -> None:
-        """A program into which Python state of the example run is baked is right for one call."""
-        baked_in = [e for e in self.tape.side_effects if e.baked_in] if self.was_called else []
-        if not baked_in:
-            return
-        error = refusal(baked_in, "the trace is right for one call only, and this is another one")
-        if not self.tape.warns_of_effects:
-            raise error
-        warnings.warn(str(error), SideEffectWarning, stacklevel=5)
-
     def run_uncounted(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `run`, for a comparison with the model: it does not count as a call."""
         inputs = self.boundary.enter(args, kwargs)
-        if self.boundary.leaves_behind(inputs):
+        if behind := self.boundary.left_behind(inputs):
             if graph is self.graph_module and self._is_as_recorded():
                 return self._with_writes.run_uncounted(self._with_writes.graph_module, *args, **kwargs)
-            self.boundary.refuse_left_behind(inputs)
+            self.boundary.refuse_left_behind(inputs, behind)
         grad = torch.is_grad_enabled()
         runnable = graph if grad == self.tape.grad else self.in_other_grad_mode(graph)
-        if is_profiling():
-            runnable = self.profiled(runnable)
-        elif runnable is self.graph_module:
-            runnable = self._unwrapped()
+        if runnable is self.graph_module:
+            runnable = self.runnable()
         written = self.boundary.written_unseen(inputs)
         try:
             if written or autocast_enabled():
@@ -578,21 +555,22 @@ class TracedProgram:
                 f"torch.is_grad_enabled(): {self.tape.grad} when traced and {not self.tape.grad} now, and functions, "
                 "branches or compiled code of the graph switch it; trace again in this state"
             )
-        code = self.graph_module.code
-        if code not in self._without_switches:
-            run = method_of(without_grad_switches(self.graph_module.graph), self.graph_module)
-            self._without_switches = {code: run}
-        return self._without_switches[code]
+        return self._variant(ranges=is_profiling(), switches=False)
 
-    def profiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What names the module calls to a profiler, and else does as `run`, a graph of this program; other `run`s."""
+    def runnable(self) -> Callable[..., Any]:
+        """What runs the GraphModule in the least time, or where a profiler is active names the module calls to it."""
+        if not is_profiling() or has_hooks(self.graph_module):
+            return self._unwrapped()
+        return self._variant(ranges=True, switches=True)
+
+    def _variant(self, *, ranges: bool, switches: bool) -> Callable[..., Any]:
+        """What runs the graph as it is now, with ranges for a profiler, with the nodes that switch autograd."""
         code = self.graph_module.code
-        switches = run is not self._without_switches.get(code)
-        if switches and (run is not self.graph_module or has_hooks(self.graph_module)):
-            return run
-        if (code, switches) not in self._with_ranges:
-            self._with_ranges = {(code, switches): with_ranges(self.lowering, self.graph_module, switches=switches)}
-        return self._with_ranges[code, switches]
+        key = code, ranges, switches
+        if key not in self._variants:
+            run = graph_variant(self.lowering, self.graph_module, ranges=ranges, switches=switches)
+            self._variants = {k: other for k, other in self._variants.items() if k[0] == code} | {key: run}
+        return self._variants[key]
 
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
