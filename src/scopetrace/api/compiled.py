@@ -17,7 +17,14 @@ from scopetrace._compat.compilers import backend_for
 from scopetrace.errors import ArgumentError, CompileError
 from scopetrace.ir.scopes import tracing_state
 from scopetrace.lower.compiled import BETWEEN, Piece, Pieces, without_single_ops
-from scopetrace.program.outlined import GENERAL, OUTERMOST, OutlinedTrace, OutlineTarget, outline_outermost_calls, tells_calls
+from scopetrace.program.outlined import (
+    GENERAL,
+    OUTERMOST,
+    OutlinedTrace,
+    OutlineTarget,
+    outline_outermost_calls,
+    tells_calls,
+)
 from scopetrace.program.traced import TracedProgram
 
 
