@@ -45,7 +45,10 @@ REFUSED = {
     "a submodule": (lambda m: setattr(m, "fc", nn.Linear(4, 4)), differs("fc: Linear when traced and another one now")),
     "an item": (lambda m: m.layers.__setitem__(1, nn.Tanh()), differs("layers.1: ReLU when traced and Tanh now")),
     "a new item": (lambda m: m.layers.append(nn.ReLU()), differs("layers.2: missing when traced and ReLU now")),
-    "a hook": (lambda m: m.fc.register_forward_hook(print), "forward hooks of fc: 0 when traced and 1 now"),
+    "a hook": (
+        lambda m: m.fc.register_forward_hook(print),
+        "forward hooks of fc: 0 when traced and 1 now; trace again, or put it back$",
+    ),
     "a pre-hook": (lambda m: m.register_forward_pre_hook(print), "forward pre-hooks of the model: 0 when traced"),
     "a backward hook": (lambda m: m.fc.register_full_backward_hook(print), "backward hooks of fc"),
     "a parametrization": (

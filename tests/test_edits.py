@@ -531,6 +531,16 @@ def missing_tensor(gm):
             node.target = "tail.weight"
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_output_without_its_tuple_is_that_value(rows):
+    model, x = torch.nn.Linear(3, 4), torch.randn(rows, 3)
+    trace = st.trace(model, (x,))
+    output = trace.graph_module.graph.output_node()
+    output.args = output.args[0]
+    trace.graph_module.recompile()
+    torch.testing.assert_close(trace(x), model(x))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -150,6 +150,52 @@ QUANTIZED = """\
 """
 
 
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
+
+
+class Begins(Frozen):
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.fc(x).relu()
+        return x + self.norm(y)
+
+
+class Between(Frozen):
+    def forward(self, x):
+        x = self.norm(x)
+        with torch.no_grad():
+            y = self.fc(x)
+        return x + y
+
+
+class Whole(Frozen):
+    @torch.no_grad()
+    def forward(self, x):
+        return self.fc(self.norm(x))
+
+
+class Autocast(Frozen):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.fc(x)
+        return self.norm(x) + y
+
+
+@pytest.mark.parametrize("layer", [Begins, Between, Whole, Autocast])
+def test_a_block_under_another_mode_is_in_the_module_that_its_ops_have_in_common(layer):
+    model = nn.Sequential(layer(), layer())
+    expected, tr = st.trace(model, (X,)), st.from_exported_program(torch.export.export(model, (X,)))
+    tr.check((X,))
+    assert calls(tr) == calls(expected)
+    assert functions(tr) == functions(expected)
+    assert [str(call.arguments) for call in tr.calls] == [str(call.arguments) for call in expected.calls]
+    with torch.no_grad():
+        torch.testing.assert_close(tr(X), expected(X))
+
+
 def test_a_module_that_is_entered_again_is_another_call():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     gm = torch.export.export(model, (X,)).module()

@@ -275,7 +275,7 @@ def test_a_target_that_names_nothing_is_an_error(tr, target):
             leaf_modules(tr, target)
 
 
-@pytest.mark.parametrize("target", [3, None, 2.5], ids=str)
+@pytest.mark.parametrize("target", [3, None, 2.5, torch.ops.aten.relu.default], ids=str)
 def test_what_is_no_target(tr, target):
     uses = [lambda: tr.calls["layers.0", target], lambda: tr.outline(target), lambda: leaf_modules(tr, [target])]
     for use in [*uses, lambda: tr.print_readable(scope=[target])]:

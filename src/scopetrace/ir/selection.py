@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from scopetrace._compat.ops import is_op
 from scopetrace.errors import ArgumentTypeError
 from scopetrace.ir.scopes import Scope
 
@@ -59,7 +60,7 @@ def _is_named(call: Any, target: Any) -> bool:
         return call.module is target
     if isinstance(target, str):
         return (call.fqn is not None and matches(call.fqn, target)) or is_scope_named(call.scope, target)
-    if callable(target):
+    if callable(target) and not is_op(target):
         return bool(target(call.module, call.fqn) if _takes_two(target) else target(call))
     raise ArgumentTypeError(
         f"{target!r} is a {type(target).__name__}; give a module class, a module of the model, a pattern of names "

@@ -161,7 +161,7 @@ class CallCode:
 
     def function(self, parameters: str, body: str) -> Callable[..., Any]:
         """A function of these parameters."""
-        exec(f"def call({parameters}): {body}", self.constants)
+        exec(compile(f"def call({parameters}): {body}", "<call of a trace>", "exec"), self.constants)
         function: Callable[..., Any] = self.constants.pop("call")
         return function
 

@@ -57,8 +57,8 @@ def mismatch(guard: Guard, value: Any, current: Any) -> InputMismatchError:
         problem = f"the code or the default arguments of {which} are not those of the trace"
     if isinstance(source, Flag):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
-    hint = (asked and asked.hint) or "or pass it as an argument, if calls differ in it"
-    return StateMismatchError(f"{problem}; trace again, or put it back; {hint}")
+    hint = (asked and asked.hint) or ("or pass it as an argument, if calls differ in it" if guard.line else "")
+    return StateMismatchError(f"{problem}; trace again, or put it back" + (f"; {hint}" if hint else ""))
 
 
 def _text(value: Any) -> str:

@@ -515,8 +515,8 @@ class TracedProgram:
         finally:
             if torch.is_grad_enabled() != grad:
                 torch.set_grad_enabled(grad)  # a graph that raises half-way may have switched it
+        values = (values,) if isinstance(values, torch.Tensor) else values
         if graph is not self.graph_module:
-            values = (values,) if isinstance(values, torch.Tensor) else values
             values = self._graph_values.restored(inputs, values, self.boundary.state.held, self.boundary.number(inputs))
         return self.boundary.leave(inputs, values)
 

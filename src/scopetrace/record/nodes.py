@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import inspect
 import itertools
 import operator
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.export import is_guard
 from scopetrace._compat.ops import OpOverload, schema_of
+from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import class_of_name
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.scopes import Scope
@@ -33,6 +35,8 @@ from scopetrace.record.builder import TapeBuilder
 
 OnCall = Callable[[str, type | str, tuple[Any, ...], dict[str, Any], bool, Callable[[], Any]], None]
 """`CallRecorder.on_nodes`."""
+
+_hops = torch.ops.higher_order
 
 MODULE_CALLS = "module_call_graph"
 """The key in the `meta` of a GraphModule of that of its ExportedProgram."""
@@ -137,12 +141,20 @@ class NodeRunner(torch.fx.Interpreter):
         module = self.fetch_attr(target)
         return module.forward(*args, **kwargs) if is_guard(module) else super().call_module(target, args, kwargs)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What an op gives; that of a region without autograd asks for the mode to put it back, as a block does not."""
+        if target is not _hops.wrap_with_set_grad_enabled:
+            return super().call_function(target, args, kwargs)
+        enabled, body, *operands = args
+        with torch.set_grad_enabled(enabled):
+            return body(*operands)
+
     # ---------------------------------------------------------------- calls
 
     def _run_call(self, of: NodeRange) -> None:
         nodes = self._computing(of)
         read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
-        taken = [n for n in read if self._position[n] < of.start and n.op != "get_attr"]
+        taken = [n for n in read if self._position[n] < of.start and not _is_state(n, self.env[n])]
         returned = [nodes[i] for i in sorted(self._results[_kind_of(of, nodes)])]
         signature = self._kept.get(of.entry.called) if self._times[of.entry] == 1 else None
         passed = None if signature is None else self._in_tree(signature.inputs, signature.in_spec)
@@ -172,6 +184,11 @@ class NodeRunner(torch.fx.Interpreter):
         except KeyError:
             return None
         return pytree.tree_unflatten(values, spec)
+
+
+def _is_state(n: torch.fx.Node, value: Any) -> bool:
+    """Whether a node is a tensor of the model, which a region takes as an argument: no tensor of the run is real."""
+    return n.op == "get_attr" or (isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor))
 
 
 def _ranges(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around: list[str]) -> NodeRange:
@@ -222,13 +239,27 @@ def _is_constant(n: torch.fx.Node) -> bool:
 
 
 _NO_STEP = ("placeholder", "get_attr", "output")
-_hops = torch.ops.higher_order
-_NO_PLACE = ("_guards_fn", _hops.wrap_with_set_grad_enabled, _hops.wrap_with_autocast)
+_REGIONS = (_hops.wrap_with_set_grad_enabled, _hops.wrap_with_autocast)
 
 
-def _has_no_place(n: torch.fx.Node) -> bool:
-    """Whether its stack is that of some node near it. The nodes in a region of a mode have their own."""
-    return n.target in _NO_PLACE or (n.target is operator.getitem and _has_no_place(n.all_input_nodes[0]))
+def _place(n: torch.fx.Node) -> list[Entry] | None:
+    """The stack of a node; None where that says nothing. Of a region of a mode, what those of its nodes have in common.
+
+    What torch.export writes at the region itself is the stack of some node near it.
+    """
+    if n.op in _NO_STEP or n.target == "_guards_fn":
+        return None
+    if n.target is operator.getitem and n.all_input_nodes[0].target in _REGIONS:
+        return _place(n.all_input_nodes[0])
+    if n.target not in _REGIONS:
+        return _module_stack(n)
+    bodies = [getattr(n.graph.owning_module, str(x.target), None) for x in n.all_input_nodes]
+    inside = [_place(x) for body in bodies if isinstance(body, torch.fx.GraphModule) for x in body.graph.nodes]
+    return functools.reduce(_common, [stack for stack in inside if stack]) if any(inside) else None
+
+
+def _common(a: list[Entry], b: list[Entry]) -> list[Entry]:
+    return [x for x, _ in itertools.takewhile(lambda xy: xy[0] == xy[1], zip(a, b, strict=False))]
 
 
 def _stacks(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
@@ -237,7 +268,7 @@ def _stacks(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around:
     A node that a pass has put there without saying where has those which are around the nodes before and after it; one
     that is there `late`, those of the node after it.
     """
-    known = [None if n.op in _NO_STEP or _has_no_place(n) else _module_stack(n) for n in nodes]
+    known = [_place(n) for n in nodes]
     is_said = says_root(nodes)
     stacks: list[list[Entry] | None] = []
     for stack in known:
@@ -251,10 +282,7 @@ def _stacks(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around:
         for stack in one_way:
             last = last if stack is None else stack
             filled.append(last)
-    around_both = (
-        [a for a, _ in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(b, a, strict=False))]
-        for b, a in zip(before, after[::-1], strict=True)
-    )
+    around_both = map(_common, before, after[::-1])
     return [a if n in late else both for n, a, both in zip(nodes, after[::-1], around_both, strict=True)]
 
 
