@@ -38,7 +38,7 @@ from scopetrace.ir.scopes import Scope, scope
 from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_names, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
-from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
+from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, root_class, signature_of_nodes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.regions import NESTED
@@ -84,7 +84,8 @@ class CallRecorder:
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the traced callable as the outermost call."""
-        call = self._open(self._model.root, "", self._builder.tape.root, args, kwargs)
+        root = self._model.root
+        call = self._open(root, "", self._builder.tape.root, args, kwargs, None if root is None else root_class(root))
         if call.module is None:
             with contextlib.suppress(TypeError, ValueError):  # built-in callables have no signature
                 call.signature = inspect.signature(self._model.forward)
@@ -165,7 +166,7 @@ class CallRecorder:
             frames=builder.frames() if builder.call is not None else (),
             attributes=plain_attributes(current_attributes(module)) if module is not None else {},
             position=self._next,
-            module_type=self.class_of(module) if module is not None else kind,
+            module_type=self.class_of(module) if module is not None and kind is None else kind,
             replaced=self._model.replaced(module) if module is not None else (),
         )
         call.args, call.kwargs = self.templates.of((args, kwargs), call)

@@ -39,6 +39,7 @@ from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_wat
 from scopetrace.ir.guards import HOOKS, MODULE_TABLES
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
+from scopetrace.record.nodes import root_class
 
 RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 """They list their parameters anew where these are others than at the last call, as under `functional_call`."""
@@ -79,7 +80,7 @@ class Model:
         """`arguments` are those of the call that is traced, with their names."""
         self.root, self.forward = _unwrap(fn)
         self._fn = self.forward.forward if isinstance(self.forward, torch.nn.Module) else fn
-        self.type_name = type(self.root).__name__ if self.root is not None else _name_of(fn)
+        self.type_name = root_class(self.root).__name__ if self.root is not None else _name_of(fn)
         self.modules: list[torch.nn.Module] = []
         # Not more objects for each module and tensor than these take: a model may have many thousands.
         self._first_names: dict[int, str] = {}

@@ -46,7 +46,7 @@ from scopetrace.containers.structure import (
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value, renamed
 from scopetrace.ops.functional_variants import by_name, tensor_of
-from scopetrace.program.graph import call_position, has_effect, live_ops, node_value
+from scopetrace.program.graph import call_position, class_text, has_effect, live_ops, node_value
 
 Node = torch.fx.Node
 
@@ -75,8 +75,7 @@ class ModuleCallFrame:
 
     def module_stack(self) -> dict[str, tuple[str, str]]:
         """The `nn_module_stack` of the nodes in it."""
-        kinds = [(f, f.call.module_type or torch.nn.Module) for f in reversed(list(self.chain()))]
-        return {f"L__self__{f.name}": (f.fqn, f"{kind.__module__}.{kind.__qualname__}") for f, kind in kinds}
+        return {f"L__self__{f.name}": (f.fqn, class_text(f.call)) for f in reversed(list(self.chain()))}
 
 
 def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
@@ -396,8 +395,6 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
             inside = set(frame.chain())
             closed.update(f for f in current.chain() if f not in inside)
             current = placed[node] = frame
-            if wanted is not None and isinstance(wanted.call.module, torch.fx.GraphModule):
-                continue  # it has the module stack of the graph that was traced
             node.meta["nn_module_stack"] = (wanted or frame if is_moved else frame).module_stack()
         if is_moved:
             hidden.update(region)
