@@ -33,14 +33,7 @@ from scopetrace.ir.scopes import scope
 from scopetrace.ir.tape import Phase
 from scopetrace.ir.write_back import CopyInto, StateRef
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
-from scopetrace.program.graph import (
-    call_position,
-    forward_place,
-    node_value,
-    phase_of,
-    scope_path,
-    set_place,
-)
+from scopetrace.program.graph import call_position, forward_place, node_value, phase_of, scope_path, set_place
 from scopetrace.program.traced import Saved, TracedProgram, functional_tape
 from scopetrace.session import record
 

@@ -41,10 +41,7 @@ class CollectiveRecorder:
     """Records the ops of namespace c10d."""
 
     def __init__(
-        self,
-        values: ValueTable,
-        recorded: Callable[[Callable[[], Any]], Any],
-        pending: dict[int, Finish],
+        self, values: ValueTable, recorded: Callable[[Callable[[], Any]], Any], pending: dict[int, Finish]
     ) -> None:
         """`recorded` calls a function and records the ops in it; `pending` gets what is under way, by storage."""
         self._builder, self._values = values.builder, values

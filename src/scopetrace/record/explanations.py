@@ -107,10 +107,7 @@ def sparse_gradient(op: str, *, module: str | None, source: str | None) -> Unsup
 
 def _place(error: Exception, builder: TapeBuilder) -> dict[str, str | None]:
     """`module` and `source` of an exception that left the forward."""
-    return {
-        "module": str(_call(error, builder).scope),
-        "source": user_line(frames_of_traceback(error.__traceback__)),
-    }
+    return {"module": str(_call(error, builder).scope), "source": user_line(frames_of_traceback(error.__traceback__))}
 
 
 def _call(error: Exception, builder: TapeBuilder) -> Call:

@@ -34,11 +34,7 @@ class BodyRecorder:
     """Records one call of a higher-order op. `recorded` runs a callable and records its ops."""
 
     def __init__(
-        self,
-        values: ValueTable,
-        hop: Any,
-        args: tuple[Any, ...],
-        recorded: Callable[[Any, Any], Any],
+        self, values: ValueTable, hop: Any, args: tuple[Any, ...], recorded: Callable[[Any, Any], Any]
     ) -> None:
         self.builder, self.values, self.factory = values.builder, values, values.factory
         self.hop = hop

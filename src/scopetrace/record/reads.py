@@ -26,14 +26,7 @@ from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import (
-    NO_CALL,
-    Flag,
-    Guard,
-    OfInput,
-    OfTensor,
-    Source,
-)
+from scopetrace.ir.guards import NO_CALL, Flag, Guard, OfInput, OfTensor, Source
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History

@@ -39,10 +39,7 @@ from scopetrace._compat.export import can_be_saved
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.versions import CURRENT
-from scopetrace.containers.structure import (
-    leaves,
-    map_structure,
-)
+from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value, renamed
 from scopetrace.ops.functional_variants import by_name, tensor_of
@@ -322,10 +319,7 @@ def with_marks(
 
 
 def _mark_idle_calls(
-    tape: FunctionalTape,
-    frames: dict[Call, ModuleCallFrame],
-    chosen: set[ModuleCallFrame],
-    marks: dict[int, list[Op]],
+    tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], chosen: set[ModuleCallFrame], marks: dict[int, list[Op]]
 ) -> None:
     live = live_ops(tape)
     nodes = [op for op in tape.ops if id(op) in live and op.kind == "call_function" and not is_erased(op)]

@@ -98,10 +98,7 @@ class CombinedGraph:
     """
 
     def __init__(
-        self,
-        main: FxLowering,
-        functions: Mapping[str, Function],
-        is_left_out: Callable[[Function], bool],
+        self, main: FxLowering, functions: Mapping[str, Function], is_left_out: Callable[[Function], bool]
     ) -> None:
         self.graph = torch.fx.Graph()
         self.root = torch.nn.Module()

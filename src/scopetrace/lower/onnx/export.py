@@ -25,13 +25,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, Rem
 
 from scopetrace._compat.onnx import optimize
 from scopetrace._compat.ops import building
-from scopetrace.errors import (
-    ArgumentTypeError,
-    FixedValueWarning,
-    OnnxExportError,
-    OnnxOpError,
-    OnnxOptionError,
-)
+from scopetrace.errors import ArgumentTypeError, FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
