@@ -369,7 +369,8 @@ class Recording:
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             if not effects.reach.names.isdisjoint(("step", "param_groups")):
                 autograd.gradients.begin()
-            return fn(*fakes[0], **fakes[1])
+            with self.ops.at_end:
+                return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)
         calls = self.calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
@@ -387,7 +388,7 @@ class Recording:
                 dispatching_to(self.ops.mode, self.factory.mode),
             ):
                 before = settings()
-                out = calls.run_root(self.ops.finishing(run), *tape.args)
+                out = calls.run_root(run, *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
             if self.values.foreign:

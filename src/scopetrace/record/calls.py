@@ -144,9 +144,7 @@ class CallRecorder:
 
     def _scope(self, fqn: str | None, kind: str) -> Scope:
         """The scope of a module, named as in the module around it."""
-        inside = self._around()
-        name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
-        return self._builder.state.current_scope.child(name, kind)
+        return self._builder.state.current_scope.child((fqn or "").removeprefix(f"{self._around()}."), kind)
 
     def _open(
         self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any, kind: Any = None

@@ -315,18 +315,13 @@ class ExampleRun:
         if any(self._written.get(v.storage, -1) > i for i in ops for v in self._tape.ops[i].inputs()):
             self._start_over()  # an op needs memory as it was before something that has run
             ops = self._leading_to(wanted) or []
-        with eager(), self._drawing():
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with eager(), torch.random.fork_rng(devices=devices):  # random ops go on from where those before ended
+            torch.set_rng_state(self._random_state)
             for i in ops:
                 self._run_op(self._tape.ops[i])
                 self._done.add(i)
                 self._written.update({v.storage: i for v in self._tape.ops[i].writes})
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Random ops go on from where those before ended; the generators of the process stay as they are."""
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
-            torch.set_rng_state(self._random_state)
-            yield
             self._random_state = torch.get_rng_state()
 
     def _run_op(self, op: Op) -> None:
@@ -384,12 +379,8 @@ class ExampleRun:
 
     def _real(self, x: Any) -> Any:
         """An op's arguments with real tensors and numbers."""
-        return map_argument(self._real_leaf, x)
-
-    def _real_leaf(self, x: Any) -> Any:
-        if isinstance(x, Value):
-            return self._tensors[x]
-        return self._evaluated(to_expr(x)) if isinstance(x, Symbolic) else x
+        numbers = map_argument(lambda n: self._evaluated(to_expr(n)) if isinstance(n, Symbolic) else n, x)
+        return map_argument(lambda v: self._tensors[v] if isinstance(v, Value) else v, numbers)
 
 
 def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:

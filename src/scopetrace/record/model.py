@@ -327,7 +327,8 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 def _reachable(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, T]]:
     """The modules, or tensors, that a function can reach by name, itself and by the functions that it refers to."""
-    reached = {path: each for name, x in arguments for path, each in _items_of_kind(_as_submodule(name), x, kind)}
+    named = ((re.sub(r"\[(\w+)\]", r".\1", name), x) for name, x in arguments)  # `models[0]` as `models.0`
+    reached = {path: each for name, x in named for path, each in _items_of_kind(name, x, kind)}
     functions, known = [("", fn)], {id(fn)}
     for around, function in functions:  # which grows meanwhile
         for name, x in _variables(function):
@@ -338,11 +339,6 @@ def _reachable(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()
                 if reached.setdefault(path, each) is not each:
                     reached.setdefault(around + path, each)
     return [*reached.items()]
-
-
-def _as_submodule(name: str) -> str:
-    """`models[0]` as `models.0`."""
-    return re.sub(r"\[(\w+)\]", r".\1", name)
 
 
 def _variables(fn: Any) -> list[tuple[str, Any]]:

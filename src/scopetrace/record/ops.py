@@ -87,7 +87,8 @@ class OpRecorder:
         self.specialize = specialize
         self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
-        self._at_end = contextlib.ExitStack()
+        self.at_end = contextlib.ExitStack()
+        """Around the forward: at its end, collectives that are under way are finished."""
         self.attention_kernels = attention_kernels()
         """Those that were on before the forward."""
 
@@ -100,22 +101,13 @@ class OpRecorder:
     def collectives(self) -> CollectiveRecorder:
         """Records collectives."""
         recorder = CollectiveRecorder(self.values, self.recorded, self._pending)
-        self._at_end.enter_context(recorder.finishing())
+        self.at_end.enter_context(recorder.finishing())
         return recorder
 
     @functools.cached_property
     def transforms(self) -> TransformRecorder:
         """Records ops inside of torch.vmap, grad and their kind."""
         return TransformRecorder(self.values, self.record)
-
-    def finishing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, at whose end collectives that are under way are finished."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._at_end:
-                return fn(*args, **kwargs)
-
-        return run
 
     # ---------------------------------------------------------------- arrival
 

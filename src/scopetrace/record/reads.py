@@ -79,19 +79,20 @@ class ReadRecorder:
             self._layout(i, frames)
 
     def note_once(
-        self, name: str, value: Any, source: Source, frames: Frames | None = None, path: str | None = None
+        self,
+        name: str,
+        value: Any,
+        source: Source,
+        frames: Frames | None = None,
+        path: str | None = None,
+        known_as: Any = None,
     ) -> None:
         """Note what the forward read, once for each place; frames and scope default to the current ones."""
-        if source not in self._known:
-            self._known.add(source)
-            self._note(name, value, source, frames, path)
-
-    def _note(
-        self, name: str, value: Any, source: Source, frames: Frames | None = None, path: str | None = None
-    ) -> None:
-        frames = self._builder.frames() if frames is None else frames
-        path = self._builder.state.current_scope.path if path is None else path
-        self._guards.append(Guard(name, value, source, frames, path))
+        if (known_as or source) not in self._known:
+            self._known.add(known_as or source)
+            frames = self._builder.frames() if frames is None else frames
+            path = self._builder.state.current_scope.path if path is None else path
+            self._guards.append(Guard(name, value, source, frames, path))
 
     # ---------------------------------------------------------------- questions to torch
 
@@ -99,10 +100,8 @@ class ReadRecorder:
         """A question about the state of the process: `torch.is_grad_enabled`; no `args` for what is no function."""
         if name == "torch.is_grad_enabled" and answer:
             self.refuse_in_reentrant(None, name)
-        if (name, args, answer) not in self._known:
-            self._known.add((name, args, answer))
-            text = name if args is None else f"{name}({', '.join(map(repr, args))})"
-            self._note(text, answer, Flag(name, args or ()))
+        text = name if args is None else f"{name}({', '.join(map(repr, args))})"
+        self.note_once(text, answer, Flag(name, args or ()), known_as=(name, args, answer))
 
     def refuse_in_reentrant(self, t: torch.Tensor | None, question: str) -> None:
         """Raise where Python asks whether autograd is on, or follows `t`, in a region under reentrant checkpointing.

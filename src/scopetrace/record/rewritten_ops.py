@@ -62,25 +62,19 @@ def _narrow(ops: Any, x: torch.Tensor, dim: int, start: torch.Tensor, length: An
 def _ctc_loss(
     ops: Any, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
 ) -> Any:
-    """That of lengths as tensors: to divide by numbers, torch would write them into a tensor without data."""
+    """That of lengths as tensors on the device of `log_probs`: torch's parts divide by them, and have no data."""
+    device = log_probs.device
+    if isinstance(target_lengths, torch.Tensor) and target_lengths.device == device:
+        return NotImplemented
 
     def run() -> Any:
-        of_numbers = [torch.tensor(numbers, device=log_probs.device) for numbers in (lengths, target_lengths)]
-        return _aten.ctc_loss.Tensor(log_probs, targets, *of_numbers, *more)
+        both = (
+            n.to(device) if isinstance(n, torch.Tensor) else torch.tensor(n, device=device)
+            for n in (lengths, target_lengths)
+        )
+        return _aten.ctc_loss.Tensor(log_probs, targets, *both, *more)
 
     return ops.recorded(run)
-
-
-def _ctc_loss_of_tensors(
-    ops: Any, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
-) -> Any:
-    """That of lengths on the device of `log_probs`: eager makes numbers of them, and torch's parts divide by them."""
-    device = log_probs.device
-    if target_lengths.device == device:
-        return NotImplemented
-    return ops.recorded(
-        lambda: _aten.ctc_loss.Tensor(log_probs, targets, lengths.to(device), target_lengths.to(device), *more)
-    )
 
 
 def _dropout_in_place(ops: Any, x: torch.Tensor, p: float, train: bool) -> Any:
@@ -160,8 +154,7 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.unbind.int: _unbind,
     **dict.fromkeys((_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims), _squeeze),
     _aten.narrow.Tensor: _narrow,
-    _aten.ctc_loss.IntList: _ctc_loss,
-    _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,
+    **dict.fromkeys((_aten.ctc_loss.IntList, _aten.ctc_loss.Tensor), _ctc_loss),
     **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
     _aten.dropout_.default: _dropout_in_place,
     **dict.fromkeys(_OTHER_DROPOUTS, lambda ops, x, p, train: NotImplemented if p and train else x),
