@@ -2,7 +2,6 @@
 
 Data flow:
     module calls of the tape -> frames: the calls that unflatten can tell apart (`frames_of`)
-    ops whose result is their argument -> the argument of each, which is read outside of the call (`Identities`)
     casts, calls without ops, dead arguments and results -> a no-op check each, so that they have nodes (`with_marks`)
     nodes of the lifted graph -> the frame of each, written as `nn_module_stack` (`place_nodes`)
     frames -> signatures in ModuleCallEntries (`ModuleCalls`)
@@ -41,7 +40,7 @@ from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value, renamed
+from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
 from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import call_position, class_text, has_effect, live_ops, node_value
 
@@ -93,55 +92,6 @@ def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
     return frames
 
 
-class Identities:
-    """The values that are an argument of their op, and from where they are read as that argument.
-
-    The recorder knows a tensor by the op that returned it last. Where that is its own argument, as for
-    `x.to(torch.float32)` of a float32 tensor, a caller who goes on with `x` seems to read a value of the module that
-    cast it. The program is right; the signature of that module would be lost.
-    """
-
-    def __init__(self, tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> None:
-        self._frames = frames
-        self._argument = {
-            op.outputs: value
-            for op in tape.ops
-            if op.kind == "call_function" and isinstance(op.outputs, Value)
-            for value in op.inputs()[:1]
-            if op.outputs.fake is value.fake
-        }
-        calls = [call for call in tape.calls if frames[call].call is call]
-        self._results = {frames[call]: set(leaves(call.outputs, Value)) for call in calls}
-
-    def seen_from(self, frame: ModuleCallFrame, x: Any) -> Any:
-        """What ops in `frame` read for the values in a structure."""
-        return map_structure(lambda v: self._value(frame, v), x, Value) if self._argument else x
-
-    def _value(self, frame: ModuleCallFrame, value: Value) -> Value:
-        around = set(frame.chain())
-        while value in self._argument and value.op.call is not None:
-            left = [f for f in self._frames[value.op.call].chain() if f not in around]
-            if all(value in self._results[f] for f in left):
-                break
-            value = self._argument[value]
-        return value
-
-    def applied(self, tape: FunctionalTape) -> FunctionalTape:
-        """The tape with all ops, and the outputs, reading what they see."""
-        if not self._argument:
-            return tape
-        root = self._frames[tape.calls[0]]
-        ops = [self._applied_to(op) for op in tape.ops]
-        return dataclasses.replace(tape, ops=ops, returned=self.seen_from(root, tape.graph_outputs()))
-
-    def _applied_to(self, op: Op) -> Op:
-        read = [v for v in op.inputs() if v in self._argument]
-        if not read or op.call is None:
-            return op
-        values = {v: self._value(self._frames[op.call], v) for v in read}
-        return op.replace(args=renamed(op.args, values), kwargs=renamed(op.kwargs, values))
-
-
 def is_cast(op: Op) -> bool:
     """Whether an op casts: with another dtype it returns, or writes, something else."""
     return is_op(op.target) and schema_of(op.target).name in ("aten::to", "aten::type_as")
@@ -153,12 +103,10 @@ def is_cast(op: Op) -> bool:
 class _Passed:
     """The arguments and results of a call as torch.export's argument specs."""
 
-    def __init__(self, frame: ModuleCallFrame, identities: Identities, lower: Callable[[Any], Any]) -> None:
+    def __init__(self, frame: ModuleCallFrame, lower: Callable[[Any], Any]) -> None:
         call = frame.call
-        assert frame.parent is not None
-        arguments = identities.seen_from(frame.parent, (call.args, call.kwargs))
-        flat, in_spec = pytree.tree_flatten(_plain(lower(arguments)))
-        out, out_spec = pytree.tree_flatten(_plain(lower(identities.seen_from(frame, call.outputs))))
+        flat, in_spec = pytree.tree_flatten(_plain(lower((call.args, call.kwargs))))
+        out, out_spec = pytree.tree_flatten(_plain(lower(call.outputs)))
         self.taken = {x for x in flat if isinstance(x, Node)}
         self.returned = {x for x in out if isinstance(x, Node)}
         inputs, outputs = [argument_of(x) for x in flat], [argument_of(x) for x in out]
@@ -175,7 +123,6 @@ class ModuleCalls:
         placement: Placement,
         frames: list[ModuleCallFrame],
         chosen: set[ModuleCallFrame],
-        identities: Identities,
         lower: Callable[[Any], Any],
         buffers: list[tuple[Node, Node]],
     ) -> None:
@@ -187,7 +134,7 @@ class ModuleCalls:
         self._in_buffers = {node for old, new in buffers for node in _values_between(old, new)}
         seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
-        self._passed = {f: _Passed(f, identities, lower) for f in inside if f in seen & chosen}
+        self._passed = {f: _Passed(f, lower) for f in inside if f in seen & chosen}
         said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.returned)}
         self._unsigned = {f.fqn for f in inside if f not in said}
         before = -1

@@ -32,15 +32,7 @@ from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
 from scopetrace.ir.selection import crossing, matches
 from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, flat, renamed
-from scopetrace.lower.exported.calls import (
-    Identities,
-    ModuleCallFrame,
-    ModuleCalls,
-    frames_of,
-    is_cast,
-    place_nodes,
-    with_marks,
-)
+from scopetrace.lower.exported.calls import ModuleCallFrame, ModuleCalls, frames_of, is_cast, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
 from scopetrace.lower.exported.outputs import Outputs
@@ -79,8 +71,7 @@ def _build(
     _refuse(tape)
     frames = frames_of(tape)
     chosen = _chosen(frames.values(), signed, _module_names(tape))
-    identities = Identities(tape, frames)
-    marked = with_marks(identities.applied(tape), frames, chosen)
+    marked = with_marks(tape, frames, chosen)
     program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else ())
     if modes:
         _switch_modes(program)
@@ -96,7 +87,7 @@ def _build(
         _finish_nodes(lowered.graph, tape.shape_env)
     place = place_nodes(program.graph, frames)
     framed = [f for c, f in frames.items() if f.call is c]
-    calls = ModuleCalls(place, framed, chosen, identities, lifted.lower, outputs.buffers)
+    calls = ModuleCalls(place, framed, chosen, lifted.lower, outputs.buffers)
     for lowered in program.walk():
         leave_custom_to_users(lowered.graph)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
