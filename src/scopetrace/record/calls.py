@@ -47,7 +47,6 @@ from scopetrace.record.values import ValueTable
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
 
-
 _UNFLATTEN = "torch.export.unflatten"
 
 
@@ -79,8 +78,6 @@ class CallRecorder:
         self._at_end = at_end
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
         self._builder.state.opens, self._builder.state.closes = self._open_scope, self._close_scope
-
-    # ---------------------------------------------------------------- calls
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the traced callable as the outermost call."""
@@ -133,7 +130,6 @@ class CallRecorder:
             raise self._builder.refusal(problem, op=type(module).__qualname__, hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
-        """The name of a module in the model, and its scope."""
         fqn = self._model.module_name(module, self._around())
         return fqn, self._scope(fqn, self.class_of(module).__name__)
 
@@ -174,7 +170,6 @@ class CallRecorder:
         return call
 
     def _open_scope(self, scope: Scope) -> None:
-        """A user scope is a call without a module."""
         if not self.paused:
             self._builder.call = self._open(None, None, scope, (), {})
 
@@ -404,7 +399,6 @@ class Templates:
 
     def settle(self, kinds: Collection[type]) -> bool:
         """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""
-
         for call in self._unsettled:
             call.args, call.kwargs, call.outputs = _opened((call.args, call.kwargs, call.outputs), kinds)
         return self._knows_all

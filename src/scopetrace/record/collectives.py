@@ -137,15 +137,11 @@ def _problem(args: list[Any]) -> str | None:
     return None
 
 
-# The functional form of each op --------------------------------------------------------------------------------------
-
-
 def _like(target: torch.Tensor) -> Write:
     return target, lambda data: data if data.shape == target.shape else data.reshape(target.shape)
 
 
 def _each(results: Tensors, targets: Tensors) -> Started:
-    """One result for each target."""
     return ((result, [_like(t)]) for result, t in zip(results, targets, strict=True))
 
 

@@ -58,7 +58,6 @@ READERS = _OF_STORED.union(
 )
 """The ops that give Python a number or truth value, or a tensor of which data decides the size."""
 
-
 _LITERAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 """The ops that begin with a tensor that Python has just made of numbers."""
 
@@ -259,8 +258,6 @@ class ExampleRun:
         deciding = self._deciding(expr)
         return self._tape.ops[max(deciding)] if deciding else None
 
-    # ---------------------------------------------------------------- which ops
-
     def _leading_to(self, wanted: list[_Wanted], may: Callable[[Op], bool] | None = None) -> list[int] | None:
         """The positions of the ops that decide what is wanted; None where one of them does not satisfy `may`.
 
@@ -299,8 +296,6 @@ class ExampleRun:
                 self._binder[symbol] = i
         self._seen = len(ops)
         self._last = ops[-1] if ops else None
-
-    # ---------------------------------------------------------------- running them
 
     def _start_over(self) -> None:
         self._done: set[int] = set()
@@ -378,7 +373,6 @@ class ExampleRun:
         return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))
 
     def _real(self, x: Any) -> Any:
-        """An op's arguments with real tensors and numbers."""
         numbers = map_argument(lambda n: self._evaluated(to_expr(n)) if isinstance(n, Symbolic) else n, x)
         return map_argument(lambda v: self._tensors[v] if isinstance(v, Value) else v, numbers)
 

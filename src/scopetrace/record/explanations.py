@@ -106,7 +106,6 @@ def sparse_gradient(op: str, *, module: str | None, source: str | None) -> Unsup
 
 
 def _place(error: Exception, builder: TapeBuilder) -> dict[str, str | None]:
-    """`module` and `source` of an exception that left the forward."""
     return {"module": str(_call(error, builder).scope), "source": user_line(frames_of_traceback(error.__traceback__))}
 
 
@@ -173,7 +172,6 @@ _BRANCH = (
     "torch.sym_min(n, 4) and torch.sym_max(n, 4); a check that is only for users can be skipped, as "
     f"torch.compiler.is_exporting() is True here; or make the value an argument that is a Python number; {_SPECIALIZE}"
 )
-
 
 _WAYS_OUT = {
     "_detect_is_causal_mask": "say whether the mask is a causal one, which nn.TransformerEncoder and its kind else "

@@ -368,7 +368,6 @@ def _variables(fn: Any) -> list[tuple[str, Any]]:
 
 
 def _parameters(fn: Any) -> list[str]:
-    """The names of the positional parameters of a function; none of another callable."""
     code = getattr(fn, "__code__", None)
     return [] if code is None or isinstance(fn, types.MethodType) else [*code.co_varnames[: code.co_argcount]]
 

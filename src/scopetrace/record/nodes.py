@@ -132,8 +132,6 @@ class NodeRunner(torch.fx.Interpreter):
         module = self.fetch_attr(target)
         return module.forward(*args, **kwargs) if is_guard(module) else super().call_module(target, args, kwargs)
 
-    # ---------------------------------------------------------------- calls
-
     def _run_call(self, of: NodeRange) -> None:
         nodes = self._computing(of)
         read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
@@ -301,9 +299,6 @@ def root_class(module: Any) -> type:
     nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
     stacks = (_module_stack(n) or _entries(n, "fwd_nn_module_stack") for n in nodes)
     return next((class_of_text(entry.kind) for stack in stacks for entry in stack if not entry.fqn), type(module))
-
-
-# Classes and names of arguments --------------------------------------------------------------------------------------
 
 
 def class_of_text(kind: type | str) -> type:

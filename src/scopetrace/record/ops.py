@@ -337,7 +337,6 @@ class OpRecorder:
         written: tuple[Value, ...] = (),
         tracked: tuple[Value, ...] = (),
     ) -> Any:
-        """Put the op on the tape with results that were made without running it."""
         results = self.values.new_inferred(outputs, fakes, call.inputs)
         self._append(call, outputs.contained(results), written, None, tracked)
         if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
@@ -461,7 +460,6 @@ class OpRecorder:
         return fake
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
-        """What torch returns for fake tensors."""
         facts = call.facts
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for t in call.fakes() for n in t.size()[1:2])

@@ -275,7 +275,6 @@ class ReadRecorder:
             self.on_requires_grad(t)
 
     def _is_shared(self, storage: int) -> bool:
-        """Whether several inputs lie in a storage that was written."""
         tape = self._builder.tape
         objects = {id(v.fake) for v in tape.inputs if v.storage == storage}
         return len(objects) > 1 and storage in tape.written_storages()
@@ -302,7 +301,6 @@ class ReadRecorder:
     def _fact(
         self, index: int, fact: str, answer: Any, args: tuple[Any, ...] = (), frames: Frames | None = None
     ) -> None:
-        """Note a fact of an input."""
         name = _text_of(self._builder.tape.input_paths[index], fact, args)
         self.note_once(name, answer, OfInput(index, fact, args), frames)
 
@@ -352,7 +350,6 @@ class ReadRecorder:
 
 
 def _text_of(name: str, fact: str, args: tuple[Any, ...]) -> str:
-    """A fact of a tensor as in source."""
     if fact == "layout":
         return f"{name}'s strides"
     asked = f"({', '.join(map(repr, args))})" if fact in questions.methods else ""
@@ -365,9 +362,6 @@ def _is_source_or_alias(op: Op) -> bool:
 
 
 _aten = torch.ops.aten
-# Layouts of inputs ---------------------------------------------------------------------------------------------------
-
-
 _COALESCED = (torch.ops.aten.coalesce.default, torch.ops.aten._coalesce.default)
 _VIEWS_OR_COPIES = frozenset(
     {

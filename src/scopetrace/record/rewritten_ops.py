@@ -35,10 +35,6 @@ def _lift_fresh(ops: Any, t: torch.Tensor) -> torch.Tensor:
     return ops.values.lift_fresh(t)
 
 
-def _split(ops: Any, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
-    return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
-
-
 def _unbind(ops: Any, x: torch.Tensor, dim: int = 0) -> Any:
     """Rows of a number that depends on data: the shape rule of torch leaves them a dimension too many."""
     if not x.dim() or not has_unbacked(to_expr(x.shape[dim])):
@@ -53,10 +49,6 @@ def _squeeze(ops: Any, x: torch.Tensor, *dims: Any) -> Any:
     if not ones:
         return NotImplemented
     return ops.recorded(lambda: functools.reduce(lambda t, d: t.narrow(d, 0, 1), ones, x).squeeze(*dims))
-
-
-def _narrow(ops: Any, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
-    return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
 
 
 def _ctc_loss(
@@ -150,10 +142,12 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.size.default: lambda ops, t: tuple(t.shape),
     _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
     _aten.lift_fresh.default: _lift_fresh,
-    _aten.tensor_split.tensor_indices_or_sections: _split,
+    _aten.tensor_split.tensor_indices_or_sections: lambda ops, x, at, dim=0: ops.recorded(
+        lambda: torch.tensor_split(x, at.tolist(), dim)
+    ),
     _aten.unbind.int: _unbind,
     **dict.fromkeys((_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims), _squeeze),
-    _aten.narrow.Tensor: _narrow,
+    _aten.narrow.Tensor: lambda ops, x, dim, start, n: ops.recorded(lambda: torch.narrow(x, dim, start.item(), n)),
     **dict.fromkeys((_aten.ctc_loss.IntList, _aten.ctc_loss.Tensor), _ctc_loss),
     **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
     _aten.dropout_.default: _dropout_in_place,

@@ -94,8 +94,6 @@ class ValueTable:
         self.foreign: list[ForeignTensor] = []
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
 
-    # ---------------------------------------------------------------- new values
-
     def new(self, t: torch.Tensor, slot: int, storage: int, key: int | None) -> Value:
         """The value of a tensor that an op returned; the op is to be appended next."""
         value = Value(t, slot, storage, key)
@@ -174,8 +172,8 @@ class ValueTable:
         Raises ForeignTensorError for a tensor that another trace or thread made, UnsupportedOpError for a subclass.
         """
         t = unwrapped(t)
-        value = self.by_id.get(id(t))
-        if value is not None and not _lies_elsewhere(t, value):
+        value = self.known(t)
+        if value is not None:
             return value
         if isinstance(t, FakeTensor) and (t.fake_mode is self.factory.mode or self.model.owner(t) is None):
             value = self._alias(t)

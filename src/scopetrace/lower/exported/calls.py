@@ -154,8 +154,6 @@ class ModuleCalls:
         entries = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
         return entries + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
 
-    # ---------------------------------------------------------------- values that bypass arguments and results
-
     def _drop_bypassed(self) -> None:
         """Drop the signatures of calls that values bypass."""
         for frame, node in self._reads():

@@ -69,7 +69,6 @@ def flat_arguments(tape: FunctionalTape, names: list[str]) -> tuple[list[tuple[s
 
     Raises ExportError for a class that pytree knows without keys.
     """
-
     with modules_as_containers(tape.args):
         try:
             flat, tree = pytree.tree_flatten_with_path(example_of(tape.args))

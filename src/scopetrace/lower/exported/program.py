@@ -320,10 +320,7 @@ class TracedExportedProgram(ExportedProgram):
         guards, aliases = compat.guards_of(self), _add_aliases(self)
         added = {alias.name for alias in aliases}
         try:
-            with (
-                outside_modes(),
-                compat.without_guards(self),
-            ):  # a FakeTensorMode of the user is not that of the program
+            with outside_modes(), compat.without_guards(self):  # a FakeTensorMode of the user is not the program's
                 result = super().run_decompositions(*args, **kwargs)
         finally:
             _remove_aliases(self, aliases)
@@ -342,7 +339,6 @@ def _origin(node: torch.fx.Node) -> str | None:
 
 
 def _add_aliases(program: ExportedProgram) -> list[torch.fx.Node]:
-    """Put an alias behind each value that a module signature names; returns the aliases."""
     named = {x.name for x in _tensors_of_calls(program)}
     aliases: dict[str, torch.fx.Node] = {}
     for node in list(program.graph.nodes):

@@ -124,9 +124,6 @@ def is_onnx_attribute(value: Any) -> bool:
     return len(kinds) == 1 and kinds <= {int, float, str, bool}
 
 
-Say = Callable[[str], None]
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The arguments of `Trace.to_onnx` that determine the model; see there."""
@@ -146,7 +143,7 @@ class Options:
     export_params: bool = True
 
 
-def export(program: TracedProgram, options: Options, say: Say) -> Exported:
+def export(program: TracedProgram, options: Options, say: Callable[[str], None]) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
     program = program.without_regions()
     functions, plugins = read_targets(options.functions, options.plugins)
@@ -222,7 +219,6 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
 
 
 def _flatten(model: ir.Model, assembler: Assembler, optimized: bool, outputs: Sequence[str]) -> None:
-    """Inline the functions of a model, and optimize on request."""
     names = set(model.graph.initializers)
     with quiet():
         InlinePass()(model)
