@@ -37,17 +37,7 @@ from scopetrace.containers.structure import (
 )
 from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.conditions import SizeRules
-from scopetrace.ir.guards import (
-    MISSING,
-    At,
-    CallInputs,
-    OfInput,
-    OfTensor,
-    Probe,
-    check_numbers,
-    is_same,
-    unchanged,
-)
+from scopetrace.ir.guards import MISSING, At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, Number, StateRef, resolved
 from scopetrace.ops.history import History

@@ -63,11 +63,7 @@ class GraphValues:
         self._are_own = all(source == FromGraph(i) for i, source in enumerate(self.sources))
 
     def restored(
-        self,
-        inputs: Sequence[Any],
-        values: Sequence[Any],
-        state: Callable[[str], torch.Tensor],
-        number: Number,
+        self, inputs: Sequence[Any], values: Sequence[Any], state: Callable[[str], torch.Tensor], number: Number
     ) -> list[Any]:
         """The values of a compiled graph, copied or viewed where memory or strides differ from those of the graph.
 

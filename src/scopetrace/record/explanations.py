@@ -90,12 +90,11 @@ def _refused(error: Exception, builder: TapeBuilder) -> OpError | None:
         name = type(call.module).__name__ if any(call.module.children()) else short_repr(call.module)
         arguments = named_arguments(call.module.forward, call.args, call.kwargs)
     tensors = [(path, v) for name, x in arguments for path, v in leaves_with_path(x, name) if isinstance(v, Value)]
-    operands = ", ".join(f"{path}: {_metadata(v.fake)}" for path, v in tensors) or "no tensors"
+    operands = (
+        ", ".join(f"{path}: {str(v.fake.dtype).removeprefix('torch.')} {list(v.fake.shape)}" for path, v in tensors)
+        or "no tensors"
+    )
     return OpError(f"{name} was called with {operands}", op=str(builder.failed[1]), **_place(error, builder))
-
-
-def _metadata(t: torch.Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
 
 
 def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:

@@ -30,6 +30,7 @@ from scopetrace.ir.guards import NO_CALL, Flag, Guard, OfInput, OfTensor, Source
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
+from scopetrace.record.maybe_views import MAYBE_VIEWS
 from scopetrace.record.values import ValueTable
 
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
@@ -362,13 +363,8 @@ def _is_source_or_alias(op: Op) -> bool:
 
 
 _aten = torch.ops.aten
-_COALESCED = (torch.ops.aten.coalesce.default, torch.ops.aten._coalesce.default)
-_VIEWS_OR_COPIES = frozenset(
-    {
-        *(_aten.reshape.default, _aten.reshape_as.default, _aten.flatten.using_ints, _aten.ravel.default),
-        *(_aten.contiguous.default, _aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout),
-    }
-)
+_COALESCED = (_aten.coalesce.default, _aten._coalesce.default)
+_VIEWS_OR_COPIES = MAYBE_VIEWS | {_aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout}
 
 
 def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -> dict[int, Frames]:

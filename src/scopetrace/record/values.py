@@ -59,11 +59,6 @@ def _is_factory(op: Op) -> bool:
     return is_op(op.target) and schema_of(op.target).op_name.endswith("_like")
 
 
-def _lies_elsewhere(t: torch.Tensor, value: Value) -> bool:
-    """Whether `t.data = other` has given a tensor another storage than that of its value, unseen by the dispatcher."""
-    return isinstance(t, FakeTensor) and value.storage != storage_id(t)
-
-
 class ValueTable:
     """Which value of the tape a tensor is.
 
@@ -192,7 +187,9 @@ class ValueTable:
     def known(self, t: torch.Tensor) -> Value | None:
         """The value of a tensor; None for a result of the op that torch is running."""
         value = self.by_id.get(id(unwrapped(t)))
-        return None if value is None or _lies_elsewhere(t, value) else value
+        if value is not None and isinstance(t, FakeTensor) and value.storage != storage_id(t):
+            return None  # `t.data = other` has given it another storage, unseen by the dispatcher
+        return value
 
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""

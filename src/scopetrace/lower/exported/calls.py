@@ -79,12 +79,11 @@ def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
     count: collections.Counter[str] = collections.Counter()
     frames: dict[Call, ModuleCallFrame] = {}
     for call in sorted(tape.calls, key=lambda c: c.position):
-        if call.parent is None:
+        around = None if call.parent is None else frames[call.parent]
+        prefix = f"{around.fqn}." if around is not None and around.fqn else ""
+        if around is None:
             frames[call] = ModuleCallFrame(call, "", 0, None)
-            continue
-        around = frames[call.parent]
-        prefix = f"{around.fqn}." if around.fqn else ""
-        if call.fqn and call.fqn.startswith(prefix) and call.module_type is not None and call.raised is None:
+        elif call.fqn and call.fqn.startswith(prefix) and call.module_type is not None and call.raised is None:
             frames[call] = ModuleCallFrame(call, call.fqn, count[call.fqn], around)
             count[call.fqn] += 1
         else:
@@ -95,9 +94,6 @@ def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
 def is_cast(op: Op) -> bool:
     """Whether an op casts: with another dtype it returns, or writes, something else."""
     return is_op(op.target) and schema_of(op.target).name in ("aten::to", "aten::type_as")
-
-
-# Signatures ---------------------------------------------------------------------------------------------------------
 
 
 class _Passed:

@@ -300,8 +300,6 @@ def _autocast_arguments(autocast: Autocast | None) -> tuple[Any, ...]:
     return () if autocast is None else (autocast.device, autocast.dtype, True, False)
 
 
-# run_decompositions --------------------------------------------------------------------------------------------------
-
 _ALIAS, _COPY = torch.ops.aten.alias.default, torch.ops.aten.copy.default
 
 
@@ -324,18 +322,13 @@ class TracedExportedProgram(ExportedProgram):
                 result = super().run_decompositions(*args, **kwargs)
         finally:
             _remove_aliases(self, aliases)
-        new = [n for n in result.graph.find_nodes(op="call_function", target=_ALIAS) if _origin(n) in added]
-        _remove_aliases(result, new)
+        new = result.graph.find_nodes(op="call_function", target=_ALIAS)
+        ours = [n for n in new if any(old.name in added for old in n.meta.get("from_node", [])[-1:])]
+        _remove_aliases(result, ours)
         _remove_copies(result)
         result.__class__ = TracedExportedProgram
         compat.set_guards(result, [*compat.guards_of(result), *guards])
         return result
-
-
-def _origin(node: torch.fx.Node) -> str | None:
-    """The name of the node of the program before that it came from."""
-    history = node.meta.get("from_node")
-    return history[-1].name if history else None
 
 
 def _add_aliases(program: ExportedProgram) -> list[torch.fx.Node]:

@@ -53,9 +53,6 @@ def body_key(graph: ir.Graph) -> bytes:
     return ir.to_proto(graph).SerializeToString(deterministic=True)
 
 
-IR_VERSION = 10
-"""The first version with `metadata_props` and value types in functions."""
-
 Attributes = Callable[[Subgraph, CallSite, Container[str]], dict[str, Any]]
 """Gives the ONNX attributes of a call, among them those with names that the function reads."""
 
@@ -128,7 +125,7 @@ class Assembler:
         self._import_domains(graph, functions)
         return ir.Model(
             graph,
-            ir_version=IR_VERSION,
+            ir_version=10,  # the first with `metadata_props` and value types in functions
             producer_name="scopetrace",
             producer_version=sys.modules["scopetrace"].__version__,
             functions=[f for f in functions if f not in self.plugins],

@@ -284,9 +284,8 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttrib
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b)
+    is_tensor, other = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
+    return is_tensor == other and (torch.equal(a, b) if is_tensor else bool(a == b))
 
 
 def refuse_changing_numbers(program: TracedProgram) -> None:

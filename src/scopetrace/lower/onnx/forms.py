@@ -159,9 +159,6 @@ def _products(x: TTensor, weights: TTensor, ends: onnxscript.INT64) -> TTensor:
     return op.Concat(products, op.Expand(nothing, rest), axis=0)
 
 
-# ---------------------------------------------------------------- forms that are functions
-
-
 @dataclasses.dataclass
 class OpFunctions:
     """The ops whose form is a function.
