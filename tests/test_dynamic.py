@@ -740,7 +740,7 @@ def test_a_copy_that_is_a_view_of_one_row(part, reads_first):
         assert_like_eager(forward, tr, (torch.randn(rows, 3),))
 
 
-@pytest.mark.parametrize("copied", [lambda z: z.t().flatten(), lambda z: z.t().contiguous()])
+@pytest.mark.parametrize("copied", [lambda z: z.t().flatten(), lambda z: z.t().contiguous(), lambda z: z.t().ravel()])
 def test_a_copy_that_is_a_view_of_one_row_in_a_training_step(copied):
     model = nn.Linear(4, 4)
 

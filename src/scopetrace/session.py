@@ -83,7 +83,7 @@ from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
 from scopetrace.record.leaks import refuse_leak
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, named_arguments
-from scopetrace.record.nodes import NodeRunner, knows_origins, root_scope
+from scopetrace.record.nodes import NodeRunner
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught
 from scopetrace.record.regions import CHECKPOINT, keep_regions
@@ -122,10 +122,7 @@ def record(
         model = Model(fn, named_arguments(fn, args, kwargs))
         _refuse_wrapped(model)
         _refuse_lazy(model)
-        root = root_scope(model.root) if knows_origins(model.root) else scopes.Scope("", model.type_name)
-        recording = Recording(
-            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
-        )
+        recording = Recording(model, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress)
         return recording.run(fn, args, kwargs, dynamic_shapes, before)
 
     first = retraced(attempt)
@@ -177,7 +174,6 @@ class Recording:
     def __init__(
         self,
         model: Model,
-        root: scopes.Scope,
         assumptions: Assumptions,
         *,
         leaf_modules: Any = (),
@@ -190,7 +186,7 @@ class Recording:
         self.factory = FakeFactory()
         inference = Inference(self.factory)
         self.tape = RecordedTape(
-            root,
+            scopes.Scope("", model.type_name),
             shape_env=self.factory.shape_env,
             fake_mode=self.factory.mode,
             inference=inference,
@@ -373,7 +369,8 @@ class Recording:
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             if not effects.reach.names.isdisjoint(("step", "param_groups")):
                 autograd.gradients.begin()
-            return fn(*fakes[0], **fakes[1])
+            with self.ops.at_end:
+                return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)
         calls = self.calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
@@ -391,7 +388,7 @@ class Recording:
                 dispatching_to(self.ops.mode, self.factory.mode),
             ):
                 before = settings()
-                out = calls.run_root(self.ops.finishing(run), *tape.args)
+                out = calls.run_root(run, *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
             if self.values.foreign:

@@ -148,7 +148,7 @@ class BackwardNode:
     """Whether what it has saved was freed then: nothing differentiates through it again."""
 
 
-GIVEN_META = ("custom", "nn_module_stack", "fwd_nn_module_stack")
+GIVEN_META = ("custom", "fwd_nn_module_stack")
 """What ops get of the `node.meta` of a graph that is traced; `custom` is of `torch.fx.traceback.annotate` too."""
 
 

@@ -38,7 +38,7 @@ BETWEEN = "between"
 """The name of pieces that are no functions."""
 _NOT_COMPILED = (*KEEP_MORE, torch.ops.aten.lstm.input)
 """Ops that need autograd around them, and what comes apart into these."""
-_KEPT = ("custom", "nn_module_stack", "stack_trace")
+KEPT_META = ("custom", "nn_module_stack", "stack_trace")
 """What a backend gets of `node.meta`; values are made anew, in the environment of the examples."""
 
 
@@ -105,7 +105,7 @@ class Piece:
             graph.placeholder(f"size_{i}")
         graph.output(graph.graph_copy(self.body.graph, {}))  # a backend may change what it gets
         for node in graph.nodes:
-            node.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+            node.meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
         module = torch.fx.GraphModule(self.body, graph, class_name=self.name)
         try:
             with torch.set_grad_enabled(bool(followed)):
@@ -203,7 +203,6 @@ def _is_known(example: Any) -> bool:
 
 
 def _static_strides(example: Any) -> tuple[int, ...]:
-    """The strides of an example where they are numbers."""
     if not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
         return ()
     return tuple(example.stride()) if all(type(n) is int for n in example.stride()) else ()
@@ -299,7 +298,6 @@ class Pieces:
 
 
 def _kind(example: Any) -> Any:
-    """What tells operands apart for a compiler."""
     if not isinstance(example, torch.Tensor):
         return type(example), str(example)
     shape = str(example.size()), str(example.stride()) if example.layout is torch.strided else example.layout

@@ -32,15 +32,9 @@ from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import scope
 from scopetrace.ir.tape import Phase
 from scopetrace.ir.write_back import CopyInto, StateRef
+from scopetrace.lower.compiled import KEPT_META
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
-from scopetrace.program.graph import (
-    call_position,
-    forward_place,
-    node_value,
-    phase_of,
-    scope_path,
-    set_place,
-)
+from scopetrace.program.graph import call_position, forward_place, node_value, phase_of, scope_path, set_place
 from scopetrace.program.traced import Saved, TracedProgram, functional_tape
 from scopetrace.session import record
 
@@ -76,7 +70,6 @@ class SplitProgram:
 
     def run_by(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the inputs of the program's graph, which runs compiled forms of both graphs."""
-
         joint = self._joint
 
         def run(*inputs: Any) -> list[Any]:
@@ -340,7 +333,6 @@ def _key(node: torch.fx.Node) -> Any:
 def _lifted(
     program: TracedProgram, nodes: Sequence[torch.fx.Node], outputs: Sequence[Any], tags: Mapping[torch.fx.Node, str]
 ) -> tuple[torch.fx.GraphModule, tuple[str, ...]]:
-    """The graph with state as inputs, and the names of all inputs."""
     graph = program.graph_module.graph
     tensors = [n for n in graph.find_nodes(op="get_attr") if isinstance(node_value(n), torch.Tensor)]
     state, inputs = {str(n.target): n for n in tensors}, graph.find_nodes(op="placeholder")
@@ -435,7 +427,6 @@ _TANGENTS = "tangents_"
 
 
 def _like(factory: FakeFactory, x: Any) -> Any:
-    """An example of an input, of the sizes of the example."""
     if not isinstance(x, torch.Tensor):
         return example(x)
     size, stride = (tuple(map(example, numbers)) for numbers in (x.size(), x.stride()))
@@ -450,9 +441,6 @@ class _InScopes(torch.fx.Interpreter):
             return super().run_node(n)
 
 
-_KEPT = ("custom", "nn_module_stack", "stack_trace")
-
-
 def _place(graph: torch.fx.Graph, program: TracedProgram) -> None:
     """Give the nodes of a joint graph the metadata of the nodes of the forward that they belong to."""
     origins = {n.name: n for n in program.graph_module.graph.nodes}
@@ -462,7 +450,7 @@ def _place(graph: torch.fx.Graph, program: TracedProgram) -> None:
         origin = origins.get(str(path).rpartition("/")[2])
         node.meta = {"val": node_value(node)}
         if origin is not None:
-            node.meta |= {key: origin.meta[key] for key in _KEPT if key in origin.meta}
+            node.meta |= {key: origin.meta[key] for key in KEPT_META if key in origin.meta}
         if forward is not None:
             call = 0 if origin is None else call_position(origin) or 0
             where = program.tape.root if origin is None else program.scope_of(origin)

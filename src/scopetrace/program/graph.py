@@ -357,12 +357,9 @@ class FxLowering:
         if call not in self._stacks:
             assert call is not None
             stack = dict(self._module_stack(call.parent))
-            cls = type(call.module) if call.module is not None else call.module_type
-            if cls is not None:
+            if call.module_type is not None:
                 key = f"L__self__{call.fqn or ''}" + (f"@{call.index}" if call.index else "")
-                is_graph = issubclass(cls, torch.fx.GraphModule)  # whose class has no name in a Python module
-                name = call.scope.type_name if is_graph else f"{cls.__module__}.{cls.__qualname__}"
-                stack[key] = (call.fqn or "", name)
+                stack[key] = (call.fqn or "", class_text(call))
             self._stacks[call] = stack
         return self._stacks[call]
 
@@ -395,6 +392,13 @@ class FxLowering:
             node = self.graph.create_node("call_function", set_grad_enabled, (enabled,), name="set_grad_enabled")
             set_place(node, str(self.tape.root), 0)
             self._grad = enabled
+
+
+def class_text(call: Call) -> str:
+    """The name of the class of a called module, as in `nn_module_stack`."""
+    cls = call.module_type or torch.nn.Module
+    is_graph = issubclass(cls, torch.fx.GraphModule)  # whose class has no name in a Python module
+    return call.scope.type_name if is_graph else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _modules_within(op: Op, call: Call) -> dict[str, tuple[str, str]]:

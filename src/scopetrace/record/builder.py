@@ -103,9 +103,7 @@ class TapeBuilder:
         """In a region under reentrant checkpointing that runs again in backward, the number of ops before it."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
-        self.gradients_shared = False
-        """As in Assumptions."""
-        self.differentiates = False
+        self.gradients_shared = self.differentiates = False
         """As in Assumptions."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
@@ -170,10 +168,6 @@ class TapeBuilder:
         """Start again where the forward was not recorded as one that differentiates."""
         if not self.differentiates:
             raise Retrace(why, Assumptions(differentiates=True))
-
-    def is_plain(self) -> bool:
-        """Whether ops get no more than scope, call and frames: none of them comes from a node, or has annotations."""
-        return self._origin is None and self.running is None and "custom" not in traceback.current_meta
 
     def mark(self) -> tuple[int, int]:
         """The number of ops and of calls so far."""

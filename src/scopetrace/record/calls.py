@@ -38,7 +38,7 @@ from scopetrace.ir.scopes import Scope, scope
 from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_names, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
-from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
+from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, root_class, signature_of_nodes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.regions import NESTED
@@ -46,7 +46,6 @@ from scopetrace.record.values import ValueTable
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
-
 
 _UNFLATTEN = "torch.export.unflatten"
 
@@ -80,11 +79,10 @@ class CallRecorder:
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
         self._builder.state.opens, self._builder.state.closes = self._open_scope, self._close_scope
 
-    # ---------------------------------------------------------------- calls
-
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the traced callable as the outermost call."""
-        call = self._open(self._model.root, "", self._builder.tape.root, args, kwargs)
+        root = self._model.root
+        call = self._open(root, "", self._builder.tape.root, args, kwargs, None if root is None else root_class(root))
         if call.module is None:
             with contextlib.suppress(TypeError, ValueError):  # built-in callables have no signature
                 call.signature = inspect.signature(self._model.forward)
@@ -132,7 +130,6 @@ class CallRecorder:
             raise self._builder.refusal(problem, op=type(module).__qualname__, hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
-        """The name of a module in the model, and its scope."""
         fqn = self._model.module_name(module, self._around())
         return fqn, self._scope(fqn, self.class_of(module).__name__)
 
@@ -143,9 +140,7 @@ class CallRecorder:
 
     def _scope(self, fqn: str | None, kind: str) -> Scope:
         """The scope of a module, named as in the module around it."""
-        inside = self._around()
-        name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
-        return self._builder.state.current_scope.child(name, kind)
+        return self._builder.state.current_scope.child((fqn or "").removeprefix(f"{self._around()}."), kind)
 
     def _open(
         self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any, kind: Any = None
@@ -165,7 +160,7 @@ class CallRecorder:
             frames=builder.frames() if builder.call is not None else (),
             attributes=plain_attributes(current_attributes(module)) if module is not None else {},
             position=self._next,
-            module_type=self.class_of(module) if module is not None else kind,
+            module_type=self.class_of(module) if module is not None and kind is None else kind,
             replaced=self._model.replaced(module) if module is not None else (),
         )
         call.args, call.kwargs = self.templates.of((args, kwargs), call)
@@ -175,7 +170,6 @@ class CallRecorder:
         return call
 
     def _open_scope(self, scope: Scope) -> None:
-        """A user scope is a call without a module."""
         if not self.paused:
             self._builder.call = self._open(None, None, scope, (), {})
 
@@ -405,7 +399,6 @@ class Templates:
 
     def settle(self, kinds: Collection[type]) -> bool:
         """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""
-
         for call in self._unsettled:
             call.args, call.kwargs, call.outputs = _opened((call.args, call.kwargs, call.outputs), kinds)
         return self._knows_all

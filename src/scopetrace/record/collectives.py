@@ -41,10 +41,7 @@ class CollectiveRecorder:
     """Records the ops of namespace c10d."""
 
     def __init__(
-        self,
-        values: ValueTable,
-        recorded: Callable[[Callable[[], Any]], Any],
-        pending: dict[int, Finish],
+        self, values: ValueTable, recorded: Callable[[Callable[[], Any]], Any], pending: dict[int, Finish]
     ) -> None:
         """`recorded` calls a function and records the ops in it; `pending` gets what is under way, by storage."""
         self._builder, self._values = values.builder, values
@@ -140,15 +137,11 @@ def _problem(args: list[Any]) -> str | None:
     return None
 
 
-# The functional form of each op --------------------------------------------------------------------------------------
-
-
 def _like(target: torch.Tensor) -> Write:
     return target, lambda data: data if data.shape == target.shape else data.reshape(target.shape)
 
 
 def _each(results: Tensors, targets: Tensors) -> Started:
-    """One result for each target."""
     return ((result, [_like(t)]) for result, t in zip(results, targets, strict=True))
 
 

@@ -58,7 +58,6 @@ READERS = _OF_STORED.union(
 )
 """The ops that give Python a number or truth value, or a tensor of which data decides the size."""
 
-
 _LITERAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 """The ops that begin with a tensor that Python has just made of numbers."""
 
@@ -259,8 +258,6 @@ class ExampleRun:
         deciding = self._deciding(expr)
         return self._tape.ops[max(deciding)] if deciding else None
 
-    # ---------------------------------------------------------------- which ops
-
     def _leading_to(self, wanted: list[_Wanted], may: Callable[[Op], bool] | None = None) -> list[int] | None:
         """The positions of the ops that decide what is wanted; None where one of them does not satisfy `may`.
 
@@ -300,8 +297,6 @@ class ExampleRun:
         self._seen = len(ops)
         self._last = ops[-1] if ops else None
 
-    # ---------------------------------------------------------------- running them
-
     def _start_over(self) -> None:
         self._done: set[int] = set()
         self._written: dict[int, int] = {}  # by storage on the tape: the last op that ran and wrote there
@@ -315,18 +310,13 @@ class ExampleRun:
         if any(self._written.get(v.storage, -1) > i for i in ops for v in self._tape.ops[i].inputs()):
             self._start_over()  # an op needs memory as it was before something that has run
             ops = self._leading_to(wanted) or []
-        with eager(), self._drawing():
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with eager(), torch.random.fork_rng(devices=devices):  # random ops go on from where those before ended
+            torch.set_rng_state(self._random_state)
             for i in ops:
                 self._run_op(self._tape.ops[i])
                 self._done.add(i)
                 self._written.update({v.storage: i for v in self._tape.ops[i].writes})
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Random ops go on from where those before ended; the generators of the process stay as they are."""
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
-            torch.set_rng_state(self._random_state)
-            yield
             self._random_state = torch.get_rng_state()
 
     def _run_op(self, op: Op) -> None:
@@ -383,13 +373,8 @@ class ExampleRun:
         return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))
 
     def _real(self, x: Any) -> Any:
-        """An op's arguments with real tensors and numbers."""
-        return map_argument(self._real_leaf, x)
-
-    def _real_leaf(self, x: Any) -> Any:
-        if isinstance(x, Value):
-            return self._tensors[x]
-        return self._evaluated(to_expr(x)) if isinstance(x, Symbolic) else x
+        numbers = map_argument(lambda n: self._evaluated(to_expr(n)) if isinstance(n, Symbolic) else n, x)
+        return map_argument(lambda v: self._tensors[v] if isinstance(v, Value) else v, numbers)
 
 
 def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:

@@ -90,12 +90,11 @@ def _refused(error: Exception, builder: TapeBuilder) -> OpError | None:
         name = type(call.module).__name__ if any(call.module.children()) else short_repr(call.module)
         arguments = named_arguments(call.module.forward, call.args, call.kwargs)
     tensors = [(path, v) for name, x in arguments for path, v in leaves_with_path(x, name) if isinstance(v, Value)]
-    operands = ", ".join(f"{path}: {_metadata(v.fake)}" for path, v in tensors) or "no tensors"
+    operands = (
+        ", ".join(f"{path}: {str(v.fake.dtype).removeprefix('torch.')} {list(v.fake.shape)}" for path, v in tensors)
+        or "no tensors"
+    )
     return OpError(f"{name} was called with {operands}", op=str(builder.failed[1]), **_place(error, builder))
-
-
-def _metadata(t: torch.Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
 
 
 def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
@@ -106,11 +105,7 @@ def sparse_gradient(op: str, *, module: str | None, source: str | None) -> Unsup
 
 
 def _place(error: Exception, builder: TapeBuilder) -> dict[str, str | None]:
-    """`module` and `source` of an exception that left the forward."""
-    return {
-        "module": str(_call(error, builder).scope),
-        "source": user_line(frames_of_traceback(error.__traceback__)),
-    }
+    return {"module": str(_call(error, builder).scope), "source": user_line(frames_of_traceback(error.__traceback__))}
 
 
 def _call(error: Exception, builder: TapeBuilder) -> Call:
@@ -176,7 +171,6 @@ _BRANCH = (
     "torch.sym_min(n, 4) and torch.sym_max(n, 4); a check that is only for users can be skipped, as "
     f"torch.compiler.is_exporting() is True here; or make the value an argument that is a Python number; {_SPECIALIZE}"
 )
-
 
 _WAYS_OUT = {
     "_detect_is_causal_mask": "say whether the mask is a causal one, which nn.TransformerEncoder and its kind else "

@@ -45,8 +45,6 @@ class FlexRecorder(BodyRecorder):
     def _body(
         self, function: Any, parameter: str, graph: str, names: tuple[str, ...], group: int
     ) -> tuple[BodyTape, tuple[Any, ...]]:
-        """The body of a function, and its buffers."""
-
         def run() -> tuple[list[Any], None]:
             numbers = [self._number(name) for name in names]
             placeholders = [self._placeholder(i, x, g) for i, (x, g) in enumerate(self.grouped_operands) if g == group]
@@ -65,7 +63,6 @@ class FlexRecorder(BodyRecorder):
         return body, (*(self.operands[i] for i, (_, g) in enumerate(self.grouped_operands) if g == group), *free_values)
 
     def _number(self, name: str) -> torch.Tensor:
-        """What a body gets for a score, or for one of its indices."""
         query = self._lifted(self.args[0]).fake
         dtype = query.dtype if name == "score" else torch.int32
         number = self.factory.fresh((), (), dtype, query.device, name == "score" and query.requires_grad)

@@ -34,11 +34,7 @@ class BodyRecorder:
     """Records one call of a higher-order op. `recorded` runs a callable and records its ops."""
 
     def __init__(
-        self,
-        values: ValueTable,
-        hop: Any,
-        args: tuple[Any, ...],
-        recorded: Callable[[Any, Any], Any],
+        self, values: ValueTable, hop: Any, args: tuple[Any, ...], recorded: Callable[[Any, Any], Any]
     ) -> None:
         self.builder, self.values, self.factory = values.builder, values, values.factory
         self.hop = hop
@@ -52,7 +48,6 @@ class BodyRecorder:
         self.operands = [self._lifted(x) for x, _ in self.grouped_operands]
 
     def _lifted(self, x: Any) -> Any:
-        """An argument with values for tensors."""
         if isinstance(x, (list, tuple)):
             return (list if isinstance(x, list) else tuple)([self._lifted(item) for item in x])
         return self.values.value_of(x) if isinstance(x, torch.Tensor) else x
@@ -79,8 +74,6 @@ class BodyRecorder:
                 op=str(self.hop),
                 hint="call it outside, or compute both sides and pick with torch.where",
             )
-
-    # ---------------------------------------------------------------- running a callable
 
     def _segment(self, position: int, parameter: str, graph: str) -> tuple[TapeSegment, Any]:
         """Run a callable and take what it recorded off the tape; also, how pytree puts its results together."""
@@ -156,10 +149,7 @@ class BodyRecorder:
         outside = {v.storage for v in (*self.operands, *captured) if isinstance(v, Value)}
         self.values.forget(body_values, {v.storage for v in body_values} - outside)
 
-    # ---------------------------------------------------------------- what torch does not allow
-
     def _check_results(self, body: BodyTape) -> None:
-        """Results have memory of their own."""
         seen = {op.outputs.storage for op in body.ops if op.kind == "placeholder" and isinstance(op.outputs, Value)}
         for value in values_in(body.outputs):
             if value.storage in seen:
@@ -167,7 +157,6 @@ class BodyRecorder:
             seen.add(value.storage)
 
     def _written(self, bodies: list[BodyTape], inputs: list[Any]) -> list[Value]:
-        """The inputs that bodies write to."""
         indices = dict.fromkeys(i for body in bodies for i in written_inputs(body))
         written: list[Value] = [inputs[i] for i in sorted(indices)]
         if not written:
@@ -185,8 +174,6 @@ class BodyRecorder:
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         raise ControlFlowError(f"{self.hop}: {problem}", op=str(self.hop), hint=hint, **self.builder.where())
-
-    # ---------------------------------------------------------------- the op
 
     def _append(self, bodies: list[BodyTape], spec: Any, captured: list[Any], written: tuple[Value, ...]) -> Any:
         lifted = self.form.spread([self._lifted(a) for a in self.args])
@@ -229,5 +216,4 @@ def fakes_of(x: Any) -> Any:
 
 
 def _writes_to(op: Op, body: BodyTape) -> bool:
-    """Whether an op writes to an input of the body."""
     return bool({v.storage for v in op.writes} & {v.storage for v in body.inputs}) and not op.bodies()

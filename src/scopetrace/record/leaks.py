@@ -37,8 +37,7 @@ def refuse_leak(x: Any, path: str, *, is_result: bool) -> None:
     what = f"{path} is a {kind.__name__}"
     if is_result and isinstance(x, Iterator):
         raise OpaqueOutputError(
-            f"{what}, which can be gone through once and computes later",
-            hint="return a list or tuple of what it gives",
+            f"{what}, which can be gone through once and computes later", hint="return a list or tuple of what it gives"
         )
     leak = _leak(x, _referents) if is_result and not isinstance(x, torch.Tensor) else None
     attributes = {} if isinstance(x, (torch.nn.Module, type)) else getattr(x, "__dict__", {})

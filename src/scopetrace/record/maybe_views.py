@@ -17,9 +17,8 @@ from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, RecordedTape, Value
 
 _aten = torch.ops.aten
-_MAYBE_VIEWS = frozenset(
-    {_aten.reshape.default, _aten.flatten.using_ints, _aten.contiguous.default, _aten.reshape_as.default}
-)
+_RESHAPES = (_aten.reshape.default, _aten.reshape_as.default, _aten.flatten.using_ints, _aten.ravel.default)
+MAYBE_VIEWS = frozenset((*_RESHAPES, _aten.contiguous.default))
 
 
 def expect_copies(tape: RecordedTape, env: WatchedShapeEnv) -> None:
@@ -46,7 +45,7 @@ def expect_copies(tape: RecordedTape, env: WatchedShapeEnv) -> None:
 
 def _source(op: Op) -> Value | None:
     """What an op may give a view of; in a step, where the parts of composite ops are recorded, those of a copy."""
-    if op.target in _MAYBE_VIEWS or (
+    if op.target in MAYBE_VIEWS or (
         op.target is _aten.clone.default and op.kwargs.get("memory_format") is torch.contiguous_format
     ):
         return op.inputs()[0]

@@ -39,6 +39,7 @@ from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_wat
 from scopetrace.ir.guards import HOOKS, MODULE_TABLES
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
+from scopetrace.record.nodes import root_class
 
 RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 """They list their parameters anew where these are others than at the last call, as under `functional_call`."""
@@ -79,7 +80,7 @@ class Model:
         """`arguments` are those of the call that is traced, with their names."""
         self.root, self.forward = _unwrap(fn)
         self._fn = self.forward.forward if isinstance(self.forward, torch.nn.Module) else fn
-        self.type_name = type(self.root).__name__ if self.root is not None else _name_of(fn)
+        self.type_name = root_class(self.root).__name__ if self.root is not None else _name_of(fn)
         self.modules: list[torch.nn.Module] = []
         # Not more objects for each module and tensor than these take: a model may have many thousands.
         self._first_names: dict[int, str] = {}
@@ -326,7 +327,8 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 def _reachable(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, T]]:
     """The modules, or tensors, that a function can reach by name, itself and by the functions that it refers to."""
-    reached = {path: each for name, x in arguments for path, each in _items_of_kind(_as_submodule(name), x, kind)}
+    named = ((re.sub(r"\[(\w+)\]", r".\1", name), x) for name, x in arguments)  # `models[0]` as `models.0`
+    reached = {path: each for name, x in named for path, each in _items_of_kind(name, x, kind)}
     functions, known = [("", fn)], {id(fn)}
     for around, function in functions:  # which grows meanwhile
         for name, x in _variables(function):
@@ -337,11 +339,6 @@ def _reachable(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()
                 if reached.setdefault(path, each) is not each:
                     reached.setdefault(around + path, each)
     return [*reached.items()]
-
-
-def _as_submodule(name: str) -> str:
-    """`models[0]` as `models.0`."""
-    return re.sub(r"\[(\w+)\]", r".\1", name)
 
 
 def _variables(fn: Any) -> list[tuple[str, Any]]:
@@ -371,7 +368,6 @@ def _variables(fn: Any) -> list[tuple[str, Any]]:
 
 
 def _parameters(fn: Any) -> list[str]:
-    """The names of the positional parameters of a function; none of another callable."""
     code = getattr(fn, "__code__", None)
     return [] if code is None or isinstance(fn, types.MethodType) else [*code.co_varnames[: code.co_argcount]]
 

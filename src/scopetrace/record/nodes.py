@@ -52,11 +52,6 @@ class Entry(NamedTuple):
     """The module's class, or its name."""
 
     @property
-    def class_name(self) -> str:
-        """The name of the class alone."""
-        return self.kind.__name__ if isinstance(self.kind, type) else self.kind.rpartition(".")[2]
-
-    @property
     def called(self) -> str:
         """The name in `module_call_graph`."""
         return self.fqn + "".join(self.key.rpartition("@")[1:]) if "@" in self.key else self.fqn
@@ -133,7 +128,7 @@ class NodeRunner(torch.fx.Interpreter):
             return None
         scope = self.builder.state.current_scope
         for outer, entry in zip(["", *(entry.fqn for entry in entries)], entries, strict=False):
-            scope = scope.child(entry.fqn.removeprefix(f"{outer}."), entry.class_name)
+            scope = scope.child(entry.fqn.removeprefix(f"{outer}."), class_of_text(entry.kind).__name__)
         return scope
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -329,14 +324,11 @@ def is_part(module: Any) -> TypeGuard[torch.fx.GraphModule]:
     return isinstance(module, torch.fx.GraphModule) and says_root(module.graph.nodes)
 
 
-def root_scope(gm: torch.fx.GraphModule) -> Scope:
-    """The root scope, named after the class of the module that the graph came from, where its nodes have it."""
-    stacks = (_module_stack(n) or _entries(n, "fwd_nn_module_stack") for n in gm.graph.nodes)
-    names = (entry.class_name for stack in stacks for entry in stack if not entry.fqn)
-    return Scope("", next(names, type(gm).__name__))
-
-
-# Classes and names of arguments --------------------------------------------------------------------------------------
+def root_class(module: Any) -> type:
+    """The class of a module; of a graph, that of the module that it came from, where its nodes have it."""
+    nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
+    stacks = (_module_stack(n) or _entries(n, "fwd_nn_module_stack") for n in nodes)
+    return next((class_of_text(entry.kind) for stack in stacks for entry in stack if not entry.fqn), type(module))
 
 
 def class_of_text(kind: type | str) -> type:

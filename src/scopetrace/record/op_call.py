@@ -44,7 +44,8 @@ class OpFacts:
         schema = schema_of(func)
         self.func = func  # also keeps its id from being used again
         collective = schema.name.startswith("c10d::")
-        self.rewrite = functools.partial(_collective, func) if collective else REWRITES.get(func)
+        record: Any = lambda ops, *args: ops.collectives.record(func, args)  # noqa: E731
+        self.rewrite = record if collective else REWRITES.get(func)
         self.reads = func in READERS
         self.inferable = may_infer(func)
         self.convolves = "conv" in schema.name
@@ -197,7 +198,3 @@ def version_counter(t: torch.Tensor) -> int:
 def tensors_in(x: Any) -> list[torch.Tensor]:
     """The tensors in an argument, or in several."""
     return [t for t in flat(x) if isinstance(t, torch.Tensor)]
-
-
-def _collective(func: Any, ops: Any, *args: Any) -> Any:
-    return ops.collectives.record(func, args)

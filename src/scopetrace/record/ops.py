@@ -92,7 +92,8 @@ class OpRecorder:
         self.specialize = specialize
         self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
-        self._at_end = contextlib.ExitStack()
+        self.at_end = contextlib.ExitStack()
+        """Around the forward: at its end, collectives that are under way are finished."""
         self.attention_kernels = attention_kernels()
         """Those that were on before the forward."""
 
@@ -105,22 +106,13 @@ class OpRecorder:
     def collectives(self) -> CollectiveRecorder:
         """Records collectives."""
         recorder = CollectiveRecorder(self.values, self.recorded, self._pending)
-        self._at_end.enter_context(recorder.finishing())
+        self.at_end.enter_context(recorder.finishing())
         return recorder
 
     @functools.cached_property
     def transforms(self) -> TransformRecorder:
         """Records ops inside of torch.vmap, grad and their kind."""
         return TransformRecorder(self.values, self.record)
-
-    def finishing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, at whose end collectives that are under way are finished."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._at_end:
-                return fn(*args, **kwargs)
-
-        return run
 
     # ---------------------------------------------------------------- arrival
 
@@ -350,7 +342,6 @@ class OpRecorder:
         written: tuple[Value, ...] = (),
         tracked: tuple[Value, ...] = (),
     ) -> Any:
-        """Put the op on the tape with results that were made without running it."""
         results = self.values.new_inferred(outputs, fakes, call.inputs)
         self._append(call, outputs.contained(results), written, None, tracked)
         if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
@@ -474,7 +465,6 @@ class OpRecorder:
         return fake
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
-        """What torch returns for fake tensors."""
         facts = call.facts
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for t in call.fakes() for n in t.size()[1:2])

@@ -26,17 +26,11 @@ from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import (
-    NO_CALL,
-    Flag,
-    Guard,
-    OfInput,
-    OfTensor,
-    Source,
-)
+from scopetrace.ir.guards import NO_CALL, Flag, Guard, OfInput, OfTensor, Source
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
+from scopetrace.record.maybe_views import MAYBE_VIEWS
 from scopetrace.record.values import ValueTable
 
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
@@ -86,19 +80,20 @@ class ReadRecorder:
             self._layout(i, frames)
 
     def note_once(
-        self, name: str, value: Any, source: Source, frames: Frames | None = None, path: str | None = None
+        self,
+        name: str,
+        value: Any,
+        source: Source,
+        frames: Frames | None = None,
+        path: str | None = None,
+        known_as: Any = None,
     ) -> None:
         """Note what the forward read, once for each place; frames and scope default to the current ones."""
-        if source not in self._known:
-            self._known.add(source)
-            self._note(name, value, source, frames, path)
-
-    def _note(
-        self, name: str, value: Any, source: Source, frames: Frames | None = None, path: str | None = None
-    ) -> None:
-        frames = self._builder.frames() if frames is None else frames
-        path = self._builder.state.current_scope.path if path is None else path
-        self._guards.append(Guard(name, value, source, frames, path))
+        if (known_as or source) not in self._known:
+            self._known.add(known_as or source)
+            frames = self._builder.frames() if frames is None else frames
+            path = self._builder.state.current_scope.path if path is None else path
+            self._guards.append(Guard(name, value, source, frames, path))
 
     # ---------------------------------------------------------------- questions to torch
 
@@ -106,10 +101,8 @@ class ReadRecorder:
         """A question about the state of the process: `torch.is_grad_enabled`; no `args` for what is no function."""
         if name == "torch.is_grad_enabled" and answer:
             self.refuse_in_reentrant(None, name)
-        if (name, args, answer) not in self._known:
-            self._known.add((name, args, answer))
-            text = name if args is None else f"{name}({', '.join(map(repr, args))})"
-            self._note(text, answer, Flag(name, args or ()))
+        text = name if args is None else f"{name}({', '.join(map(repr, args))})"
+        self.note_once(text, answer, Flag(name, args or ()), known_as=(name, args, answer))
 
     def refuse_in_reentrant(self, t: torch.Tensor | None, question: str) -> None:
         """Raise where Python asks whether autograd is on, or follows `t`, in a region under reentrant checkpointing.
@@ -283,7 +276,6 @@ class ReadRecorder:
             self.on_requires_grad(t)
 
     def _is_shared(self, storage: int) -> bool:
-        """Whether several inputs lie in a storage that was written."""
         tape = self._builder.tape
         objects = {id(v.fake) for v in tape.inputs if v.storage == storage}
         return len(objects) > 1 and storage in tape.written_storages()
@@ -310,7 +302,6 @@ class ReadRecorder:
     def _fact(
         self, index: int, fact: str, answer: Any, args: tuple[Any, ...] = (), frames: Frames | None = None
     ) -> None:
-        """Note a fact of an input."""
         name = _text_of(self._builder.tape.input_paths[index], fact, args)
         self.note_once(name, answer, OfInput(index, fact, args), frames)
 
@@ -360,7 +351,6 @@ class ReadRecorder:
 
 
 def _text_of(name: str, fact: str, args: tuple[Any, ...]) -> str:
-    """A fact of a tensor as in source."""
     if fact == "layout":
         return f"{name}'s strides"
     asked = f"({', '.join(map(repr, args))})" if fact in questions.methods else ""
@@ -373,16 +363,8 @@ def _is_source_or_alias(op: Op) -> bool:
 
 
 _aten = torch.ops.aten
-# Layouts of inputs ---------------------------------------------------------------------------------------------------
-
-
-_COALESCED = (torch.ops.aten.coalesce.default, torch.ops.aten._coalesce.default)
-_VIEWS_OR_COPIES = frozenset(
-    {
-        *(_aten.reshape.default, _aten.reshape_as.default, _aten.flatten.using_ints, _aten.ravel.default),
-        *(_aten.contiguous.default, _aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout),
-    }
-)
+_COALESCED = (_aten.coalesce.default, _aten._coalesce.default)
+_VIEWS_OR_COPIES = MAYBE_VIEWS | {_aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout}
 
 
 def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -> dict[int, Frames]:

@@ -31,22 +31,18 @@ CHECKPOINT, NESTED = _hops.tag_activation_checkpoint, _hops.invoke_subgraph
 
 @dataclasses.dataclass
 class Region:
-    """A region of the forward."""
+    """The ops of the forward from `start` to `stop`, with the module calls in them, which become one op, of `hop`.
+
+    `call`, `scope` and `frames` are those around its end.
+    """
 
     hop: Any
-    """The op that it becomes."""
     start: int
-    """The position in the tape of its first op."""
     stop: int
-    """The position after its last op."""
     calls: list[Call]
-    """The module calls in it."""
     call: Call | None
-    """The module call around it."""
     scope: Scope
-    """The scope around it."""
     frames: Frames
-    """The Python frames of its end."""
     context_fn: Any = None
     """As `BodyTape.context_fn`."""
     keeps_rng: bool = True

@@ -35,10 +35,6 @@ def _lift_fresh(ops: Any, t: torch.Tensor) -> torch.Tensor:
     return ops.values.lift_fresh(t)
 
 
-def _split(ops: Any, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
-    return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
-
-
 def _unbind(ops: Any, x: torch.Tensor, dim: int = 0) -> Any:
     """Rows of a number that depends on data: the shape rule of torch leaves them a dimension too many."""
     if not x.dim() or not has_unbacked(to_expr(x.shape[dim])):
@@ -55,32 +51,22 @@ def _squeeze(ops: Any, x: torch.Tensor, *dims: Any) -> Any:
     return ops.recorded(lambda: functools.reduce(lambda t, d: t.narrow(d, 0, 1), ones, x).squeeze(*dims))
 
 
-def _narrow(ops: Any, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
-    return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
-
-
 def _ctc_loss(
     ops: Any, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
 ) -> Any:
-    """That of lengths as tensors: to divide by numbers, torch would write them into a tensor without data."""
+    """That of lengths as tensors on the device of `log_probs`: torch's parts divide by them, and have no data."""
+    device = log_probs.device
+    if isinstance(target_lengths, torch.Tensor) and target_lengths.device == device:
+        return NotImplemented
 
     def run() -> Any:
-        of_numbers = [torch.tensor(numbers, device=log_probs.device) for numbers in (lengths, target_lengths)]
-        return _aten.ctc_loss.Tensor(log_probs, targets, *of_numbers, *more)
+        both = (
+            n.to(device) if isinstance(n, torch.Tensor) else torch.tensor(n, device=device)
+            for n in (lengths, target_lengths)
+        )
+        return _aten.ctc_loss.Tensor(log_probs, targets, *both, *more)
 
     return ops.recorded(run)
-
-
-def _ctc_loss_of_tensors(
-    ops: Any, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
-) -> Any:
-    """That of lengths on the device of `log_probs`: eager makes numbers of them, and torch's parts divide by them."""
-    device = log_probs.device
-    if target_lengths.device == device:
-        return NotImplemented
-    return ops.recorded(
-        lambda: _aten.ctc_loss.Tensor(log_probs, targets, lengths.to(device), target_lengths.to(device), *more)
-    )
 
 
 def _dropout_in_place(ops: Any, x: torch.Tensor, p: float, train: bool) -> Any:
@@ -156,12 +142,13 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.size.default: lambda ops, t: tuple(t.shape),
     _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
     _aten.lift_fresh.default: _lift_fresh,
-    _aten.tensor_split.tensor_indices_or_sections: _split,
+    _aten.tensor_split.tensor_indices_or_sections: lambda ops, x, at, dim=0: ops.recorded(
+        lambda: torch.tensor_split(x, at.tolist(), dim)
+    ),
     _aten.unbind.int: _unbind,
     **dict.fromkeys((_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims), _squeeze),
-    _aten.narrow.Tensor: _narrow,
-    _aten.ctc_loss.IntList: _ctc_loss,
-    _aten.ctc_loss.Tensor: _ctc_loss_of_tensors,
+    _aten.narrow.Tensor: lambda ops, x, dim, start, n: ops.recorded(lambda: torch.narrow(x, dim, start.item(), n)),
+    **dict.fromkeys((_aten.ctc_loss.IntList, _aten.ctc_loss.Tensor), _ctc_loss),
     **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
     _aten.dropout_.default: _dropout_in_place,
     **dict.fromkeys(_OTHER_DROPOUTS, lambda ops, x, p, train: NotImplemented if p and train else x),

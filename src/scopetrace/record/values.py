@@ -59,11 +59,6 @@ def _is_factory(op: Op) -> bool:
     return is_op(op.target) and schema_of(op.target).op_name.endswith("_like")
 
 
-def _lies_elsewhere(t: torch.Tensor, value: Value) -> bool:
-    """Whether `t.data = other` has given a tensor another storage than that of its value, unseen by the dispatcher."""
-    return isinstance(t, FakeTensor) and value.storage != storage_id(t)
-
-
 class ValueTable:
     """Which value of the tape a tensor is.
 
@@ -93,8 +88,6 @@ class ValueTable:
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
         self.foreign: list[ForeignTensor] = []
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
-
-    # ---------------------------------------------------------------- new values
 
     def new(self, t: torch.Tensor, slot: int, storage: int, key: int | None) -> Value:
         """The value of a tensor that an op returned; the op is to be appended next."""
@@ -174,8 +167,8 @@ class ValueTable:
         Raises ForeignTensorError for a tensor that another trace or thread made, UnsupportedOpError for a subclass.
         """
         t = unwrapped(t)
-        value = self.by_id.get(id(t))
-        if value is not None and not _lies_elsewhere(t, value):
+        value = self.known(t)
+        if value is not None:
             return value
         if isinstance(t, FakeTensor) and (t.fake_mode is self.factory.mode or self.model.owner(t) is None):
             value = self._alias(t)
@@ -194,7 +187,9 @@ class ValueTable:
     def known(self, t: torch.Tensor) -> Value | None:
         """The value of a tensor; None for a result of the op that torch is running."""
         value = self.by_id.get(id(unwrapped(t)))
-        return None if value is None or _lies_elsewhere(t, value) else value
+        if value is not None and isinstance(t, FakeTensor) and value.storage != storage_id(t):
+            return None  # `t.data = other` has given it another storage, unseen by the dispatcher
+        return value
 
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""

@@ -26,7 +26,7 @@ from scopetrace.ir.verify import verify
 from scopetrace.program.traced import functional_tape
 from scopetrace.record.builder import Assumptions
 from scopetrace.record.model import Model
-from scopetrace.record.nodes import NodeRunner, root_scope
+from scopetrace.record.nodes import NodeRunner
 from scopetrace.session import Recording, retraced
 
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -100,7 +100,7 @@ def _record_nodes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Reco
     """
 
     def attempt(assumptions: Assumptions) -> tuple[RecordedTape, list[_NodeRecord]]:
-        recording = Recording(Model(gm), root_scope(gm), assumptions)
+        recording = Recording(Model(gm), assumptions)
         interpreter = _RecordingInterpreter(gm, recording)
         return recording.run(interpreter.run, args, {}).tape, interpreter.nodes
 

@@ -2,7 +2,6 @@
 
 Data flow:
     module calls of the tape -> frames: the calls that unflatten can tell apart (`frames_of`)
-    ops whose result is their argument -> the argument of each, which is read outside of the call (`Identities`)
     casts, calls without ops, dead arguments and results -> a no-op check each, so that they have nodes (`with_marks`)
     nodes of the lifted graph -> the frame of each, written as `nn_module_stack` (`place_nodes`)
     frames -> signatures in ModuleCallEntries (`ModuleCalls`)
@@ -39,14 +38,11 @@ from scopetrace._compat.export import can_be_saved
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.versions import CURRENT
-from scopetrace.containers.structure import (
-    leaves,
-    map_structure,
-)
+from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value, renamed
+from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
 from scopetrace.ops.functional_variants import by_name, tensor_of
-from scopetrace.program.graph import call_position, has_effect, live_ops, node_value
+from scopetrace.program.graph import call_position, class_text, has_effect, live_ops, node_value
 
 Node = torch.fx.Node
 
@@ -75,8 +71,7 @@ class ModuleCallFrame:
 
     def module_stack(self) -> dict[str, tuple[str, str]]:
         """The `nn_module_stack` of the nodes in it."""
-        kinds = [(f, f.call.module_type or torch.nn.Module) for f in reversed(list(self.chain()))]
-        return {f"L__self__{f.name}": (f.fqn, f"{kind.__module__}.{kind.__qualname__}") for f, kind in kinds}
+        return {f"L__self__{f.name}": (f.fqn, class_text(f.call)) for f in reversed(list(self.chain()))}
 
 
 def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
@@ -84,12 +79,11 @@ def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
     count: collections.Counter[str] = collections.Counter()
     frames: dict[Call, ModuleCallFrame] = {}
     for call in sorted(tape.calls, key=lambda c: c.position):
-        if call.parent is None:
+        around = None if call.parent is None else frames[call.parent]
+        prefix = f"{around.fqn}." if around is not None and around.fqn else ""
+        if around is None:
             frames[call] = ModuleCallFrame(call, "", 0, None)
-            continue
-        around = frames[call.parent]
-        prefix = f"{around.fqn}." if around.fqn else ""
-        if call.fqn and call.fqn.startswith(prefix) and call.module_type is not None and call.raised is None:
+        elif call.fqn and call.fqn.startswith(prefix) and call.module_type is not None and call.raised is None:
             frames[call] = ModuleCallFrame(call, call.fqn, count[call.fqn], around)
             count[call.fqn] += 1
         else:
@@ -97,72 +91,18 @@ def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
     return frames
 
 
-class Identities:
-    """The values that are an argument of their op, and from where they are read as that argument.
-
-    The recorder knows a tensor by the op that returned it last. Where that is its own argument, as for
-    `x.to(torch.float32)` of a float32 tensor, a caller who goes on with `x` seems to read a value of the module that
-    cast it. The program is right; the signature of that module would be lost.
-    """
-
-    def __init__(self, tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> None:
-        self._frames = frames
-        self._argument = {
-            op.outputs: value
-            for op in tape.ops
-            if op.kind == "call_function" and isinstance(op.outputs, Value)
-            for value in op.inputs()[:1]
-            if op.outputs.fake is value.fake
-        }
-        calls = [call for call in tape.calls if frames[call].call is call]
-        self._results = {frames[call]: set(leaves(call.outputs, Value)) for call in calls}
-
-    def seen_from(self, frame: ModuleCallFrame, x: Any) -> Any:
-        """What ops in `frame` read for the values in a structure."""
-        return map_structure(lambda v: self._value(frame, v), x, Value) if self._argument else x
-
-    def _value(self, frame: ModuleCallFrame, value: Value) -> Value:
-        around = set(frame.chain())
-        while value in self._argument and value.op.call is not None:
-            left = [f for f in self._frames[value.op.call].chain() if f not in around]
-            if all(value in self._results[f] for f in left):
-                break
-            value = self._argument[value]
-        return value
-
-    def applied(self, tape: FunctionalTape) -> FunctionalTape:
-        """The tape with all ops, and the outputs, reading what they see."""
-        if not self._argument:
-            return tape
-        root = self._frames[tape.calls[0]]
-        ops = [self._applied_to(op) for op in tape.ops]
-        return dataclasses.replace(tape, ops=ops, returned=self.seen_from(root, tape.graph_outputs()))
-
-    def _applied_to(self, op: Op) -> Op:
-        read = [v for v in op.inputs() if v in self._argument]
-        if not read or op.call is None:
-            return op
-        values = {v: self._value(self._frames[op.call], v) for v in read}
-        return op.replace(args=renamed(op.args, values), kwargs=renamed(op.kwargs, values))
-
-
 def is_cast(op: Op) -> bool:
     """Whether an op casts: with another dtype it returns, or writes, something else."""
     return is_op(op.target) and schema_of(op.target).name in ("aten::to", "aten::type_as")
 
 
-# Signatures ---------------------------------------------------------------------------------------------------------
-
-
 class _Passed:
     """The arguments and results of a call as torch.export's argument specs."""
 
-    def __init__(self, frame: ModuleCallFrame, identities: Identities, lower: Callable[[Any], Any]) -> None:
+    def __init__(self, frame: ModuleCallFrame, lower: Callable[[Any], Any]) -> None:
         call = frame.call
-        assert frame.parent is not None
-        arguments = identities.seen_from(frame.parent, (call.args, call.kwargs))
-        flat, in_spec = pytree.tree_flatten(_plain(lower(arguments)))
-        out, out_spec = pytree.tree_flatten(_plain(lower(identities.seen_from(frame, call.outputs))))
+        flat, in_spec = pytree.tree_flatten(_plain(lower((call.args, call.kwargs))))
+        out, out_spec = pytree.tree_flatten(_plain(lower(call.outputs)))
         self.taken = {x for x in flat if isinstance(x, Node)}
         self.returned = {x for x in out if isinstance(x, Node)}
         inputs, outputs = [argument_of(x) for x in flat], [argument_of(x) for x in out]
@@ -179,7 +119,6 @@ class ModuleCalls:
         placement: Placement,
         frames: list[ModuleCallFrame],
         chosen: set[ModuleCallFrame],
-        identities: Identities,
         lower: Callable[[Any], Any],
         buffers: list[tuple[Node, Node]],
     ) -> None:
@@ -191,7 +130,7 @@ class ModuleCalls:
         self._in_buffers = {node for old, new in buffers for node in _values_between(old, new)}
         seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
-        self._passed = {f: _Passed(f, identities, lower) for f in inside if f in seen & chosen}
+        self._passed = {f: _Passed(f, lower) for f in inside if f in seen & chosen}
         said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.returned)}
         self._unsigned = {f.fqn for f in inside if f not in said}
         before = -1
@@ -210,8 +149,6 @@ class ModuleCalls:
         signed = {f.name: p.signature for f, p in self._passed.items() if f.fqn not in self._unsigned}
         entries = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
         return entries + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
-
-    # ---------------------------------------------------------------- values that bypass arguments and results
 
     def _drop_bypassed(self) -> None:
         """Drop the signatures of calls that values bypass."""
@@ -323,10 +260,7 @@ def with_marks(
 
 
 def _mark_idle_calls(
-    tape: FunctionalTape,
-    frames: dict[Call, ModuleCallFrame],
-    chosen: set[ModuleCallFrame],
-    marks: dict[int, list[Op]],
+    tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], chosen: set[ModuleCallFrame], marks: dict[int, list[Op]]
 ) -> None:
     live = live_ops(tape)
     nodes = [op for op in tape.ops if id(op) in live and op.kind == "call_function" and not is_erased(op)]
@@ -396,8 +330,6 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
             inside = set(frame.chain())
             closed.update(f for f in current.chain() if f not in inside)
             current = placed[node] = frame
-            if wanted is not None and isinstance(wanted.call.module, torch.fx.GraphModule):
-                continue  # it has the module stack of the graph that was traced
             node.meta["nn_module_stack"] = (wanted or frame if is_moved else frame).module_stack()
         if is_moved:
             hidden.update(region)

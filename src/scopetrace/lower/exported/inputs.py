@@ -37,6 +37,7 @@ from scopetrace.lower.exported.calls import PLAIN, ModuleCallFrame, argument_of,
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.program.graph import FxLowering, node_value
 
+_aten = torch.ops.aten
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_", InputKind.USER_INPUT: ""}
 
 
@@ -69,7 +70,6 @@ def flat_arguments(tape: FunctionalTape, names: list[str]) -> tuple[list[tuple[s
 
     Raises ExportError for a class that pytree knows without keys.
     """
-
     with modules_as_containers(tape.args):
         try:
             flat, tree = pytree.tree_flatten_with_path(example_of(tape.args))
@@ -218,7 +218,8 @@ class Lifted:
         for node in reversed([*(node for _, node in of_model), *of_arguments]):
             next(iter(self._graph.nodes)).prepend(node)
         for node in list(self._graph.nodes):
-            if node.op == "call_function" and (is_erased(node) or _detaches_constant(node)):
+            of_literal = node.target is _aten.detach.default and node.args[0].target is _aten.lift_fresh_copy.default
+            if of_literal or (node.op == "call_function" and is_erased(node)):  # `torch.tensor(...)` detaches its copy
                 self._move(node, node.all_input_nodes[0])
         written = [n for n, v in tape.attribute_reads() if v.storage in tape.written_storages()]
         if any(self.state[n][0].kind is InputKind.PARAMETER for n in written if n in self.state):
@@ -231,7 +232,7 @@ class Lifted:
             new = node.args[1]
             if self._program.op_of[node].tensor(1).storage in sources:  # the results of the op are new memory
                 with self._graph.inserting_before(node):
-                    new = self._graph.call_function(torch.ops.aten.clone.default, (new,))
+                    new = self._graph.call_function(_aten.clone.default, (new,))
                 new.meta = node.meta
             self._move(node, new)
 
@@ -298,9 +299,3 @@ class Lifted:
 def _plain(x: Any) -> Any:
     """The number or text that an Enum of these is; other objects as they are."""
     return x.value if isinstance(x, enum.Enum) and isinstance(x, (int, str)) else x
-
-
-def _detaches_constant(node: torch.fx.Node) -> bool:
-    """Whether it is the second half of `torch.tensor(...)`, which changes nothing."""
-    aten = torch.ops.aten
-    return node.target is aten.detach.default and node.args[0].target is aten.lift_fresh_copy.default  # type: ignore[union-attr]

@@ -75,8 +75,6 @@ class Outputs(ResultNodes):
             (c.placeholder, c.value) for c in self._changes.values() if c.kind is OutputKind.BUFFER_MUTATION
         ]
 
-    # ---------------------------------------------------------------- changes
-
     def _find_changes(self) -> dict[Any, _Change]:
         """By GraphInput or StateRef, the changes, in the order of the placeholders."""
         changes: dict[Any, _Change] = {}
@@ -142,7 +140,6 @@ class Outputs(ResultNodes):
         )
 
     def _is_kept(self, name: str, value: torch.fx.Node) -> bool:
-        """Whether it is a buffer, and gets a tensor of its shape and dtype."""
         state, node = self._state[name]
         facts = [(n.meta["val"].shape, n.meta["val"].dtype) for n in (node, value)]
         return state.kind is InputKind.BUFFER and facts[0] == facts[1]
@@ -183,8 +180,6 @@ class Outputs(ResultNodes):
     def _storage(self, node: torch.fx.Node) -> Any:
         """A key that is equal for nodes whose tensors share a storage."""
         return self._memory.get(node, node)
-
-    # ---------------------------------------------------------------- results
 
     def value(self, source: FromGraph) -> Any:
         """A value that the graph returns, copied where it is the new value of a parameter, buffer or input as well."""

@@ -32,15 +32,7 @@ from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
 from scopetrace.ir.selection import crossing, matches
 from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, flat, renamed
-from scopetrace.lower.exported.calls import (
-    Identities,
-    ModuleCallFrame,
-    ModuleCalls,
-    frames_of,
-    is_cast,
-    place_nodes,
-    with_marks,
-)
+from scopetrace.lower.exported.calls import ModuleCallFrame, ModuleCalls, frames_of, is_cast, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
 from scopetrace.lower.exported.outputs import Outputs
@@ -79,8 +71,7 @@ def _build(
     _refuse(tape)
     frames = frames_of(tape)
     chosen = _chosen(frames.values(), signed, _module_names(tape))
-    identities = Identities(tape, frames)
-    marked = with_marks(identities.applied(tape), frames, chosen)
+    marked = with_marks(tape, frames, chosen)
     program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else ())
     if modes:
         _switch_modes(program)
@@ -96,7 +87,7 @@ def _build(
         _finish_nodes(lowered.graph, tape.shape_env)
     place = place_nodes(program.graph, frames)
     framed = [f for c, f in frames.items() if f.call is c]
-    calls = ModuleCalls(place, framed, chosen, identities, lifted.lower, outputs.buffers)
+    calls = ModuleCalls(place, framed, chosen, lifted.lower, outputs.buffers)
     for lowered in program.walk():
         leave_custom_to_users(lowered.graph)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
@@ -309,8 +300,6 @@ def _autocast_arguments(autocast: Autocast | None) -> tuple[Any, ...]:
     return () if autocast is None else (autocast.device, autocast.dtype, True, False)
 
 
-# run_decompositions --------------------------------------------------------------------------------------------------
-
 _ALIAS, _COPY = torch.ops.aten.alias.default, torch.ops.aten.copy.default
 
 
@@ -329,29 +318,20 @@ class TracedExportedProgram(ExportedProgram):
         guards, aliases = compat.guards_of(self), _add_aliases(self)
         added = {alias.name for alias in aliases}
         try:
-            with (
-                outside_modes(),
-                compat.without_guards(self),
-            ):  # a FakeTensorMode of the user is not that of the program
+            with outside_modes(), compat.without_guards(self):  # a FakeTensorMode of the user is not the program's
                 result = super().run_decompositions(*args, **kwargs)
         finally:
             _remove_aliases(self, aliases)
-        new = [n for n in result.graph.find_nodes(op="call_function", target=_ALIAS) if _origin(n) in added]
-        _remove_aliases(result, new)
+        new = result.graph.find_nodes(op="call_function", target=_ALIAS)
+        ours = [n for n in new if any(old.name in added for old in n.meta.get("from_node", [])[-1:])]
+        _remove_aliases(result, ours)
         _remove_copies(result)
         result.__class__ = TracedExportedProgram
         compat.set_guards(result, [*compat.guards_of(result), *guards])
         return result
 
 
-def _origin(node: torch.fx.Node) -> str | None:
-    """The name of the node of the program before that it came from."""
-    history = node.meta.get("from_node")
-    return history[-1].name if history else None
-
-
 def _add_aliases(program: ExportedProgram) -> list[torch.fx.Node]:
-    """Put an alias behind each value that a module signature names; returns the aliases."""
     named = {x.name for x in _tensors_of_calls(program)}
     aliases: dict[str, torch.fx.Node] = {}
     for node in list(program.graph.nodes):

@@ -53,9 +53,6 @@ def body_key(graph: ir.Graph) -> bytes:
     return ir.to_proto(graph).SerializeToString(deterministic=True)
 
 
-IR_VERSION = 10
-"""The first version with `metadata_props` and value types in functions."""
-
 Attributes = Callable[[Subgraph, CallSite, Container[str]], dict[str, Any]]
 """Gives the ONNX attributes of a call, among them those with names that the function reads."""
 
@@ -128,7 +125,7 @@ class Assembler:
         self._import_domains(graph, functions)
         return ir.Model(
             graph,
-            ir_version=IR_VERSION,
+            ir_version=10,  # the first with `metadata_props` and value types in functions
             producer_name="scopetrace",
             producer_version=sys.modules["scopetrace"].__version__,
             functions=[f for f in functions if f not in self.plugins],
@@ -159,15 +156,11 @@ class Assembler:
             self.plugins.append(new)
 
     def _import_domains(self, graph: ir.Graph, functions: Sequence[ir.Function] = ()) -> None:
-        """Import the domains of the nodes of a graph, and of functions."""
         domains = ["", *(domain for f in functions for domain in (*f.opset_imports, f.domain))]
         domains += [node.domain for node in graph.all_nodes()]
         graph.opset_imports.update({domain: self._graph.opset_imports.get(domain, 1) for domain in domains})
 
-    # ---------------------------------------------------------------- bodies
-
     def _body(self, subgraph: Subgraph) -> ir.Graph:
-        """A subgraph as an ONNX graph, with its inputs in order, call nodes, and its outputs in order."""
         leaving = [*subgraph.outputs, *(x for site in subgraph.sites for x in site.operands)]
         graph, values = self._cut_out(subgraph, leaving)
         # What replaces a value does so among the outputs, too; those behind the subgraph's own are operands of calls.
@@ -231,7 +224,6 @@ class Assembler:
                 hole.replace_all_uses_with(new, replace_graph_outputs=True)
 
     def _call(self, subgraph: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
-        """The node that calls the function of a site."""
         callee = self.functions[site.callee]
         attributes = self.attributes(subgraph, site, self._read[callee])
         for name, value in attributes.items():

@@ -30,11 +30,11 @@ from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
-from scopetrace.lower.onnx.translate import quiet
+from scopetrace.lower.onnx.translate import quiet, refusal
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.history import OVERWRITE
-from scopetrace.program.graph import FxLowering, node_value, scope_path
+from scopetrace.program.graph import FxLowering, node_value
 from scopetrace.program.outlined import Function
 
 Operand = torch.fx.Node | bool | int | float | complex
@@ -98,10 +98,7 @@ class CombinedGraph:
     """
 
     def __init__(
-        self,
-        main: FxLowering,
-        functions: Mapping[str, Function],
-        is_left_out: Callable[[Function], bool],
+        self, main: FxLowering, functions: Mapping[str, Function], is_left_out: Callable[[Function], bool]
     ) -> None:
         self.graph = torch.fx.Graph()
         self.root = torch.nn.Module()
@@ -120,8 +117,6 @@ class CombinedGraph:
         self.main = Subgraph(None, main)
         self._add(self.main)
         self.outputs = self._close()
-
-    # ---------------------------------------------------------------- subgraphs
 
     def _add(self, subgraph: Subgraph) -> None:
         if subgraph.function is not None and self._is_left_out(subgraph.function):
@@ -148,12 +143,7 @@ class CombinedGraph:
         elif node.op == "output":
             subgraph.outputs = pytree.tree_leaves(self._map(node.args[0]))
         elif node.op == "call_module":
-            raise OnnxExportError(
-                "a leaf module has no ONNX form",
-                op=str(node.target),
-                module=scope_path(node),
-                hint="name it in plugins= in place of leaf_modules=",
-            )
+            raise refusal("a leaf module has no ONNX form", node, "name it in plugins= in place of leaf_modules=")
         elif node.target is INVOKE:
             self._cut(subgraph, node)
         elif (same := _same_value(node)) is not None:
@@ -167,7 +157,6 @@ class CombinedGraph:
             new.args = self._map(_in_float32(node))
 
     def _expand(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
-        """`flex_attention` as the ops that eager runs."""
         bodies, tape = subgraph.program.bodies, subgraph.program.tape
         modules: dict[Any, Any] = {
             n: bodies[str(n.target)].graph_module() for n in node.all_input_nodes if n.target in bodies
@@ -177,12 +166,7 @@ class CombinedGraph:
         with quiet():
             ops, assumes = eager_ops(tape.fake_mode, _FLEX, args)
         if assumes:
-            raise OnnxExportError(
-                f"it is right for some sizes only: {assumes[0]}",
-                op=str(node.target),
-                module=scope_path(node),
-                hint="give it sizes that do not change",
-            )
+            raise refusal(f"it is right for some sizes only: {assumes[0]}", node, "give it sizes that do not change")
         nodes = [n for n in pytree.tree_leaves(node.args) if isinstance(n, torch.fx.Node) and n not in modules]
         operands = iter(self._map(nodes))
         copies: dict[torch.fx.Node, Any] = {}
@@ -211,11 +195,10 @@ class CombinedGraph:
         is_inside = example(shift) >= 0 and example(last) < max(example(base.numel()), 1)
         is_known = type(shift) is int or to_expr(base.storage_offset()) == 0
         if not is_known or not is_inside or not is_row_major(base.permute(order)):
-            raise OnnxExportError(
+            raise refusal(
                 "as_strided reads memory that its base does not fill, and ONNX knows no memory",
-                op=str(node.target),
-                module=scope_path(node),
-                hint="index the tensor that the base is a part of, or clone() the base first",
+                node,
+                "index the tensor that the base is a part of, or clone() the base first",
             )
 
         def add(op: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -242,11 +225,10 @@ class CombinedGraph:
         elif name in program.bodies and any(user.target not in (INVOKE, _FLEX) for user in node.users):
             self._nodes[node] = self._branch(program.bodies[name])  # of a cond, which torch.onnx translates
         elif name not in program.bodies and (user := next(iter(node.users))).op == "call_function":
-            raise OnnxExportError(
+            raise refusal(
                 "an op takes an object that is no tensor, such as packed weights",
-                op=str(user.target),
-                module=scope_path(user),
-                hint="trace the model before it is quantized, or name the module in plugins=",
+                user,
+                "trace the model before it is quantized, or name the module in plugins=",
             )
 
     def _held(self, subgraph: Subgraph, name: str, tensor: torch.Tensor, value: Any) -> torch.fx.Node:
@@ -286,8 +268,6 @@ class CombinedGraph:
 
     def _map(self, x: Any) -> Any:
         return torch.fx.node.map_arg(x, self._nodes.__getitem__)
-
-    # ---------------------------------------------------------------- outputs
 
     def _close(self) -> list[torch.fx.Node]:
         """Add the output node; gives its nodes: outputs and call operands of all subgraphs that are no placeholders.
@@ -398,7 +378,6 @@ def _target(update: Update) -> GraphInput | StateRef:
 
 
 def _updated(nodes: ResultNodes, update: Update) -> Any:
-    """The node of the new value of an input or of state."""
     if not isinstance(update, ChangeShape):
         return nodes.get(update.value)
     op = update.step.op

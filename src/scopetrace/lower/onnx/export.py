@@ -26,13 +26,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, Rem
 
 from scopetrace._compat.onnx import optimize
 from scopetrace._compat.ops import building
-from scopetrace.errors import (
-    ArgumentTypeError,
-    FixedValueWarning,
-    OnnxExportError,
-    OnnxOpError,
-    OnnxOptionError,
-)
+from scopetrace.errors import ArgumentTypeError, FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, ExternalData, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
@@ -131,9 +125,6 @@ def is_onnx_attribute(value: Any) -> bool:
     return len(kinds) == 1 and kinds <= {int, float, str, bool}
 
 
-Say = Callable[[str], None]
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The arguments of `Trace.to_onnx` that determine the model; see there."""
@@ -153,7 +144,7 @@ class Options:
     export_params: bool = True
 
 
-def export(program: TracedProgram, options: Options, say: Say) -> Exported:
+def export(program: TracedProgram, options: Options, say: Callable[[str], None]) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
     program = program.without_regions()
     functions, plugins = read_targets(options.functions, options.plugins)
@@ -229,7 +220,6 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
 
 
 def _flatten(model: ir.Model, assembler: Assembler, optimized: bool, outputs: Sequence[str]) -> None:
-    """Inline the functions of a model, and optimize on request."""
     names = set(model.graph.initializers)
     with quiet():
         InlinePass()(model)
@@ -295,9 +285,8 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttrib
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b)
+    is_tensor, other = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
+    return is_tensor == other and (torch.equal(a, b) if is_tensor else bool(a == b))
 
 
 def refuse_changing_numbers(program: TracedProgram) -> None:

@@ -80,7 +80,6 @@ class _Folding(TapeRewriter):
         self.copy(op)
 
     def _folded(self, conv: Op, norm: Op) -> list[Value]:
-        """The weight and bias with which a convolution gives what a batch norm makes of its result."""
         values = (*(*conv.args, None)[1:3], *norm.args[1:5])
         tensors: list[Any] = [None if v is None else self.old.attributes[v.op.name] for v in values]
         weight, bias, scale, shift, mean, var = tensors

@@ -127,7 +127,6 @@ def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> An
 
 
 def _cast(x: Any, to: ir.DataType) -> Any:
-    """`Cast`, with the type and shape of the result."""
     result = op.Cast(x, to=to)
     result.type, result.shape = ir.TensorType(to), x.shape
     return result
@@ -158,9 +157,6 @@ def _products(x: TTensor, weights: TTensor, ends: onnxscript.INT64) -> TTensor:
         start = end
     rest = op.Concat(op.Sub(op.Shape(x, start=0, end=1), start), columns, axis=0)
     return op.Concat(products, op.Expand(nothing, rest), axis=0)
-
-
-# ---------------------------------------------------------------- forms that are functions
 
 
 @dataclasses.dataclass
@@ -234,7 +230,6 @@ class OpFunctions:
 
 
 def _script_form(script: onnxscript.OnnxFunction[..., Any]) -> Callable[..., Any]:
-    """A form for torch.onnx that makes a node which calls the function of a script."""
     signature, kinds, defaults = script.op_signature, dict[str, ir.AttributeType | None](), dict[str, Any]()
     assert signature is not None
     for parameter in signature.params:
@@ -275,7 +270,8 @@ def _form(
 
     def form(*args: Any, **kwargs: Any) -> Any:
         operands = {**dict.fromkeys(kinds), **defaults, **dict(zip(kinds, args, strict=False)), **kwargs}
-        inputs = [_as_input(operands[name]) for name, kind in kinds.items() if kind is None]
+        read = [operands[name] for name, kind in kinds.items() if kind is None]
+        inputs = [x if x is None or isinstance(x, ir.Value) else op.Constant(value=ir.tensor(x)) for x in read]
         attributes: dict[str, Any] = {
             name: ir.convenience.convert_attribute(name, operands[name], kind)
             for name, kind in kinds.items()
@@ -289,7 +285,3 @@ def _form(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in kinds]
     )
     return form
-
-
-def _as_input(x: Any) -> Any:
-    return x if x is None or isinstance(x, ir.Value) else op.Constant(value=ir.tensor(x))

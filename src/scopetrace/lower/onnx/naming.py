@@ -29,7 +29,6 @@ SCOPE = "scopetrace.scope"
 SITE = "scopetrace.site"
 """While a model is made flat, the number of the call site whose function a node was in."""
 
-
 TAKEN_FOR_OPS = frozenset({"Add", "Div", "Gather", "Mul", "Sub"})
 """ONNX Runtime (1.31) takes a function with one of these names for the op, whatever its domain, and aborts."""
 

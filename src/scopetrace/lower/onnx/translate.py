@@ -69,7 +69,7 @@ def translate(
         raise _explained(error, program, opset_version, table) from error
     for node, dtype, value in zip(results, dtypes, result.model.graph.outputs, strict=True):
         if dtype is not None and value.dtype is not None and value.dtype != dtype:
-            raise _error(
+            raise refusal(
                 f"torch.onnx gives {value.dtype} for {dtype} of the model",
                 node,
                 "cast what this op takes to float32 in the model, and its result back; or give its form in "
@@ -149,10 +149,11 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     hint = None
     if any(isinstance(a, torch.fx.Node) for key, a in node.kwargs.items() if key in ("value", "alpha")):
         hint = "its number is a tensor here, as in the step of an optimizer: export `tr.decompose()`"
-    return _error(problem, node, hint)
+    return refusal(problem, node, hint)
 
 
-def _error(problem: str, node: torch.fx.Node, hint: str | None) -> OnnxExportError:
+def refusal(problem: str, node: torch.fx.Node, hint: str | None) -> OnnxExportError:
+    """The error for what a node of a program says."""
     return OnnxExportError(problem, op=_op(node), module=scope_path(node), source=_source(node), hint=hint)
 
 

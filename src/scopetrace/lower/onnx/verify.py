@@ -77,16 +77,15 @@ def _other_sizes(tape: ProgramTape) -> Size | None:
     changes: list[Callable[[int], int]] = [lambda n: n + 1, lambda n: 2 * n, lambda n: n - 1, lambda n: 3 * n]
     for change in changes:
         values = {s: change(int(tape.sizes.env.backed_var_to_val[s])) for s in tape.sizes.specs}
-        size = functools.partial(_size_of, values)
+
+        def size(n: Any, values: dict[Any, int] = values) -> int:
+            return int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
+
         with contextlib.suppress(InputMismatchError, RuntimeError):
             inputs = _example(tape, 0, size)
             tape.sizes.check(inputs.tensors, inputs.numbers)
             return size
     return None
-
-
-def _size_of(values: dict[Any, int], n: Any) -> int:
-    return int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
 
 
 def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
@@ -253,7 +252,6 @@ class _Comparison:
         return worst
 
     def _feed(self, inputs: _Example) -> list[torch.Tensor]:
-        """All inputs of the ONNX model in order, integers as tensors."""
         return [*inputs.tensors, *map(torch.tensor, inputs.numbers), *self.exported.weight_inputs]
 
     def _goes_another_way(self, inputs: _Example) -> bool:
@@ -279,7 +277,6 @@ class _Comparison:
     def _compare(
         self, where: str, inputs: _Example, expected: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> float:
-        """The largest error. Raises OnnxVerificationError where it is too large."""
         worst = 0.0
         names = [value.name for value in self.exported.model.graph.outputs]
         for name, a, b in zip(names, map(_plain, expected), map(_plain, results), strict=True):
