@@ -58,7 +58,7 @@ MISTAKES = {
     ),
     "no file": (lambda tr: st.load("no.st"), "No such file or directory: 'no.st'"),
     "no folder": (lambda tr: tr.save("no/net.st"), "No such file or directory: 'no'"),
-    "a model for a trace": (lambda tr: st.diff(NET, tr), "st.trace and st.load give them"),
+    "a model for a trace": (lambda tr: st.diff(NET, tr), "st.trace and st.load give traces"),
     "a picture of another kind": (lambda tr: tr.to_svg("net.gif"), "ends in .svg, .png or .pdf"),
     "a name for a depth": (lambda tr: tr.summary("fc"), "give a number of levels"),
     "a name for a node": (lambda tr: tr.scope_of("fc"), "Trace.calls have the scopes"),

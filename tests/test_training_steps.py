@@ -1503,8 +1503,12 @@ def test_an_optimizer_that_asks_for_its_learning_rate():
         model(x).sum().backward()
         optimizer.step()
 
-    with pytest.raises(st.DataDependentError, match=r"(?s)branches in Python on the value.*lr.*> 0"):
-        st.trace(step, (torch.ones(3, 4),))
+    trace = st.trace(step, (torch.ones(3, 4),))
+    trace(torch.ones(3, 4))
+    model.zero_grad()
+    optimizer.param_groups[0]["lr"].zero_()
+    with pytest.raises(st.errors.InputMismatchError, match=r"the trace is specialized(.*)> 0"):
+        trace(torch.ones(3, 4))
 
 
 def test_what_an_export_says_of_the_state_of_an_optimizer(tmp_path):

@@ -203,7 +203,7 @@ class Recording:
         self.ops = OpRecorder(
             self.values,
             self.reads,
-            lambda body, args: NodeRunner(body, builder, self.calls.on_nodes).run(*args),
+            lambda body, args: NodeRunner(body, builder, builder.state.listener.on_nodes).run(*args),
             specialize=specialize,
         )
         self.factory.shape_env.watch(self.builder, self.ops)
@@ -373,7 +373,7 @@ class Recording:
                 return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)
-        calls = self.calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
+        calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
         questions = functools.partial(watch_questions, self.ops)
         modules = [saved.module for saved in self.model.saved_modules]
         with scopes.activate(self.builder.state):

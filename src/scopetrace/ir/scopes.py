@@ -117,9 +117,8 @@ class TracingState:
 
     def __init__(self, root: Scope) -> None:
         self._stack: list[tuple[Scope, str]] = [(root, "")]
-        self.opens: Callable[[Scope], None] = lambda scope: None
-        """Called with each user scope that opens; `closes` with each that closes, inner before outer."""
-        self.closes: Callable[[Scope], None] = lambda scope: None
+        self.listener: Any = None
+        """While a forward runs, its `open_scope` and `close_scope` are called with each user scope."""
         self._floor = 1  # scopes below this belong to modules and cannot be popped by users
         self._last_closed = ""
 
@@ -135,7 +134,8 @@ class TracingState:
             raise ScopeError(f"scope name {name!r} at {opened}: use a non-empty name without '/'")
         inner = self.current_scope.child(name)
         self._stack.append((inner, opened))
-        self.opens(inner)
+        if self.listener is not None:
+            self.listener.open_scope(inner)
         return inner
 
     def pop_scope(self) -> None:
@@ -153,7 +153,9 @@ class TracingState:
     def close_scopes(self, count: int) -> None:
         """Close the innermost user scopes until `count` scopes are open."""
         while len(self._stack) > count:
-            self.closes(self._stack.pop()[0])
+            scope, _ = self._stack.pop()
+            if self.listener is not None:
+                self.listener.close_scope(scope)
 
     def enter_module(self, scope: Scope) -> tuple[int, int]:
         """Open a module's scope. Returns the state of the stack before, for `leave_module`."""

@@ -38,7 +38,7 @@ from scopetrace.ir.scopes import Scope, scope
 from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_names, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
-from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, root_class, signature_of_nodes
+from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.regions import NESTED
@@ -77,16 +77,19 @@ class CallRecorder:
         """Whether a leaf module is running, so that the patches stay out of the way."""
         self._at_end = at_end
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
-        self._builder.state.opens, self._builder.state.closes = self._open_scope, self._close_scope
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the traced callable as the outermost call."""
-        root = self._model.root
-        call = self._open(root, "", self._builder.tape.root, args, kwargs, None if root is None else root_class(root))
+        state = self._builder.state
+        call = self._open(self._model.root, "", self._builder.tape.root, args, kwargs, self._model.kind)
         if call.module is None:
             with contextlib.suppress(TypeError, ValueError):  # built-in callables have no signature
                 call.signature = inspect.signature(self._model.forward)
-        return self.run(call, set(), fn, args, kwargs)
+        state.listener = self
+        try:
+            return self.run(call, set(), fn, args, kwargs)
+        finally:
+            state.listener = None
 
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called, or its forward: by the call that is open, or by the user in place of a call."""
@@ -95,7 +98,8 @@ class CallRecorder:
             self._refuse_other_path(module, args, kwargs)
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
-            if method == "forward" and call.parent is None and knows_origins(module):
+            is_root = isinstance(module, torch.fx.GraphModule) and call.parent is None
+            if method == "forward" and is_root and knows_origins(module):
                 return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
         if isinstance(self._model.root, torch.fx.GraphModule) and is_part(module):
@@ -169,11 +173,13 @@ class CallRecorder:
         builder.tape.calls.append(call)
         return call
 
-    def _open_scope(self, scope: Scope) -> None:
+    def open_scope(self, scope: Scope) -> None:
+        """A user scope begins, which is a call without a module."""
         if not self.paused:
             self._builder.call = self._open(None, None, scope, (), {})
 
-    def _close_scope(self, scope: Scope) -> None:
+    def close_scope(self, scope: Scope) -> None:
+        """The call of a user scope ends."""
         call = self._builder.call
         if call is not None and call.scope is scope and not call.is_module:
             call.stop = len(self._builder.tape.ops)

@@ -80,7 +80,9 @@ class Model:
         """`arguments` are those of the call that is traced, with their names."""
         self.root, self.forward = _unwrap(fn)
         self._fn = self.forward.forward if isinstance(self.forward, torch.nn.Module) else fn
-        self.type_name = root_class(self.root).__name__ if self.root is not None else _name_of(fn)
+        self.kind = root_class(self.root) if isinstance(self.root, torch.fx.GraphModule) else None
+        """Of a graph, the class of the module that it came from."""
+        self.type_name = _name_of(fn) if self.root is None else (self.kind or type(self.root)).__name__
         self.modules: list[torch.nn.Module] = []
         # Not more objects for each module and tensor than these take: a model may have many thousands.
         self._first_names: dict[int, str] = {}

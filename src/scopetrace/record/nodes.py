@@ -325,9 +325,8 @@ def is_part(module: Any) -> TypeGuard[torch.fx.GraphModule]:
 
 
 def root_class(module: Any) -> type:
-    """The class of a module; of a graph, that of the module that it came from, where its nodes have it."""
-    nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
-    stacks = (_module_stack(n) or _entries(n, "fwd_nn_module_stack") for n in nodes)
+    """Of a graph, the class of the module that it came from, where its nodes have it."""
+    stacks = (_module_stack(n) or _entries(n, "fwd_nn_module_stack") for n in module.graph.nodes)
     return next((class_of_text(entry.kind) for stack in stacks for entry in stack if not entry.fqn), type(module))
 
 
