@@ -35,7 +35,7 @@ IN_SDIST = [
     "tests/test_view.py",
     "docs/index.md",
 ]
-EXTRAS = {"onnx", "cli", "view", "zoo", "tvm"}
+EXTRAS = {"onnx", "cli", "view", "zoo", "tvm", "lightning", "trainer", "transformers"}
 INSTALLED = {"scopetrace", "click", "rich", "markdown-it-py", "mdurl", "pygments"}  # beside torch and what it needs
 
 
