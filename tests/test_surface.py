@@ -27,7 +27,7 @@ OF_A_TRACE = """
     activations aliases call calls check checkpoint_plan compile decompose digest graph_module is_recomputed lint memory
     model mutations order outline phase_of print_readable range_constraints run save scope scope_of side_effects
     specializations split_backward summary to_chrome_trace to_exported_program to_html to_model_explorer to_module
-    to_onnx to_svg with_graph write_back
+    to_onnx to_svg with_graph without_model write_back
 """
 
 

@@ -14,8 +14,6 @@ transformers = pytest.importorskip("transformers")
 exporters = pytest.importorskip("transformers.exporters")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
-from torch.utils._pytree import SUPPORTED_NODES  # noqa: E402
-from transformers.exporters.exporter_dynamo import is_cache_class  # noqa: E402
 from transformers.exporters.utils import decompose_for_generation  # noqa: E402
 
 from scopetrace.integrations.transformers import ScopetraceConfig, ScopetraceOnnxConfig  # noqa: E402
@@ -45,15 +43,6 @@ SIZES = {
 FORMATS = ["scopetrace", pytest.param("scopetrace-onnx", marks=pytest.mark.slow)]
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 PROMPT = torch.tensor([[5, 9, 3, 7, 11], [8, 2, 30, 1, 7]])
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    """An export of transformers registers caches with pytree, for good."""
-    before = {*SUPPORTED_NODES}
-    yield
-    for cls in {cls for cls in SUPPORTED_NODES if isinstance(cls, type) and is_cache_class(cls)} - before:
-        del SUPPORTED_NODES[cls]
 
 
 def decoder(name):

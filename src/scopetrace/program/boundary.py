@@ -122,6 +122,8 @@ class CallBoundary:
         if not is_as_traced:
             self.check_state()
             self.state.refresh()
+        if self._written and (self._enables_grad or torch.is_grad_enabled()):  # autograd would see the writes
+            self._check_gradients(inputs)
         if self._objects:
             inputs, objects = Entered(inputs), effect_targets(self._objects, (args, kwargs))
             inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
@@ -214,15 +216,8 @@ class CallBoundary:
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> None:
         """Raise InputMismatchError for arguments that differ in what only some programs depend on."""
-        tape, is_as_traced = self.tape, torch.is_grad_enabled() == self.tape.grad
-        records = self._written and (self._enables_grad or torch.is_grad_enabled())  # autograd would see the writes
+        tape = self.tape
         for path, value, tensor in zip(tape.input_paths, tape.inputs, inputs, strict=False):
-            if records and tensor.requires_grad and not (value.requires_grad and is_as_traced):
-                then = "did not" if is_as_traced else "autograd was off"
-                raise InputMismatchError(
-                    f"{path} requires grad now, and when traced {then}: the model writes to its inputs, and the "
-                    "gradient would be lost; trace again with inputs like these, or call under torch.no_grad()"
-                )
             if value.storage in tape.uses_absolute_offset and tensor.storage_offset() != value.offset:
                 raise InputMismatchError(
                     f"{path}: began at element {value.offset} of its memory when traced and begins at "
@@ -243,6 +238,17 @@ class CallBoundary:
                 was = layout_for(call.tensors[source.index], was, number)
             if not same(was, now):
                 raise mismatch(guard, was, now)
+
+    def _check_gradients(self, inputs: list[Any]) -> None:
+        """Raise InputMismatchError for inputs whose gradients would be lost."""
+        is_as_traced = torch.is_grad_enabled() == self.tape.grad
+        for path, value, tensor in zip(self.tape.input_paths, self.tape.inputs, inputs, strict=False):
+            if tensor.requires_grad and not (value.requires_grad and is_as_traced):
+                then = "did not" if is_as_traced else "autograd was off"
+                raise InputMismatchError(
+                    f"{path} requires grad now, and when traced {then}: the model writes to its inputs, and the "
+                    "gradient would be lost; trace again with inputs like these, or call under torch.no_grad()"
+                )
 
     def check_state(self) -> None:
         """Raise StateMismatchError for what is not as it was, beside the inputs."""
