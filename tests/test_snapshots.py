@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import scopetrace as st
+
 
 class Attention(nn.Module):
     """Attention over a cache of keys and values, as decoders have it."""
@@ -86,3 +88,10 @@ def test_a_branch_on_data(graph_snapshot):
 
     graph_snapshot(forward, (torch.zeros(2),), name="cond")
     graph_snapshot(lambda x: x + 1 if x.sum() > 0 else x, (torch.ones(2),), name="specialized", specialize=True)
+
+
+@pytest.mark.parametrize("ignored", [((torch.zeros(2, 2),), {}), (torch.zeros(2, 2), {}), ((), {"specialize": True})])
+def test_a_trace_takes_no_arguments_of_its_model(graph_snapshot, ignored):
+    args, options = ignored
+    with pytest.raises(pytest.fail.Exception, match="a trace, which takes no arguments"):
+        graph_snapshot.trace(st.trace(nn.Linear(2, 2), (torch.zeros(2, 2),)), args, **options)

@@ -88,6 +88,8 @@ class GraphSnapshot:
         import scopetrace as st
 
         is_traced = isinstance(model, (st.Trace, st.OutlinedProgram))
+        if is_traced and (not isinstance(args, tuple) or args or kwargs or options):
+            pytest.fail("graph_snapshot got a trace, which takes no arguments or options: give the model", False)
         traced = model if is_traced else st.trace(model, args, kwargs, **options)
         if problems := list(_problems(traced, **self._limits)):
             pytest.fail(
