@@ -716,3 +716,29 @@ def test_a_class_that_the_forward_gives_a_module_is_put_back(change, raises):
             trace(x)
     assert type(model.fc) is nn.Linear
     assert [*vars(model.fc)] == [*vars(nn.Linear(4, 4))]
+
+
+class Counts(nn.Module):
+    """A layer, and a buffer that each call changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.register_buffer("n", torch.zeros(2))
+
+    def forward(self, x):
+        self.n.add_(1)
+        return self.fc(x) + self.n
+
+
+@pytest.mark.parametrize("through", [lambda tr: tr, lambda tr: lambda z: tr(z)], ids=["the trace", "a function"])
+def test_a_trace_of_a_trace_sees_what_its_model_gets(through):
+    model, eager, x = Counts(), Counts(), torch.ones(3, 2)
+    eager.load_state_dict(model.state_dict())
+    outer = st.trace(through(st.trace(model, (x,))), (x,))
+    assert outer(x).equal(eager(x))
+    model.fc.weight = eager.fc.weight = nn.Parameter(torch.zeros(2, 2))
+    try:
+        assert outer(x).equal(eager(x))
+    except st.StateMismatchError as error:
+        assert str(error).startswith("tr.fc.weight: a tensor [2, 2] when traced and another one now")

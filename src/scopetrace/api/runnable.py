@@ -101,6 +101,11 @@ class Runnable(CompiledSeparately):
         return self._held
 
     @property
+    def __wrapped__(self) -> Callable[..., Any] | None:
+        """The module or function that was traced, as of a decorated function; None where it was not."""
+        return self._held.model
+
+    @property
     def graph_module(self) -> torch.fx.GraphModule:
         """The graph: the input tensors in order as placeholders, the result's tensors in order as outputs.
 

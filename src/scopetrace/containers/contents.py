@@ -550,6 +550,8 @@ class Contents:
             self._memos.append((x, x.cache_info().misses))
         elif isinstance(x, (types.FunctionType, type, operator.attrgetter)):
             self.functions.append(x)
+        elif isinstance(wrapped := getattr(type(x), "__wrapped__", None), property):  # a trace, of a model
+            self.add(name, wrapped.__get__(x))
 
     def of_class(self, kind: type) -> list[Any]:
         """The objects of a class."""
