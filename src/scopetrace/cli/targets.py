@@ -184,9 +184,9 @@ def _from_module(target: str, module_name: str, name: str) -> torch.nn.Module:
 
 
 def _import(target: str, module_name: str) -> Any:
-    in_tracing_thread = str(Path.cwd())
-    if in_tracing_thread not in sys.path:
-        sys.path.insert(0, in_tracing_thread)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -350,11 +350,11 @@ def _most_even(at: Sequence[int], stages: int) -> int:
 
     def is_enough(limit: int) -> bool:
         count, start = 1, 0
-        for in_tracing_thread, following in itertools.pairwise(at):
-            if following - in_tracing_thread > limit:
+        for place, following in itertools.pairwise(at):
+            if following - place > limit:
                 return False
             if following - start > limit:
-                count, start = count + 1, in_tracing_thread
+                count, start = count + 1, place
         return count <= stages
 
     return bisect.bisect_left(range(at[-1]), True, key=is_enough)
