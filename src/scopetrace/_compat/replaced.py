@@ -30,6 +30,8 @@ Handler = Callable[..., Any]
 _pop, _push = torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
 _at = torch._C._get_function_stack_at
 
+STATIC_LOOKUP = "_lazy_load_getattr_static"
+"""What gives `typing` the function that it looks for attributes with."""
 REPLACED = {
     "a question that runs no op and takes no tensor": """
         torch.get_autocast_dtype torch.get_autocast_gpu_dtype torch.get_default_device torch.get_default_dtype
@@ -81,6 +83,7 @@ REPLACED = {
     "torch's Python goes the way that it goes without a mode of torch functions": """
         torch.overrides.has_torch_function torch.nn.functional.has_torch_function
         torch.nn.functional.has_torch_function_unary torch.nn.functional.has_torch_function_variadic""",
+    "Python 3.12 tells an instance of a Protocol": f"typing.{STATIC_LOOKUP}",
     "torch's own, of a mode that is active": "torch.utils._python_dispatch._is_in_torch_dispatch_mode",
 }
 """By reason, the names. Some are there in some versions of torch only, or where a module is imported."""

@@ -167,6 +167,18 @@ def current_attributes(module: torch.nn.Module) -> dict[str, Any]:
     return attributes.current() if type(attributes) is WatchedDict else attributes
 
 
+def static_lookup(ask: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """`inspect.getattr_static` for instances of Protocols, from Python 3.12 on: it finds what is hidden too."""
+    lookup = ask()
+
+    def getattr_static(x: Any, name: str, *default: Any) -> Any:
+        if isinstance(x, torch.nn.Module):
+            x.__dict__.get(name)
+        return lookup(x, name, *default)
+
+    return getattr_static
+
+
 def is_watchable(module: torch.nn.Module) -> bool:
     """Whether attributes of a module may be hidden: Python asks `nn.Module.__getattr__` for what it does not find."""
     kind = type(module)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import typing
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ import torch
 from scopetrace._compat import questions
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
-from scopetrace._compat.replaced import Handler, Interception, after
+from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
 from scopetrace._compat.sources import (
     NOT_THE_MODEL,
     SCOPETRACE,
@@ -34,6 +35,7 @@ from scopetrace._compat.sources import (
 )
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
 from scopetrace.errors import DataDependentError
+from scopetrace.guards.attributes import static_lookup
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
@@ -203,6 +205,8 @@ class PythonValues:
         torch_calls.replace(storage, "data_ptr", self._may_fail, when=torch_calls.in_tracing_thread)
         on(tensor.data.__get__, self._get_data)
         on(tensor.data.__set__, self._set_data, torch_calls.in_tracing_thread)
+        if hasattr(typing, STATIC_LOOKUP):
+            torch_calls.replace(typing, STATIC_LOOKUP, static_lookup)
 
     def _may_fail(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
