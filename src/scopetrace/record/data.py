@@ -224,9 +224,9 @@ class ExampleRun:
         with eager():
             return func(*self._real(args), **self._real(kwargs))
 
-    def tensor(self, value: Value) -> torch.Tensor:
-        """A copy of a tensor at this point of the example run. Raises NoRealValue."""
-        self._run([(value, len(self._tape.ops))])
+    def tensor(self, value: Value, before: int | None = None) -> torch.Tensor:
+        """A copy of a tensor at this point of the example run, or before so many ops. Raises NoRealValue."""
+        self._run([(value, len(self._tape.ops) if before is None else before)])
         with eager():
             return self._tensors[value].clone()
 
