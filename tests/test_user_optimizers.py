@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import scopetrace as st
-from tests.steps import Net, batches
+from tests.steps import Net, batches, run_beside_eager
 from tests.test_step_programs import assert_like_eager, step_of, with_closure
 
 
@@ -137,6 +137,25 @@ def test_a_closure_a_schedule_and_a_file(rule, tmp_path):
     assert all(torch.equal(trace(*args)[0], loaded(*args)[0]) for args in batches())
 
 
+@pytest.mark.parametrize("rule", [adam_that_counts_in_python, momentum_from_the_gradient])
+def test_a_recurrent_model(rule):
+    """Its op gives what backward reads only where autograd records it."""
+
+    def make(model):
+        optimizer = Optimizer(model.parameters(), rule)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x)[0].square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    run_beside_eager(make, torch.nn.GRU(4, 3), [(torch.randn(5, 2, 4),) for _ in range(3)])
+
+
 def slow_weights(p, grad, state, lr):
     if not state:
         state["slow"] = p.clone()
@@ -213,5 +232,7 @@ def test_a_count_of_another_class_is_refused():
     optimizer = Optimizer(model.parameters(), halves)
     for p in model.parameters():
         optimizer.state[p]["n"] = 4
-    with pytest.raises(st.errors.UnsupportedOpError, match=r"(?s)of another class in the place of .*keep it of class int"):
+    with pytest.raises(
+        st.errors.UnsupportedOpError, match=r"(?s)of another class in the place of .*keep it of class int"
+    ):
         st.trace(step_of(model, optimizer), batches()[0])

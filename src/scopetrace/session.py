@@ -114,8 +114,9 @@ def record(
     `fn` runs once. It runs a second time where it differentiates and none of its functions names `backward`, or one
     does and it does not; where it turns out to use a transform such as torch.vmap, or to write to a view of a tensor
     that requires grad: then torch has to run every op, for autograd's history. And it runs again where it puts the
-    first tensors into an argument, as into an empty cache. Modules, arguments and the random state are as before when
-    it starts again; what else it changes (globals, files) is changed twice.
+    first tensors into an argument, as into an empty cache, or an optimizer of a user makes its state. Modules,
+    arguments and the random state are as before when it starts again; what else it changes (globals, files) is changed
+    twice.
 
     Traces of several threads take turns.
     """

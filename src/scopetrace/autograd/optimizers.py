@@ -28,9 +28,10 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
     return [(i, key) for i, group in groups for key in sorted(group) if key != "params"]
 
 
-def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str) -> Any:
-    """One setting; None where there is none any more."""
-    return optimizer.param_groups[i].get(key) if i < len(optimizer.param_groups) else None
+def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str, position: int | None = None) -> Any:
+    """One setting, or what is at a position of a tuple such as `betas`; None where there is none any more."""
+    x = optimizer.param_groups[i].get(key) if i < len(optimizer.param_groups) else None
+    return x if position is None else dict(enumerate(x)).get(position) if type(x) is tuple else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,12 +64,6 @@ def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
     return evaluated(expr, {symbol: number.value() for symbol, number in numbers})
 
 
-def part_of(optimizer: torch.optim.Optimizer, i: int, key: str, position: int | None) -> Any:
-    """One setting, or what is at a position of a tuple such as `betas`; None where there is none any more."""
-    x = setting_of(optimizer, i, key)
-    return x if position is None else dict(enumerate(x)).get(position) if type(x) is tuple else None
-
-
 def varied(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Place, list[Number]]]:
     """The numbers of each setting that schedules change: not one of zero that turns a part of the step off.
 
@@ -83,10 +78,9 @@ def varied(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Place, list[Numbe
             numbers = []
             for at, n in parts:
                 name = f"{kind}.param_groups[{i}][{key!r}]" + ("" if at is None else f"[{at}]")
-                short, read = "_".join(map(str, filter(None, (kind, key, at, i)))), (optimizer, i, key, at)
-                tensor = _tensor_of(float(n))
-                value = functools.partial(part_of, *read)
-                numbers.append(Number(optimizer, name, short, tensor, value, bool(group.get("fused"))))
+                short = "_".join(map(str, filter(None, (kind, key, at, i))))
+                value = functools.partial(setting_of, optimizer, i, key, at)
+                numbers.append(Number(optimizer, name, short, _tensor_of(float(n)), value, bool(group.get("fused"))))
             yield Place(group, key), numbers
 
 

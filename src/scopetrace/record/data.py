@@ -32,6 +32,7 @@ from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.guards import Asked
 from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat, map_argument
+from scopetrace.ops.history import KEEP_MORE
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
@@ -329,7 +330,13 @@ class ExampleRun:
             raise NoRealValue(f"the value depends on {op.target}, which needs the other processes")
         for value in op.writes:
             self._own(self._tensors[value])
-        out = op.target(*self._real(op.args), **self._real(op.kwargs))
+        args, kwargs = self._real(op.args), self._real(op.kwargs)
+        if op.target in KEEP_MORE and op.grad:
+            args = map_argument(lambda t: t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t, args)
+            with torch.enable_grad():
+                out = tuple([t.detach() for t in op.target(*args, **kwargs)])
+        else:
+            out = op.target(*args, **kwargs)
         for value, tensor in zip(flat(op.outputs), flat(out), strict=True):
             if isinstance(value, Value):
                 self._tensors[value] = tensor
