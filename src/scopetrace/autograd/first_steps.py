@@ -12,7 +12,7 @@ An optimizer has that state from then on. Where they differ it is as before, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from scopetrace.containers.contents import ATOMS, Place
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Value
 from scopetrace.watch.programs import LITERAL, holds_when_filled, what_is_left
-from scopetrace.watch.settle import Run, operands
+from scopetrace.watch.settle import LIKE, Run, operands
 
 
 class FirstState(NamedTuple):
@@ -90,11 +90,14 @@ class _Begins:
         if left.storage in self._others or is_symbolic(left.fake):  # two entries that share memory would be two tensors
             return MISSING
         self._others.add(left.storage)
-        t = self._first.data_of(left, self._ops[left.op] + 1) if left in self._constants else None
-        fake, device = left.fake, "meta" if left.fake.is_meta else left.fake.device
-        with eager():
-            zeros = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device).zero_()
-        return zeros if t is None else t
+        if left in self._constants:
+            op, make = left.op, cast(Any, left.op.target)
+            if LIKE.get(make) == 0 and not is_symbolic(op.tensor(0).fake):  # also of a gradient, which takes a run
+                with eager():
+                    return make(_zeros(op.tensor(0)), *op.args[1:], **op.kwargs)
+            if (t := self._first.data_of(left, self._ops[op] + 1)) is not None:
+                return t
+        return _zeros(left)
 
     def lead_to(self, run: Run) -> bool:
         """Whether the first step computes on it what the later ones do."""
@@ -104,3 +107,9 @@ class _Begins:
         return (is_constant and holds_when_filled(first.tape, run.tape, stored)) or not first.values_differ(
             run.tape, self.pairs
         )
+
+
+def _zeros(value: Value) -> torch.Tensor:
+    t, device = value.fake, "meta" if value.fake.is_meta else value.fake.device
+    with eager():
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_()

@@ -361,12 +361,12 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
 
 def operands(op: Op) -> list[Value]:
     """Those of which an op takes more than shape, dtype and device."""
-    like = _LIKE.get(op.target)
+    like = LIKE.get(op.target)
     return op.inputs() if like is None else leaves([*op.args[:like], *op.args[like + 1 :], op.kwargs], Value)
 
 
 _aten = torch.ops.aten
-_LIKE: dict[Any, int] = {
+LIKE: dict[Any, int] = {
     **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), 0),
     **dict.fromkeys((_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default), 0),
     **dict.fromkeys((_aten.full_like.default, _aten.new_full.default), 0),
