@@ -364,7 +364,7 @@ class ExampleRun:
             return
         copy = self._copies[storage] = written.untyped_storage().clone()
         for value, t in self._tensors.items():
-            if storage_id(t) == storage:
+            if t is not None and storage_id(t) == storage:  # a backward gives nothing that nobody needs
                 self._tensors[value] = _in_storage(copy, t)
         self._borrowed.discard(storage)
 
