@@ -74,10 +74,14 @@ class _Begins:
         self._others = {v.storage for v in (*outside, *what_is_left(first.tape).values())}
         self._constants = set[Value]()
         """What neither inputs nor state nor chance decide."""
+        differs = set[int]()
         for op in first.tape.ops:
             is_literal = op.kind == "get_attr" and str(op.target).startswith(LITERAL)
-            if is_literal or (op.kind == "call_function" and not is_random(op.target)):
-                self._constants.update(op.values() if self._constants.issuperset(operands(op)) else ())
+            may = is_literal or (op.kind == "call_function" and not is_random(op.target))
+            if may and differs.isdisjoint(v.storage for v in operands(op)):
+                self._constants.update(op.values())
+            else:
+                differs |= {v.storage for v in (*op.values(), *op.writes)}
 
     def of(self, left: Any) -> Any:
         """What an entry begins with; MISSING where it cannot be."""
