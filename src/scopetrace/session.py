@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.autograd import AutogradRecorder
 from scopetrace.autograd.checkpoints import refuse_recomputed
+from scopetrace.autograd.first_steps import begun
 from scopetrace.autograd.history import (
     inputs_made_leaves,
     note_plain_leaves,
@@ -90,6 +91,7 @@ from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
 from scopetrace.watch.entries import are_alike, bind_entries
+from scopetrace.watch.programs import what_is_left
 from scopetrace.watch.questions import watch_questions
 from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
@@ -112,8 +114,9 @@ def record(
     `fn` runs once. It runs a second time where it differentiates and none of its functions names `backward`, or one
     does and it does not; where it turns out to use a transform such as torch.vmap, or to write to a view of a tensor
     that requires grad: then torch has to run every op, for autograd's history. And it runs again where it puts the
-    first tensors into an argument, as into an empty cache. Modules, arguments and the random state are as before when
-    it starts again; what else it changes (globals, files) is changed twice.
+    first tensors into an argument, as into an empty cache, or an optimizer of a user makes its state. Modules,
+    arguments and the random state are as before when it starts again; what else it changes (globals, files) is changed
+    twice.
 
     Traces of several threads take turns.
     """
@@ -126,6 +129,8 @@ def record(
         return recording.run(fn, args, kwargs, dynamic_shapes, before)
 
     first = retraced(attempt)
+    if first.first_states:
+        first = begun(first, lambda: retraced(attempt))
     return judged(first, lambda: retraced(functools.partial(attempt, before=first.tape)))
 
 
@@ -275,7 +280,8 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of)
+        first_states = self.builder.first_states
+        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, first_states)
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
@@ -318,26 +324,35 @@ class Recording:
         by_input = {v: random_like(t, seed) if seed else t for v, t in zip(tape.inputs, inputs, strict=True)}
         return ExampleRun(self.values, tape, by_input, lambda *_: None)
 
-    def _data_of(self, value: Value) -> torch.Tensor | None:
-        """What a value is for the example inputs; None where tensors have no data, or sizes are dynamic."""
+    @functools.cached_property
+    def _run_on_example(self) -> ExampleRun:
+        return self._example_run(self.tape)
+
+    def _data_of(self, value: Value, before: int | None = None) -> torch.Tensor | None:
+        """What a value is for the example inputs, before so many ops; None without data, or where sizes are dynamic."""
         try:
-            return None if is_symbolic(value.fake) else self._example_run(self.tape).tensor(value)
+            return None if is_symbolic(value.fake) else self._run_on_example.tensor(value, before)
         except NoRealValue:
             return None
 
-    def _differs(self, other: RecordedTape) -> bool:
-        """Whether two recordings give other results, for the example inputs and for random ones like them.
+    def _differs(self, other: RecordedTape, begins: Mapping[Any, tuple[Any, Any]] | None = None) -> bool:
+        """Whether two recordings give or leave other values, for the example inputs and for random ones like them.
 
-        True where it cannot be told: tensors have no data, or an op does not take that of random inputs.
+        True where it cannot be told: tensors have no data, or an op does not take that of random inputs. `begins` has
+        what this recording has left in new places, and what the other one begins with there.
         """
+        left = what_is_left(self.tape) | {key: new for key, (new, _) in (begins or {}).items()}
+        others = {key: begin for key, (_, begin) in (begins or {}).items()} | what_is_left(other)
+        if others.keys() - left.keys() or (begins and left.keys() - others.keys()):
+            return True
         try:
             for seed in range(3):
-                tapes = self.tape, other
-                runs = [(self._example_run(tape, seed), tape.outputs) for tape in tapes]
-                first, second = [[run.tensor(v) for v in leaves(outputs, Value)] for run, outputs in runs]
-                with eager():
-                    if len(first) != len(second) or not all(map(torch.equal, first, second)):
-                        return True
+                runs = self._example_run(self.tape, seed), self._example_run(other, seed)
+                for pair in [(left[key], y) for key, y in others.items()]:
+                    now = [run.tensor(x) if isinstance(x, Value) else x for run, x in zip(runs, pair, strict=True)]
+                    with eager():
+                        if not _are_equal(*now):
+                            return True
         except Exception:  # ops of users, and checks of the program, raise anything on random inputs
             return True
         return False
@@ -546,6 +561,13 @@ class Recording:
 
 
 _LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two tensors are equal, or two values of Python, one of which may be in a tensor."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return same(a, b.item() if isinstance(b, torch.Tensor) else b)
 
 
 def _may_vary(leaf: Any) -> bool:

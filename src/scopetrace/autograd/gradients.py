@@ -32,13 +32,15 @@ from scopetrace._compat.gradients import (
 )
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
-from scopetrace._compat.symbols import named_text
+from scopetrace._compat.symbols import Symbolic, named_text
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
+from scopetrace.autograd.first_steps import FirstState
 from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.optimizers import (
     Number,
     answer_of,
     are_held,
+    counts,
     has_gradient,
     how_many,
     new_state,
@@ -50,7 +52,7 @@ from scopetrace.autograd.optimizers import (
     varied,
 )
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
-from scopetrace.containers.contents import same
+from scopetrace.containers.contents import Place, same
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.guards import Asked, GradientOfInput, Guard, HasGradient, OfInput, OfTensor, Source
 from scopetrace.ir.tape import AttributeWrite, Value
@@ -100,7 +102,7 @@ class _OptimizerStep:
     """The scope and phase of its ops."""
     flags: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """What it sets in the process."""
-    state: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
+    state: dict[tuple[Any, Any], Any] = dataclasses.field(default_factory=dict)
     """Its `state_of` before it writes."""
 
 
@@ -118,7 +120,8 @@ class GradientRecorder:
         self._stepping: list[_OptimizerStep] = []  # those that have begun, the innermost last
         self._new_optimizers: list[torch.optim.Optimizer] = []  # in the forward
         self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
-        self._varied: list[tuple[torch.optim.Optimizer, int, str, Any, Any]] = []  # before the forward, and in it
+        self._varied: list[tuple[Place, Any, Any]] = []  # before the forward, and in it
+        self._counts: list[tuple[Place, Any, Any, Number]] = []  # the same of what steps count
         self._numbers: dict[Any, Number] = {}  # by symbol
 
     # ---------------------------------------------------------------- differentiating
@@ -304,6 +307,7 @@ class GradientRecorder:
     def finish(self) -> None:
         """Put on the tape what the gradients are after the forward."""
         self._refuse_other_settings()
+        self._write_counts()
         self._note_asked()
         self._look_for_shared()
         for entry in self._gradients.values():
@@ -333,20 +337,21 @@ class GradientRecorder:
     # ---------------------------------------------------------------- optimizers
 
     def begin(self) -> None:
-        """Let numbers that schedules change, of optimizers around the forward, stand for what a call has there."""
+        """Let numbers that schedules and steps change, of optimizers around the forward, stand for those of a call."""
         for optimizer in self._model.contents.of_class(torch.optim.Optimizer):
-            for numbers in varied(optimizer):
-                i, key, parts = numbers[0].group, numbers[0].key, list(map(self._read_number, numbers))
-                current = parts[0] if numbers[0].position is None else tuple(parts)
-                self._varied.append((optimizer, i, key, setting_of(optimizer, i, key), current))
-                optimizer.param_groups[i][key] = current
+            for place, numbers in varied(optimizer):
+                parts, before = list(map(self._read_number, numbers)), place.current()
+                self._varied.append((place, before, tuple(parts) if type(before) is tuple else parts[0]))
+                place.put(self._varied[-1][-1])
+            for place, number in counts(optimizer, lambda p: (self._model.owner(p) or (None,))[0]):
+                self._counts.append((place, place.current(), self._read_number(number), number))
+                place.put(self._counts[-1][2])
 
     def _read_number(self, number: Number) -> Any:
         """A symbol for a number; its tensor for an op that takes no symbols, as the fused ones."""
-        self._tape.guards.append(Guard(str(number), "a number", number, (), self._tape.root.path))
-        parts = type(number.optimizer).__name__, number.key, number.position, number.group
-        self._model.state_names[id(number.tensor)] = "_".join(map(str, filter(None, parts)))
-        if number.optimizer.param_groups[number.group].get("fused"):
+        self._tape.guards.append(Guard(number.name, "a number", number, (), self._tape.root.path))
+        self._model.state_names[id(number.tensor)] = number.tensor_name
+        if number.takes_tensor:
             return number.tensor
         symbol: Any = self._values.value_of(number.tensor).fake.item()
         self._numbers[symbol.node.expr] = number
@@ -355,11 +360,25 @@ class GradientRecorder:
 
     def _note_asked(self) -> None:
         """What Python asked of these numbers is another fact of a call."""
-        names = {symbol: str(number) for symbol, number in self._numbers.items()}
-        hint = "let a scheduler leave it, or compute with the number without asking for its value"
+        names = {symbol: number.name for symbol, number in self._numbers.items()}
+        hint = "leave it as it is, or compute with the number without asking for its value (`x ** 0.5`, no math.sqrt)"
         for expr, (answer, frames) in self._values.factory.shape_env.asked.items():
             places = tuple([item for item in self._numbers.items() if item[0] in expr.free_symbols])
             self._reads.note_once(named_text(expr, names), answer, Asked(answer_of, (expr, places), hint=hint), frames)
+
+    def _write_counts(self) -> None:
+        """Put on the tape what became of the numbers that steps count."""
+        for place, before, symbol, number in self._counts:
+            if (new := place.current()) is not symbol:
+                if (new.node.pytype if isinstance(new, Symbolic) else type(new)) is not type(before):
+                    hint = f"keep it of class {type(before).__name__}, or a tensor that is written in place"
+                    step = f"{type(number.optimizer).__name__}.step"
+                    self._refuse(f"the step puts an object of another class in the place of {number.name}", hint, step)
+                with self._of_optimizer(number.optimizer), torch.no_grad():
+                    value = self._values.value_of(torch.scalar_tensor(new, dtype=number.tensor.dtype, device="cpu"))
+                name = self._values.value_of(number.tensor).op.name
+                self._tape.owners[name] = None, name  # a loaded trace counts there
+                self._tape.attribute_writes.append(AttributeWrite(None, "", name, value, place=place))
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The forward has made an optimizer: what it keeps is of this call alone."""
@@ -434,13 +453,17 @@ class GradientRecorder:
         step.stack.close()
         if step.is_inside:
             return
-        name = type(optimizer).__name__
-        if state_of(optimizer) != step.state:
-            if state_of(optimizer).keys() - step.state:
-                problem, hint = "makes its state in its first step", "run optimizer.step() once before the trace"
-            else:
-                problem, hint = "puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
-            self._refuse(f"{name} {problem}", hint, f"{name}.step")
+        name, state = type(optimizer).__name__, state_of(optimizer)
+        if any(isinstance(x, torch.Tensor) and state.get(key) is not x for key, x in step.state.items()):
+            hint = 'write them in place: `state["x"].copy_(new)`'
+            self._refuse(f"{name} puts other tensors in its state", hint, f"{name}.step")
+        if new := {key: x for key, x in state.items() if key not in step.state}:
+            hint = "run optimizer.step() once before the trace"
+            error = self._builder.refusal(f"{name} makes its state in its first step", op=f"{name}.step", hint=hint)
+            values = {key: self._values.value_of(x) for key, x in new.items() if isinstance(x, torch.Tensor)}
+            first = {id(v.fake): v for op in reversed(self._tape.ops) for v in op.values()}
+            new |= {key: first[id(v.fake)] for key, v in values.items()}
+            self._builder.first_states.append(FirstState(optimizer, new, error))
         place = Asked(tensors_of, (optimizer,), how_many)
         self._reads.note_once(f"the parameters and state of {name}", tensors_of(optimizer), place)
         self._note_held(optimizer)
@@ -461,9 +484,11 @@ class GradientRecorder:
         """End the steps that an error has left, and put numbers back."""
         while self._stepping:
             self._stepping.pop().flags.close()
-        for optimizer, i, key, before, current in self._varied:
-            if setting_of(optimizer, i, key) is current:
-                optimizer.param_groups[i][key] = before
+        for place, before, current in self._varied:
+            if place.current() is current:
+                place.put(before)
+        for place, before, *_ in self._counts:
+            place.put(before)
 
     def _make_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the state that an optimizer does not have yet, and name it."""

@@ -8,7 +8,8 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from scopetrace._compat.gradients import counts_as_stepped, first_state, is_torchs
 from scopetrace._compat.ops import eager
 from scopetrace._compat.shape_env import evaluated
+from scopetrace.containers.contents import Place
 from scopetrace.ir.guards import CallInputs, Source
 
 
@@ -26,40 +28,35 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
     return [(i, key) for i, group in groups for key in sorted(group) if key != "params"]
 
 
-def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str) -> Any:
-    """One setting; None where there is none any more."""
-    return optimizer.param_groups[i].get(key) if i < len(optimizer.param_groups) else None
+def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str, position: int | None = None) -> Any:
+    """One setting, or what is at a position of a tuple such as `betas`; None where there is none any more."""
+    x = optimizer.param_groups[i].get(key) if i < len(optimizer.param_groups) else None
+    return x if position is None else dict(enumerate(x)).get(position) if type(x) is tuple else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Number(Source):
-    """That a setting is a number still. The program has it in a tensor, which a call fills."""
+    """That a setting, or an entry of the state, is a number still. The program has a tensor, which a call fills."""
 
     optimizer: torch.optim.Optimizer
-    group: int
-    key: str
-    position: int | None
-    """In a tuple, as `betas`; None for what is no tuple."""
+    name: str
+    """In source: `SGD.param_groups[0]['lr']`."""
+    tensor_name: str
     tensor: torch.Tensor
-
-    def value(self) -> Any:
-        """What is there now; None where there is no such tuple."""
-        x = setting_of(self.optimizer, self.group, self.key)
-        return x if self.position is None else dict(enumerate(x)).get(self.position) if type(x) is tuple else None
+    value: Callable[[], Any]
+    """Gives what is there now; None for nothing."""
+    takes_tensor: bool = False
+    """Whether ops get the tensor: the fused ones take no symbols."""
 
     def current(self, call: CallInputs) -> str:
         """`a number`, or the class of what is there in its place."""
-        value = self.value()
+        value: Any = self.value()
         counts_as_stepped(self.optimizer)
-        if not isinstance(value, Real):
+        if not isinstance(value, Real if self.tensor.is_floating_point() else int):
             return type(value).__name__
         with eager():
-            self.tensor.fill_(float(value))
+            self.tensor.fill_(float(value) if type(value) is not int else value)
         return "a number"
-
-    def __str__(self) -> str:
-        inside = [self.group, self.key, *([] if self.position is None else [self.position])]
-        return f"{type(self.optimizer).__name__}.param_groups" + "".join(f"[{part!r}]" for part in inside)
 
 
 def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
@@ -67,25 +64,47 @@ def answer_of(expr: Any, numbers: Sequence[tuple[Any, Number]]) -> Any:
     return evaluated(expr, {symbol: number.value() for symbol, number in numbers})
 
 
-def varied(optimizer: torch.optim.Optimizer) -> Iterator[list[Number]]:
+def varied(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Place, list[Number]]]:
     """The numbers of each setting that schedules change: not one of zero that turns a part of the step off.
 
     Powers of betas are asserted to be small, so that they are if a scheduler says so. A fused op takes the rate alone.
     """
+    kind = type(optimizer).__name__
     for i, key in settings_of(optimizer):
         x, group = setting_of(optimizer, i, key), optimizer.param_groups[i]
         is_varied = (key in ("momentum", "weight_decay") and x != 0) or (key == "betas" and "max_momentum" in group)
         parts = [*enumerate(x)] if type(x) is tuple else [(None, x)]
         if (key == "lr" or (is_varied and not group.get("fused"))) and all(isinstance(n, Real) for _, n in parts):
-            with eager():
-                tensors = [(at, torch.tensor(float(n), dtype=torch.float64, device="cpu")) for at, n in parts]
-            yield [Number(optimizer, i, key, at, t) for at, t in tensors]
+            numbers = []
+            for at, n in parts:
+                name = f"{kind}.param_groups[{i}][{key!r}]" + ("" if at is None else f"[{at}]")
+                short = "_".join(map(str, filter(None, (kind, key, at, i))))
+                value = functools.partial(setting_of, optimizer, i, key, at)
+                numbers.append(Number(optimizer, name, short, _tensor_of(float(n)), value, bool(group.get("fused"))))
+            yield Place(group, key), numbers
+
+
+def counts(optimizer: torch.optim.Optimizer, name_of: Callable[[Any], str | None]) -> Iterator[tuple[Place, Number]]:
+    """The numbers of Python in an optimizer's state, such as the number of steps; `name_of` a parameter is its name."""
+    kind = type(optimizer).__name__
+    for i, (p, key, place) in enumerate(entries_of(optimizer)):
+        if type(n := place.current()) in (int, float):
+            of = name_of(p) if isinstance(p, torch.Tensor) else None
+            name = f"{kind}.state[{of or i if key else p!r}]" + (f"[{key!r}]" if key else "")
+            short = f"{of or f'{kind}_{i}'}_{key}" if key else f"{kind}_{p}"
+            yield place, Number(optimizer, name, short, _tensor_of(n), place.current)
+
+
+def _tensor_of(n: float) -> torch.Tensor:
+    with eager():
+        return torch.tensor(n, dtype=torch.float64 if isinstance(n, float) else torch.int64, device="cpu")
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Which parameters and tensors of its state an optimizer has, by their ids."""
+    """Which parameters, tables and tensors of its state an optimizer has, by their ids."""
     params = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    return [*params, *(id(x) for _, _, x in state_tensors(optimizer))]
+    tables = [id(state) for state in optimizer.state.values() if isinstance(state, dict) and state]
+    return [*params, *tables, *(id(x) for _, _, x in state_tensors(optimizer))]
 
 
 def how_many(tensors: list[int]) -> str:
@@ -93,10 +112,19 @@ def how_many(tensors: list[int]) -> str:
     return f"{len(tensors)} tensors"
 
 
+def entries_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, Any, Place]]:
+    """The entries of an optimizer's state: the key there, which is mostly a parameter, the one below, and the place."""
+    for p, state in optimizer.state.items():
+        if isinstance(state, dict):
+            yield from ((p, key, Place(state, key)) for key in state)
+        else:
+            yield p, "", Place(optimizer.state, p)
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, torch.Tensor]]:
     """The tensors of an optimizer's state, each with its key there, which is mostly a parameter, and its name below."""
-    entries = [(p, state if isinstance(state, dict) else {"": state}) for p, state in optimizer.state.items()]
-    return [(p, str(k), x) for p, state in entries for k, x in state.items() if isinstance(x, torch.Tensor)]
+    entries = [(p, str(key), place.current()) for p, key, place in entries_of(optimizer)]
+    return [(p, key, x) for p, key, x in entries if isinstance(x, torch.Tensor)]
 
 
 def are_held(places: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> bool:
@@ -109,16 +137,16 @@ def has_gradient(t: torch.Tensor, gradient: torch.Tensor) -> bool:
     return t.grad is gradient
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], int]:
-    """The tensors of an optimizer's state: by the id of the parameter and the name, their ids."""
-    return {(id(p), key): id(x) for p, key, x in state_tensors(optimizer)}
+def state_of(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, Any], Any]:
+    """What an optimizer's state holds, by the parameter and the name."""
+    return {(p, key): place.current() for p, key, place in entries_of(optimizer)}
 
 
 def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
     """The state that an optimizer needs for those of the parameters for which it has none.
 
-    It is what its first step makes before it computes. Classes other than those of torch.optim make theirs in their
-    step, and so does SGD with dampening, whose first step is not like the others.
+    It is what its first step makes before it computes. What classes other than those of torch.optim make is known only
+    after a step, and so is that of SGD with dampening, whose first step is not like the others: see `first_steps`.
     """
     wanted = {id(p) for p in params if not optimizer.state.get(p)}
     states: dict[torch.Tensor, dict[str, Any]] = {}

@@ -62,7 +62,7 @@ _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
 LEFT_OUT: dict[type, tuple[str, ...]] = {
     tape.Call: ("module",),
-    tape.AttributeWrite: ("module",),
+    tape.AttributeWrite: ("module", "place"),
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
     guards.GradientOfInput: ("gradient",),

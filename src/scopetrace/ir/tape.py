@@ -26,6 +26,7 @@ from scopetrace._compat.ops import OpOverload
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
+from scopetrace.containers.contents import Place
 from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure, weak_cache
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.guards import ArgumentNumber, Guard
@@ -457,6 +458,8 @@ class AttributeWrite:
     """Of a buffer, whether it is in the state dict; None for other attributes."""
     is_cache: bool = False
     """Whether it is bound only where there is no tensor: the forward computes it once, and each call the same again."""
+    place: Place | None = None
+    """Where Python holds a number, which a call puts there; None for a tensor, and in a loaded trace."""
 
     @property
     def path(self) -> str:

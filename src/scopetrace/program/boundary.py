@@ -431,7 +431,10 @@ class LiveState:
         for (write, module), tensor in zip(self._writes, results, strict=True):
             if write.is_cache and look_up(module, write.name) is not None:
                 continue
-            if write.of is not None:
+            if write.place is not None:
+                write.place.put(tensor.item())
+                self._tape.attributes[write.path].copy_(tensor)  # from which a loaded trace goes on
+            elif write.of is not None:
                 give_gradient(outside(write.of), tensor, adds=write.adds)
             elif write.buffer is None:
                 put_tensor(module, write.name, tensor)

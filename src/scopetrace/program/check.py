@@ -118,6 +118,7 @@ class _State:
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
         self.tensors = {f"attribute {name}": t for name, t in tape.attributes.items()} | self._tensors
+        self._counts = [(w.path, w.place, w.place.current()) for w in self._writes if w.place is not None]
         self._leaves = {name: t for name, t in tape.attributes.items() if t.is_leaf and t.requires_grad}
         self._gradients = {name: (t.grad, _copy(t.grad)) for name, t in self._leaves.items()}
 
@@ -133,11 +134,14 @@ class _State:
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
         bound |= {f"{w.path} after it": look_up(w.module, w.name) for w in self._writes if w.module is not None}
         gradients = {f"gradient of {name}": t.grad for name, t in self._leaves.items()}
-        return {name: _copy(t) for name, t in {**self._tensors, **bound, **gradients}.items()}
+        counts = {f"{path} after it": place.current() for path, place, _ in self._counts}
+        return {name: _copy(t) for name, t in {**self._tensors, **bound, **gradients}.items()} | counts
 
     def restore(self) -> None:
         """Restore attributes, the storages of tensors, their values, and gradients."""
         self._objects.restore()
+        for _, place, n in self._counts:
+            place.put(n)
         for saved in self._modules:
             saved.restore()
         with torch.no_grad():

@@ -75,6 +75,8 @@ class TapeBuilder:
         """Errors that the forward may have caught, but after which the tape is not the program."""
         self.optimizer: torch.optim.Optimizer | None = None
         """That which is taking a step."""
+        self.first_states: list[Any] = []
+        """What optimizers have put into their state in their first steps."""
         self.opaque_to_autograd: str | None = None
         """A higher-order op on the tape of which autograd has no history, though it sees every op."""
         self.regions: list[Region] = []

@@ -32,6 +32,7 @@ from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.guards import Asked
 from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat, map_argument
+from scopetrace.ops.history import KEEP_MORE
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
@@ -224,9 +225,9 @@ class ExampleRun:
         with eager():
             return func(*self._real(args), **self._real(kwargs))
 
-    def tensor(self, value: Value) -> torch.Tensor:
-        """A copy of a tensor at this point of the example run. Raises NoRealValue."""
-        self._run([(value, len(self._tape.ops))])
+    def tensor(self, value: Value, before: int | None = None) -> torch.Tensor:
+        """A copy of a tensor at this point of the example run, or before so many ops. Raises NoRealValue."""
+        self._run([(value, len(self._tape.ops) if before is None else before)])
         with eager():
             return self._tensors[value].clone()
 
@@ -329,7 +330,13 @@ class ExampleRun:
             raise NoRealValue(f"the value depends on {op.target}, which needs the other processes")
         for value in op.writes:
             self._own(self._tensors[value])
-        out = op.target(*self._real(op.args), **self._real(op.kwargs))
+        args, kwargs = self._real(op.args), self._real(op.kwargs)
+        if op.target in KEEP_MORE and op.grad:
+            args = map_argument(lambda t: t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t, args)
+            with torch.enable_grad():
+                out = tuple([t.detach() for t in op.target(*args, **kwargs)])
+        else:
+            out = op.target(*args, **kwargs)
         for value, tensor in zip(flat(op.outputs), flat(out), strict=True):
             if isinstance(value, Value):
                 self._tensors[value] = tensor
@@ -357,7 +364,7 @@ class ExampleRun:
             return
         copy = self._copies[storage] = written.untyped_storage().clone()
         for value, t in self._tensors.items():
-            if storage_id(t) == storage:
+            if t is not None and storage_id(t) == storage:  # a backward gives nothing that nobody needs
                 self._tensors[value] = _in_storage(copy, t)
         self._borrowed.discard(storage)
 

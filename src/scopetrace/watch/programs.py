@@ -18,7 +18,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import Op, ProgramTape, Tape, Value
 
-_LITERAL = "_tensor_constant"
+LITERAL = "_tensor_constant"
 """What tensors are called that no module has, numbered as they come: more of them in a run that stores something."""
 
 
@@ -33,6 +33,15 @@ def holds_when_filled(cold: ProgramTape, filled: ProgramTape, stored: Mapping[in
     `stored` has the values of `cold` that are stored, by the id of the tensor that `filled` reads in their place.
     """
     return _Match(cold, filled, stored).run()
+
+
+def what_is_left(tape: ProgramTape) -> dict[Any, Value]:
+    """What a program gives, binds and writes, by what tells that it is the same in another recording."""
+    written, inputs = tape.written_storages(), enumerate(tape.inputs)
+    outside = [*((-1 - i, v) for i, v in inputs), *((id(v.real), v) for _, v in tape.attribute_reads())]
+    bound = [(w.path if w.place is None else w.place.id, w.value) for w in tape.attribute_writes]
+    results = [(f"result {i}", v) for i, v in enumerate(leaves(tape.outputs, Value))]
+    return dict([*results, *bound, *((key, v) for key, v in outside if v.storage in written)])
 
 
 class _Match:
@@ -75,7 +84,8 @@ class _Match:
         """Whether an op of the first program may have made what is stored, and does nothing but to give results."""
         kept = (*op.inputs(), *self._stored.values())
         may = self._is_filled and not is_random(op.target) and op.kind == "call_function"
-        may = may and all(v.storage in self._passed for v in op.writes)
+        changes_data = op.target is not torch.ops.aten.detach_.default  # of `torch.tensor(0.0)`
+        may = may and not (changes_data and any(v.storage not in self._passed for v in op.writes))
         self._passed |= {v.storage for v in op.values()} - {v.storage for v in kept}
         return may
 
@@ -90,7 +100,7 @@ class _Match:
             if of_first.real is real or (known.name == op.name and _are_equal_tensors(of_first.real, real)):
                 self._now[id(value.fake)] = id(of_first.fake)
                 return True
-        return str(op.target).startswith(_LITERAL)  # compared where it is read
+        return str(op.target).startswith(LITERAL)  # compared where it is read
 
     def _are_equal(self, first: Op, second: Op) -> bool:
         return (
@@ -133,7 +143,7 @@ class _Match:
 
 
 def _are_equal_literals(first: Value, second: Value) -> bool:
-    are_literals = all(str(v.op.target).startswith(_LITERAL) for v in (first, second))
+    are_literals = all(str(v.op.target).startswith(LITERAL) for v in (first, second))
     return are_literals and _are_equal_tensors(first.real, second.real)
 
 

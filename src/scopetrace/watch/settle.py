@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,10 +63,12 @@ class Run(NamedTuple):
     """By id of a change's new value, the value of the tape that a tensor is."""
     was_read: Callable[[Change], bool]
     """Whether the forward read what it changed before it wrote it."""
-    values_differ: Callable[[RecordedTape], bool]
-    """Whether the results of another recording differ from those of this one for the example inputs."""
-    data_of: Callable[[Value], torch.Tensor | None]
+    values_differ: Callable[..., bool]
+    """Whether what another recording gives and leaves differs from that of this one, for the example inputs."""
+    data_of: Callable[..., torch.Tensor | None]
     """What a value is for the example inputs; None where it has no data, or sizes are dynamic."""
+    first_states: Sequence[Any] = ()
+    """What optimizers have put into their state in their first steps."""
 
 
 def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
@@ -325,7 +327,7 @@ def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     sources = dict.fromkeys(stored)
     pending = [*sources]
     for value in pending:  # which grows
-        new = [v for v in _operands(value.op) if v not in sources]
+        new = [v for v in operands(value.op) if v not in sources]
         sources |= dict.fromkeys(new)
         pending += new
     names = dict.fromkeys(v.op.name for v in sources if v.op.kind == "get_attr")
@@ -352,19 +354,19 @@ def _depends_on_data(tape: RecordedTape, values: Any) -> bool:
     """Whether inputs, random numbers or state that the forward writes decide one of these values."""
     differs = {v.storage for v in tape.inputs} | tape.written_storages()
     for op in tape.ops:
-        if is_random(op.target) or any(v.storage in differs for v in _operands(op)):
+        if is_random(op.target) or any(v.storage in differs for v in operands(op)):
             differs |= {v.storage for v in op.values()}
     return any(v.storage in differs for v in values)
 
 
-def _operands(op: Op) -> list[Value]:
+def operands(op: Op) -> list[Value]:
     """Those of which an op takes more than shape, dtype and device."""
-    like = _LIKE.get(op.target)
+    like = LIKE.get(op.target)
     return op.inputs() if like is None else leaves([*op.args[:like], *op.args[like + 1 :], op.kwargs], Value)
 
 
 _aten = torch.ops.aten
-_LIKE: dict[Any, int] = {
+LIKE: dict[Any, int] = {
     **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), 0),
     **dict.fromkeys((_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default), 0),
     **dict.fromkeys((_aten.full_like.default, _aten.new_full.default), 0),
