@@ -409,8 +409,7 @@ class Recording:
 
     def _refuse_caught(self) -> None:
         """Raise where the forward has caught an error that eager does not raise, or that it may not."""
-        for error, op in caught(self.builder.raised):
-            self.builder.failed = error, op
+        for error in caught(self.builder.raised):
             mistake: BaseException | None = error
             if isinstance(error, Exception) and not isinstance(error, TraceError):
                 mistake = explained(error, self.builder, self.ops)

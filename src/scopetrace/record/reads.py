@@ -404,15 +404,11 @@ def _computed_from(value: Value) -> Iterator[Value]:
 # Errors that the forward catches -------------------------------------------------------------------------------------
 
 
-Raised = tuple[BaseException, Any]
-"""An error, and the op that raised it; None for no op."""
-
-
-def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
-    """Those that code of the model has caught, rather than torch's or scopetrace's, each once."""
+def caught(raised: Iterable[tuple[BaseException, Any]]) -> Iterator[BaseException]:
+    """The errors that code of the model has caught, rather than torch's or scopetrace's, each once."""
     seen = set()
-    for error, op in raised:
+    for error, _ in raised:
         tb = error.__traceback__
         if tb is not None and not tb.tb_frame.f_code.co_filename.startswith(NOT_THE_MODEL) and id(error) not in seen:
             seen.add(id(error))
-            yield error, op
+            yield error
