@@ -416,7 +416,7 @@ class Recording:
             if mistake is not None:
                 mistake.add_note("scopetrace: the forward has caught this error, which is none of the model's")
                 raise mistake
-            self.reads.on_caught()
+            self.reads.on_gradients_of_inputs()
         self.builder.raised.clear()
 
     def _refuse(self) -> None:

@@ -101,8 +101,7 @@ class AutogradRecorder:
 
     def on_unseen_function(self) -> None:
         """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""
-        for value in self._builder.tape.inputs:
-            self._reads.on_gradient(value.fake)
+        self._reads.on_gradients_of_inputs()
 
     def on_applied(self, t: torch.Tensor) -> torch.Tensor:
         """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""

@@ -140,8 +140,8 @@ class ReadRecorder:
         """A question to a tensor has raised this."""
         self._builder.raised.append((error, None))
 
-    def on_caught(self) -> None:
-        """The forward caught an error of an op, as of a write to a leaf. Autograd may decide whether there is one."""
+    def on_gradients_of_inputs(self) -> None:
+        """Autograd may decide what happens, as whether there was the error of an op that the forward has caught."""
         for value in self._builder.tape.inputs:
             self.on_gradient(value.fake)
 
