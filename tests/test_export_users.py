@@ -178,14 +178,6 @@ def test_an_example_of_size_one():
             torch.testing.assert_close(run(torch.ones(n, 4)), model(torch.ones(n, 4)))
 
 
-def test_numbers_of_a_shapes_collection():
-    args = torch.export.dynamic_shapes._IntWrapper(5), torch.randn(4)
-    shapes = torch.export.ShapesCollection()
-    shapes[args[0]] = Dim.DYNAMIC
-    tr = st.trace(ADD, args, dynamic_shapes=shapes)
-    torch.testing.assert_close(tr(7, args[1]), 7 + args[1])
-
-
 SIZES = [
     lambda n: torch.sym_min(n, 10),
     lambda n: torch.sym_max(n, 5),

@@ -20,7 +20,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from scopetrace._compat.export import without_wrappers
 from scopetrace._compat.ops import building, dispatching_to, eager, in_large_stack
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
@@ -219,7 +218,6 @@ class Recording:
         tape, forward = self.tape, self.model.forward
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
             dynamic_shapes = collected(dynamic_shapes, forward, args, kwargs)
-            args, kwargs = without_wrappers((args, kwargs))
         tape.example_inputs = args, kwargs
         self.object_types |= tensor_holders((args, kwargs))
         arguments = named_arguments(forward, args, kwargs)

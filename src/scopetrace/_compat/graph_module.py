@@ -182,11 +182,6 @@ class BodyGraphModule(TracedGraphModule):
         return self._real_recompile()
 
 
-def _is_random(graph_module: torch.fx.GraphModule) -> bool:
-    graphs = [inner.graph for inner in graph_module.modules() if isinstance(inner, torch.fx.GraphModule)]
-    return any(is_random(node.target) for graph in graphs for node in graph.nodes)
-
-
 class _RegionRun(contextlib.ExitStack):
     """The context of one run of a checkpointed region, which may be entered again.
 
@@ -261,7 +256,8 @@ def make_graph_module(
         module.graph = graph
         return module
     body = BodyGraphModule(attributes, graph, class_name=name)
-    draws = name == "wrap_body" and _is_random(body)
+    graphs = [m.graph for m in body.modules() if isinstance(m, torch.fx.GraphModule)] if name == "wrap_body" else []
+    draws = any(is_random(node.target) for graph in graphs for node in graph.nodes)
     if draws or context_fn is not None:
         body.meta["_checkpoint_context_fn"] = functools.partial(_region_runs, context_fn, is_random=draws)
     return body

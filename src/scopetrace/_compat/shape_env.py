@@ -130,11 +130,6 @@ class WatchedShapeEnv(ShapeEnv):
         recorder = self._recorder()
         return {} if recorder is None else recorder.where()
 
-    def _on_failed(self, error: Exception) -> None:
-        raised = getattr(self._recorder(), "raised", None)  # who only rewrites a tape notes none
-        if raised is not None:
-            raised.append((error, None))
-
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         before = self.replacements.get(a)
         super()._set_replacement(a, tgt, msg)
@@ -159,7 +154,7 @@ class WatchedShapeEnv(ShapeEnv):
             decider = self._decider()
             decision = None if decider is None else decider.data.decide(orig_expr)
             if decision is None:
-                self._on_failed(error)
+                getattr(self._recorder(), "raised", []).append((error, None))  # who only rewrites a tape notes none
                 raise
             value, message = decision
             if isinstance(value, bool):

@@ -73,7 +73,7 @@ class FunctionRecorder(BodyRecorder):
         self._forget([forward, backward], operands)
         late = len(of_gradients.inputs) - len(saved)  # backward may write to the gradients that it gets
         if written_inputs(body) or any(i >= late for i in written_inputs(of_gradients)):
-            self._refuse("writes to a tensor from outside", "clone() it first")
+            self._defer("writes to a tensor from outside", "clone() it first")
         out = self._give_out(body, [*self.operands, *operands], kwargs["non_differentiable_idx"])
         self._append_op((body, of_gradients, *self.operands, *operands), kwargs, tuple(out))
         left = iter(out)
@@ -87,9 +87,11 @@ class FunctionRecorder(BodyRecorder):
         count = sum(isinstance(t, torch.Tensor) and self._is_differentiable(t) for t in self._results)
         if count > 1 and not self._ctx.materialize_grads:
             problem = f"has {count} differentiable results, and asks for None in place of gradients that are zero"
-            hint = "trace the step with its backward(), leave out ctx.set_materialize_grads(False)"
-            # a forward that differentiates gets recorded again, and torch then applies the function
-            self.builder.deferred.append(_error(self._path, problem, hint, self.builder))
+            self._defer(problem, "trace the step with its backward(), leave out ctx.set_materialize_grads(False)")
+
+    def _defer(self, problem: str, hint: str) -> None:
+        """A forward that differentiates gets recorded again, and torch then applies the function."""
+        self.builder.deferred.append(_error(self._path, problem, hint, self.builder))
 
     def _run_forward(self) -> tuple[list[Any], list[torch.Tensor]]:
         placeholders = iter([self._placeholder(i, x, group) for i, (x, group) in enumerate(self.grouped_operands)])
@@ -181,7 +183,6 @@ class _Context(FunctionCtx):
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.to_save: tuple[Any, ...] = ()
-        self.dirty_tensors: tuple[torch.Tensor, ...] = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
 
