@@ -452,6 +452,15 @@ class _InThisThread(int):
     def __bool__(self) -> bool:
         return not self.ended and threading.get_ident() == self._thread
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == bool(other)
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
 
 @contextlib.contextmanager
 def exporting(flag: bool = True) -> Iterator[None]:
