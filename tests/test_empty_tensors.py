@@ -1,5 +1,7 @@
 """Functions of tensors without elements, of which some of torch's functions of shapes are wrong."""
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,15 +13,20 @@ LABELS = torch.zeros(0, dtype=torch.long)
 
 CASES = {
     **{
-        mode: (lambda x, mode=mode: F.interpolate(x, size=4, mode=mode), size)
-        for mode, size in {
-            "linear": (0, 2, 3),
-            "bilinear": (0, 2, 3, 3),
-            "bicubic": (0, 2, 3, 3),
-            "trilinear": (0, 2, 3, 3, 3),
-            "area": (0, 2, 3, 3),
+        f"{mode} of {len(size)} dimensions": (lambda x, mode=mode: F.interpolate(x, size=4, mode=mode), size)
+        for mode, sizes in {
+            "nearest": [(0, 2, 3), (0, 2, 3, 3), (0, 2, 3, 3, 3)],
+            "nearest-exact": [(0, 2, 3), (0, 2, 3, 3), (0, 2, 3, 3, 3)],
+            "linear": [(0, 2, 3)],
+            "bilinear": [(0, 2, 3, 3)],
+            "bicubic": [(0, 2, 3, 3)],
+            "trilinear": [(0, 2, 3, 3, 3)],
+            "area": [(0, 2, 3, 3)],
         }.items()
+        for size in sizes
     },
+    "nearest, twice the size": (lambda x: F.interpolate(x, scale_factor=2.0), (0, 2, 3)),
+    "nn.Upsample": (nn.Upsample(scale_factor=2), (0, 2, 3, 3)),
     "max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (0, 2, 8, 8)),
     "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), (0, 2, 8)),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 2), (0, 2, 8, 8)),
@@ -56,9 +63,18 @@ def test_a_function_of_an_empty_tensor(what, specialize):
     tr.check((torch.ones(size),))
 
 
-def test_a_function_of_shapes_that_is_wrong_is_an_error():
-    with pytest.raises(st.errors.OpError, match="upsample_nearest"):
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_gradients(mode):
+    x = torch.ones(0, 2, 3, requires_grad=True)
+    tr = st.trace(lambda x: F.interpolate(x, size=4, mode=mode), (x,))
+    tr(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_nothing_is_logged_of_what_works(caplog):
+    with caplog.at_level(logging.DEBUG):
         st.trace(lambda x: F.interpolate(x, size=4), (torch.ones(0, 2, 3),))
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
 def test_an_error_of_torch_stays_one():

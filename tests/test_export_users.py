@@ -178,6 +178,22 @@ def test_an_example_of_size_one():
             torch.testing.assert_close(run(torch.ones(n, 4)), model(torch.ones(n, 4)))
 
 
+def test_additional_inputs_are_checked_by_the_trace():
+    inputs = torch.export.AdditionalInputs()
+    inputs.add((torch.randn(2),))
+    with pytest.raises(st.DynamicShapeError, match="at least 3") as found:
+        st.trace(module_of(lambda self, x: x[:3] * 2), (torch.randn(4),), dynamic_shapes=inputs)
+    assert isinstance(found.value, RuntimeError)
+
+
+def test_numbers_of_a_shapes_collection():
+    args = torch.export.dynamic_shapes._IntWrapper(5), torch.randn(4)
+    shapes = torch.export.ShapesCollection()
+    shapes[args[0]] = Dim.DYNAMIC
+    tr = st.trace(ADD, args, dynamic_shapes=shapes)
+    torch.testing.assert_close(tr(7, args[1]), 7 + args[1])
+
+
 SIZES = [
     lambda n: torch.sym_min(n, 10),
     lambda n: torch.sym_max(n, 5),
@@ -475,6 +491,59 @@ def test_assertions_say_the_tightest_bounds():
     assert [text.partition(" on node")[0].rpartition("expression ")[2] for text in said] == ["u0 >= 4", "u0 <= 9"]
     with pytest.raises(RuntimeError, match="u0 >= 4"):
         ours.module()(torch.tensor(3))
+
+
+# Ops checked against real data ---------------------------------------------------------------------------------------
+
+
+def op_of(name, run, fake=None, mutates=()):
+    """A custom op of two tensors."""
+    op = torch.library.custom_op(f"scopetrace_export::{name}", run, mutates_args=mutates)
+    if fake is not None:
+        op.register_fake(fake)
+    return op
+
+
+def _plus(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def _alias(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _write(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return y.add_(1).clone()
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (op_of("shape", _plus, lambda x, y: x.new_empty(x.shape[::-1])), "output size mismatch"),
+        (op_of("dtype", _plus, lambda x, y: torch.empty(x.shape, dtype=torch.int32)), "metadata mismatch"),
+        (op_of("alias", _alias, lambda x, y: x.clone()), "may not alias"),
+        (op_of("write", _write, lambda x, y: x.clone()), "for argument 'y'"),
+    ],
+)
+def test_custom_ops_are_compared_with_their_fake_kernels(op, message):
+    model, args = module_of(lambda self, x, y: op(x * 2, y)), (torch.randn(4, 8), torch.randn(4, 8))
+    st.trace(model, args)
+    real = torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True)
+    with real, pytest.raises(RuntimeError, match=message):
+        st.trace(model, args)
+
+
+def test_an_op_without_a_fake_kernel_and_a_value_are_those_of_the_example():
+    op = op_of("plain", _plus)
+    model = module_of(lambda self, x, y: op(x, y) + 1 if bool((x > 5).any()) else op(x, y) - 1)
+    args = torch.ones(2, 3), torch.ones(3)
+    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
+        tr = st.trace(model, args)
+    torch.testing.assert_close(tr.to_exported_program().module()(*args), model(*args))
+    torch.testing.assert_close(tr(torch.zeros(2, 3), args[1]), model(torch.zeros(2, 3), args[1]))
+    assert [s.expression for s in tr.specializations] == ["Eq(u0, 1)"]
+    with pytest.raises(st.InputMismatchError):
+        tr(torch.full((2, 3), 6.0), args[1])
 
 
 # Arguments that are neither tensors nor numbers ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.ops import building, dispatching_to, eager, in_large_stack
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
@@ -50,6 +51,8 @@ from scopetrace.containers.structure import (
     tensor_holders,
 )
 from scopetrace.errors import (
+    DynamicShapeError,
+    InputMismatchError,
     RandomStateError,
     TraceError,
     UnsupportedOpError,
@@ -195,6 +198,7 @@ class Recording:
         self.builder.differentiates = bool(assumptions.differentiates)
         self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
+        specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.values)
         self.ops = OpRecorder(
             self.values,
@@ -216,8 +220,11 @@ class Recording:
     ) -> Run:
         """The recording of `fn(*args, **kwargs)`; `first` is that which this one is to judge."""
         tape, forward = self.tape, self.model.forward
+        others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
+            others = additional_inputs(dynamic_shapes)
             dynamic_shapes = collected(dynamic_shapes, forward, args, kwargs)
+            args, kwargs = without_wrappers((args, kwargs))
         tape.example_inputs = args, kwargs
         self.object_types |= tensor_holders((args, kwargs))
         arguments = named_arguments(forward, args, kwargs)
@@ -258,7 +265,7 @@ class Recording:
             for n in numbers_read(args, kwargs, positional, self.object_types, reads.names)
             if n.name not in dynamic
         ]
-        self._refuse()
+        self._refuse(others)
         # break reference cycles, which Python's garbage collector would take a tenth of a trace to free
         self.builder.phase = None
         self.model.contents.clear()
@@ -417,8 +424,8 @@ class Recording:
             self.reads.on_gradients_of_inputs()
         self.builder.raised.clear()
 
-    def _refuse(self) -> None:
-        """Raise where the tape is not what the forward does."""
+    def _refuse(self, others: list[Any]) -> None:
+        """Raise where the tape is not what the forward does, or does not take the sizes that it is to take."""
         tape = self.tape
         if self.builder.deferred:
             raise self.builder.deferred[0]
@@ -441,6 +448,19 @@ class Recording:
                 tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
             tape.sizes.name_equal()
+            self._refuse_others(others)
+
+    def _refuse_others(self, others: list[Any]) -> None:
+        """Raise DynamicShapeError for inputs of `AdditionalInputs` of which the model does not take the sizes."""
+        assert self.tape.sizes is not None
+        numbered = {d.path for d in self.tape.sizes.dynamic if d.dim is None}
+        for args, kwargs in others:
+            inputs = self._leaves_of(named_arguments(self.model.forward, args, kwargs))
+            numbers = [leaf for path, leaf in inputs if path in numbered]
+            try:
+                self.tape.sizes.check([leaf for _, leaf in inputs if isinstance(leaf, torch.Tensor)], numbers)
+            except InputMismatchError as error:
+                raise DynamicShapeError(f"an input of AdditionalInputs does not fit the model: {error}") from None
 
     # ---------------------------------------------------------------- inputs
 

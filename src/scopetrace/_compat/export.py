@@ -14,6 +14,7 @@ from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad
 from torch._export.verifier import TrainingIRVerifier as TrainingIRVerifier
 from torch._export.verifier import Verifier as Verifier
 from torch._library.opaque_object import get_opaque_type_name, is_opaque_value_type
+from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils import _pytree as pytree
@@ -120,3 +121,17 @@ def is_guard(module: Any) -> bool:
     """Whether it is the module by which the module of an ExportedProgram checks its inputs."""
     unlift = sys.modules.get("torch.export._unlift")  # which loads torch._dynamo; the module of a program has loaded it
     return unlift is not None and isinstance(module, unlift.GuardsFn)
+
+
+def additional_inputs(dynamic_shapes: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The inputs, beside the example, of which an `AdditionalInputs` says that the program takes them."""
+    if not isinstance(dynamic_shapes, AdditionalInputs):
+        return []
+    return [(args, kwargs or {}) for args, kwargs in dynamic_shapes._examples]
+
+
+def without_wrappers(x: Any) -> Any:
+    """A container of arguments with the numbers themselves, of which a `ShapesCollection` knows the wrappers."""
+    if not any(isinstance(leaf, _IntWrapper) for leaf in pytree.tree_leaves(x)):
+        return x
+    return pytree.tree_map_only(_IntWrapper, lambda wrapper: wrapper.val, x)

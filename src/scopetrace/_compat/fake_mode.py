@@ -3,6 +3,7 @@
 Data flow:
     an op -> FakeTensorMode.dispatch, with torch's questions of memory answered without guards where none is needed
     `ctc_loss` with lengths in tensors, of which torch says nothing -> rules of our own
+    an op on empty tensors, whose rule fails -> the op itself, which computes next to nothing of them
 
 Torch's rules ask first which sizes are 1, as these dimensions count in no stride. With a dynamic size, as that of
 `x[1:]`, each such question is a guard, also where the answer is the same either way.
@@ -20,6 +21,8 @@ import torch
 from torch import _prims_common, _refs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from scopetrace._compat.symbols import surely_equal
 
@@ -30,7 +33,6 @@ _GIVING_ONE_TWICE = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
 def fake_mode_of(shape_env: ShapeEnv) -> FakeTensorMode:
     """A FakeTensorMode of torch's own class, by which higher-order ops know it, that runs the parts of `ctc_loss`."""
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True, static_shapes=True)
-    mode.propagate_real_tensors = False  # there are none, whatever torch's configuration says
     mode.dispatch = functools.partial(_dispatch, weakref.ref(mode))  # type: ignore[method-assign]
     return mode
 
@@ -151,3 +153,39 @@ _CTC_RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
 }
 """By op; they get the mode and the arguments."""
+
+
+# Empty tensors -------------------------------------------------------------------------------------------------------
+
+
+def or_real(run: Callable[[], Any], mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, fails: Any) -> Any:
+    """What `run` gives; where it raises, and not an error of the classes `fails`, what the op gives of real tensors.
+
+    Raises the error of `run` where the op raises too, or may do more than give results.
+    """
+    try:
+        return run()
+    except fails:
+        raise
+    except Exception as error:  # a function of shapes that is wrong fails by any
+        schema = getattr(func, "_schema", None)
+        if schema is None or schema.is_mutable or func.is_view or func.namespace != "aten":
+            raise
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                out = func(*_real(args), **_real(kwargs))
+        except Exception:  # an op refuses operands by any error; the user is told that of the shapes
+            raise error from None
+    device = kwargs.get("device") or next((t.device for t in tree_leaves(args) if isinstance(t, torch.Tensor)), "cpu")
+    with mode:
+        return _empty_like(out, device)
+
+
+def _real(x: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.zero_, _empty_like(x, "cpu"))
+
+
+def _empty_like(x: Any, device: Any) -> Any:
+    return tree_map_only(
+        torch.Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device), x
+    )

@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.fake_mode import fake_mode_of
+from scopetrace._compat.fake_mode import fake_mode_of, or_real
 from scopetrace._compat.questions import inference_mode_enabled
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic, is_static
@@ -472,10 +472,14 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
 
 
 def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
+    operands = tree_leaves((args, kwargs))
+    if any(map(_is_symbolic, operands)):
         with enable_python_dispatcher():  # which is on in a recording, and not where one is copied
             return func(*args, **kwargs)
-    return _run_static(mode, func, args, kwargs)
+    if not any(isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.numel() for x in operands):
+        return _run_static(mode, func, args, kwargs)
+    run = functools.partial(_run_static, mode, func, args, kwargs)
+    return or_real(run, mode, func, args, kwargs, (*DATA_DEPENDENT, *NO_SHAPE_RULE))
 
 
 def _run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -493,6 +497,18 @@ def _run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)  # torch's parts in Python do not look at data, as those in C++ do
     finally:
         mode.cache_enabled = before
+
+
+@contextlib.contextmanager
+def known_data(fakes: list[torch.Tensor], real: list[torch.Tensor]) -> Iterator[None]:
+    """Inside, a mode that propagates real tensors runs an op on these too, and compares the results."""
+    for fake, tensor in zip(fakes, real, strict=True):
+        fake.real_tensor = tensor  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for fake in fakes:
+            fake.real_tensor = None  # type: ignore[attr-defined]
 
 
 def run_parts(func: Any, *args: Any, **kwargs: Any) -> Any:

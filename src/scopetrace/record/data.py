@@ -12,9 +12,10 @@ write to is copied first. Results are kept, so the next value costs only the ops
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from scopetrace._compat.ops import eager, is_collective, is_op, is_random, schem
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.shape_env import evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace._compat.tensors import FakeTensor
+from scopetrace._compat.tensors import FakeTensor, known_data
 from scopetrace.errors import DataDependentError
 from scopetrace.guards.reach import names_of
 from scopetrace.ir.conditions import Specialization
@@ -151,6 +152,16 @@ class DataReader:
                 )
         with eager():
             return real.clone().requires_grad_(t.requires_grad)
+
+    @contextlib.contextmanager
+    def real_tensors(self, values: list[Value]) -> Iterator[None]:
+        """Inside, the fake mode knows the tensors of the example run, and compares what an op gives for both."""
+        try:
+            real = [self._example.tensor(value) for value in values]
+        except NoRealValue:
+            real = []
+        with known_data([value.fake for value in values if real], real):
+            yield
 
     def reader(self, expr: Any, running: Any) -> str | None:
         """The op by which Python got at the value of an expression, while torch ran the op `running`."""

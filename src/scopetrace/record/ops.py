@@ -463,10 +463,12 @@ class OpRecorder:
         facts = call.facts
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for t in call.fakes() for n in t.size()[1:2])
+        compared = facts.is_custom and self.factory.mode.propagate_real_tensors
         has_history = self.exact and any(map(requires_grad_of, tensors_in((args, kwargs))))
         with (
             self.builder.run_by_torch(facts.func),
             self.factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
+            self.data.real_tensors(call.inputs) if compared else contextlib.nullcontext(),
             self._below_autograd(call) if has_history else contextlib.nullcontext(),
         ):
             out = run_op(self.factory.mode, facts.func, args, kwargs)
