@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.tensors import base_of, requires_grad_of, run_fake
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards.reach import names_of
-from scopetrace.ir.segment import body_tape, captured
+from scopetrace.ir.segment import TapeSegment, body_tape, captured
 from scopetrace.ir.tape import BodyTape, Value
 from scopetrace.ops.higher_order import written_inputs
 from scopetrace.ops.history import ONCE_DIFFERENTIABLE
@@ -30,6 +30,7 @@ from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.values import ValueTable
 
+_CLONE = torch.ops.aten.clone.default
 _apply = torch.ops.higher_order.autograd_function_apply
 _ONCE = once_differentiable(lambda *_: None).__code__
 """The code of each `backward` that torch wraps so that it cannot be differentiated."""
@@ -53,11 +54,15 @@ class FunctionRecorder(BodyRecorder):
         self._ctx = _Context(tuple(isinstance(a, torch.Tensor) and requires_grad_of(a) for a in arguments))
         self._results: tuple[Any, ...] = ()
         self._is_one = False
+        self._changed: dict[int, torch.Tensor] = {}
+        """What forward has written to, by the position of the operand; those that it returns, or further results."""
 
     def run(self) -> Any:
         """What the function returns to the model."""
         with torch.no_grad():
             forward, results = self._cut(self._run_forward, "forward", "fwd_body")
+            returned = self._results
+            results += self._write_to_copies(forward)
             self._refuse_absent_gradients()
             backward, _ = self._cut(self._run_backward, "backward", "bwd_body")
         saved = captured([backward])
@@ -76,9 +81,54 @@ class FunctionRecorder(BodyRecorder):
             self._defer("writes to a tensor from outside", "clone() it first")
         out = self._give_out(body, [*self.operands, *operands], kwargs["non_differentiable_idx"])
         self._append_op((body, of_gradients, *self.operands, *operands), kwargs, tuple(out))
+        self._write_back(results, out)
         left = iter(out)
-        new = [next(left) if isinstance(x, torch.Tensor) else x for x in self._results]
+        new = [next(left) if isinstance(x, torch.Tensor) else x for x in returned]
         return new[0] if self._is_one else tuple(new)
+
+    # ---------------------------------------------------------------- what forward writes to
+
+    def _write_to_copies(self, forward: TapeSegment) -> list[torch.Tensor]:
+        """Have the body write to copies of the operands, as it writes to none. Gives its further results.
+
+        Without `mark_dirty`, what is written is another tensor for autograd than what is returned.
+        """
+        written = {v.storage for op in forward.ops for v in op.writes}
+        placeholders = [op for op in forward.ops if op.kind == "placeholder"]
+        copies = []
+        for i, op in enumerate(placeholders):
+            value = op.outputs
+            if isinstance(value, Value) and value.storage in written:
+                value.op = None  # type: ignore[assignment]  # that of the copy: what the body reads is there
+                new = self.values.new_result(self._like(value.fake))
+                forward.ops[i] = op.replace(outputs=new)
+                copies.append(op.replace(kind="call_function", target=_CLONE, args=(new,), outputs=value))
+                self._changed[i] = value.fake
+        forward.ops[len(placeholders) : len(placeholders)] = copies
+        for call in forward.calls:
+            call.start, call.stop = call.start + len(copies), call.stop + len(copies)
+        dirty = set(map(id, self._ctx.dirty_tensors))
+        more = [t for t in self._changed.values() if id(t) not in dirty]
+        changed = {self.values.value_of(t).storage for t in self._changed.values()}
+        others = [v for v in forward.outputs if isinstance(v, Value) and id(v.fake) not in dirty]
+        outside = [x.storage for x in (*self.operands, *captured([forward])) if isinstance(x, Value)]
+        shared = any(outside.count(self.operands[i].storage) > 1 for i in self._changed)
+        if shared or any(v.storage in changed for v in others) or len(self._changed) < len(dirty):
+            self._refuse("writes to a tensor from outside", "clone() it first")
+        forward.outputs += map(self.values.value_of, more)
+        self._results += tuple(more)
+        return more
+
+    def _write_back(self, results: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+        """Write the new data to the operands: with the history of the result for what forward has marked as dirty."""
+        for i, t in self._changed.items():
+            k = next(k for k, result in enumerate(results) if result is t)
+            is_dirty = any(t is x for x in self._ctx.dirty_tensors)
+            operand = self.grouped_operands[i][0]
+            with torch.set_grad_enabled(is_dirty):
+                self.recorded(operand.copy_, (out[k],))
+            if is_dirty:
+                out[k] = operand
 
     # ---------------------------------------------------------------- running both parts
 
@@ -99,6 +149,7 @@ class FunctionRecorder(BodyRecorder):
         returned = self.recorded(self._forward, (self._ctx, *inside))
         self._is_one = not isinstance(returned, tuple)
         self._results = (returned,) if self._is_one else returned
+        self._count = len(self._results)
         results = [t for t in self._results if isinstance(t, torch.Tensor)]
         inner = [x for x in self._results if not isinstance(x, torch.Tensor)]
         if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(inner)):
@@ -107,7 +158,8 @@ class FunctionRecorder(BodyRecorder):
 
     def _is_differentiable(self, t: torch.Tensor) -> bool:
         floating = t.is_floating_point() or t.is_complex()
-        return floating and all(t is not other for other in self._ctx.non_differentiable)
+        constant = *self._ctx.non_differentiable, *self._results[self._count :]
+        return floating and all(t is not other for other in constant)
 
     def _run_backward(self) -> tuple[list[Any], None]:
         grads: list[Any] = [None for _ in self._results]
@@ -118,7 +170,7 @@ class FunctionRecorder(BodyRecorder):
             self.values.append_body_input(f"grad_{i}", grad)
             if self._is_differentiable(t) or self._ctx.materialize_grads:
                 grads[i] = grad
-        gradients = self.recorded(self._backward, (self._ctx, *grads))
+        gradients = self.recorded(self._backward, (self._ctx, *grads[: self._count]))
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         count = len(self._arguments)
         if len(gradients) < count or any(x is not None for x in gradients[count:]):
