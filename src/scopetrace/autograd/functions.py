@@ -235,6 +235,7 @@ class _Context(FunctionCtx):
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.to_save: tuple[Any, ...] = ()
+        self.dirty_tensors: tuple[torch.Tensor, ...] = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
 
