@@ -127,14 +127,12 @@ def test_sizes_are_dynamic_as_in_the_program():
 
 
 def test_a_node_of_a_pass_is_where_its_neighbours_are():
-    """As quantization puts them: `quantize` and `dequantize` between ops, and what makes a weight at the start."""
+    """As quantization puts them: `quantize` and `dequantize` between ops."""
     gm = torch.export.export(Net().eval(), (X,)).module()
     linear = next(n for n in gm.graph.nodes if n.name == "linear")
-    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op == "placeholder")):
-        weight = gm.graph.call_function(torch.ops.aten.neg.default, (linear.args[1],))
     with gm.graph.inserting_before(linear):
         rounded = gm.graph.call_function(torch.ops.aten.round.default, (linear.args[0],))
-    linear.args = (rounded, weight, linear.args[2])
+    linear.args = (rounded, *linear.args[1:])
     gm.recompile()
     tr = st.trace(gm, (X,))
     tr.check((X,))
@@ -145,8 +143,7 @@ def test_a_node_of_a_pass_is_where_its_neighbours_are():
 QUANTIZED = """\
     %round_1: f32[2, 4] = aten.round(%layer_norm)
     Linear[fc](input=%round_1: f32[2, 4]) -> %linear: f32[2, 4]
-      %neg: f32[4, 4] = aten.neg(self.weight)
-      %linear: f32[2, 4] = aten.linear(%round_1, %neg, self.bias)
+      %linear: f32[2, 4] = aten.linear(%round_1, self.weight, self.bias)
 """
 
 

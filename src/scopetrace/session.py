@@ -429,15 +429,14 @@ class Recording:
 
     def _refuse_caught(self) -> None:
         """Raise where the forward has caught an error that eager does not raise, or that it may not."""
-        for error, op in caught(self.builder.raised):
-            self.builder.failed = error, op
+        for error in caught(self.builder.raised):
             mistake: BaseException | None = error
             if isinstance(error, Exception) and not isinstance(error, TraceError):
                 mistake = explained(error, self.builder, self.ops)
             if mistake is not None:
                 mistake.add_note("scopetrace: the forward has caught this error, which is none of the model's")
                 raise mistake
-            self.reads.on_caught()
+            self.reads.on_gradients_of_inputs()
         self.builder.raised.clear()
 
     def _refuse(self, others: list[Any]) -> None:

@@ -21,18 +21,12 @@ class Group(NamedTuple):
     """Of this process, in the group."""
 
 
-class Reduction(NamedTuple):
-    """A reduction as functional collectives name it: `sum`, `max`, ..."""
-
-    name: str
-
-
 def unboxed(x: Any) -> Any:
-    """An argument of a c10d op: a Group or Reduction for the TorchScript object of one, else `x` itself."""
+    """An argument of a c10d op: a Group, or the name of a reduction, for the TorchScript object of one, else `x`."""
     if not isinstance(x, torch.ScriptObject):
         return x
     if "c10d.ReduceOp" in str(x):
-        return Reduction(torch.distributed.ReduceOp.RedOpType(x.op()).name.lower())  # type: ignore[attr-defined]
+        return torch.distributed.ReduceOp.RedOpType(x.op()).name.lower()  # type: ignore[attr-defined]
     group = torch.distributed.ProcessGroup.unbox(x)
     return Group(group.group_name, group.size(), group.rank())
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import RuntimeAssert
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from scopetrace._compat.shape_env import Assumed, Fixed, WatchedShapeEnv
+from scopetrace._compat.shape_env import Assumption, WatchedShapeEnv
 
 _ATOMS: dict[str, Any] = {
     "true": sympy.true,
@@ -122,12 +122,12 @@ def encode_environment(env: WatchedShapeEnv) -> dict[str, Any]:
 def restore_environment(env: WatchedShapeEnv, data: dict[str, Any]) -> None:
     """Set the state that `encode_environment` gave. Raises ValueError, TypeError, LookupError for anything else."""
     decode = decode_expression
-    assumed = [Assumed(decode(symbol), int(value), dict(place)) for symbol, value, place in data["assumed"]]
+    assumed = [Assumption(decode(symbol), int(value), dict(place)) for symbol, value, place in data["assumed"]]
     env.restore(
         **{name: {decode(key): decode(value) for key, value in data[name]} for name in _TABLES},
         var_to_range={decode(s): ValueRanges(decode(lower), decode(upper)) for s, lower, upper in data["ranges"]},
         _replacements_version_counter=int(data["version"]),
-        fixed=[Fixed(decode(symbol), decode(value), dict(place)) for symbol, value, place in data["fixed"]],
+        fixed=[Assumption(decode(symbol), decode(value), dict(place)) for symbol, value, place in data["fixed"]],
         assumed={(a.symbol, a.value): a for a in assumed},
         smallest={decode(symbol): int(value) for symbol, value in data["smallest"]},
         names={decode(symbol): str(name) for symbol, name in data["names"]},

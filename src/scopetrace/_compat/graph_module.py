@@ -1,7 +1,4 @@
-"""The GraphModule of a trace, compiled when it first runs, and pickles of what torch cannot pickle.
-
-Fake tensors are pickled as their metadata, ops as their names.
-"""
+"""The GraphModule of a trace, compiled when it first runs, and pickles of what torch cannot pickle."""
 
 from __future__ import annotations
 
@@ -24,12 +21,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 
 from scopetrace._compat.compilers import constant_to_dynamo
-from scopetrace._compat.expressions import encode_environment, restore_environment
 from scopetrace._compat.ops import find_higher_order, find_op, is_random
 from scopetrace._compat.questions import dispatch_modes, function_modes
-from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
-from scopetrace._compat.symbols import Symbolic, number_parts
-from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
 set_grad_enabled = torch._C._set_grad_enabled
 """The function that torch.export uses as a node target where autograd is switched on or off."""
@@ -46,14 +39,14 @@ set_arguments: Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any]], None] 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler is active in this thread, `emit_nvtx` and `emit_itt` among them."""
 
-_PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
+_PICKLED_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 class TracedGraphModule(_LazyGraphModule):
     """A `torch.fx.GraphModule` whose Python code is generated when it first runs.
 
     Under make_fx it is interpreted node by node, so that the new nodes get the `custom` and `nn_module_stack` of the
-    old ones. A pickle has the nodes with their names and meta; a pickle of torch's class has the Python code only.
+    old ones. A pickle has the nodes with their names, stacks and `custom`; one of torch's class has only Python code.
     """
 
     has_regions = True
@@ -189,11 +182,6 @@ class BodyGraphModule(TracedGraphModule):
         return self._real_recompile()
 
 
-def _is_random(graph_module: torch.fx.GraphModule) -> bool:
-    graphs = [inner.graph for inner in graph_module.modules() if isinstance(inner, torch.fx.GraphModule)]
-    return any(is_random(node.target) for graph in graphs for node in graph.nodes)
-
-
 class _RegionRun(contextlib.ExitStack):
     """The context of one run of a checkpointed region, which may be entered again.
 
@@ -268,7 +256,8 @@ def make_graph_module(
         module.graph = graph
         return module
     body = BodyGraphModule(attributes, graph, class_name=name)
-    draws = name == "wrap_body" and _is_random(body)
+    graphs = [m.graph for m in body.modules() if isinstance(m, torch.fx.GraphModule)] if name == "wrap_body" else []
+    draws = any(is_random(node.target) for graph in graphs for node in graph.nodes)
     if draws or context_fn is not None:
         body.meta["_checkpoint_context_fn"] = functools.partial(_region_runs, context_fn, is_random=draws)
     return body
@@ -334,10 +323,6 @@ def look_up(module: torch.nn.Module, name: str) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._factory = _Factory()
-
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.fx.Graph):
             return torch.fx.Graph, ()
@@ -348,35 +333,7 @@ class _Pickler(pickle.Pickler):
             return find_op, (obj._schema.name, obj._overloadname)
         if isinstance(obj, HigherOrderOperator):
             return find_higher_order, (obj.name(),)
-        if isinstance(obj, FakeTensor):
-            layout = tuple(obj.size()), tuple(obj.stride())
-            return _fake, (self._factory, *layout, obj.dtype, obj.device, obj.requires_grad)
-        if isinstance(obj, Symbolic):
-            return _number, (type(obj), obj.node.shape_env, *number_parts(obj))
-        if isinstance(obj, WatchedShapeEnv):
-            return _environment, (self._factory, encode_environment(obj))
         return NotImplemented
-
-
-class _Factory:
-    """Stands for a FakeFactory in a pickle: the fake tensors of one pickle share a fake mode and an environment."""
-
-    def __reduce__(self) -> Any:
-        return FakeFactory, ()
-
-
-def _fake(factory: FakeFactory, size: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> torch.Tensor:
-    with without_dispatch(), torch.no_grad():
-        return factory.fresh(size, stride, dtype, device, requires_grad)
-
-
-def _environment(factory: FakeFactory, data: dict[str, Any]) -> WatchedShapeEnv:
-    restore_environment(factory.shape_env, data)
-    return factory.shape_env
-
-
-def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any) -> Any:
-    return kind(sym_node(env, expr, pytype, hint))
 
 
 def dumps(x: Any) -> bytes:
@@ -386,7 +343,7 @@ def dumps(x: Any) -> bytes:
     """
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(x)
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(x)
     except (AttributeError, TypeError, ValueError) as error:  # pickle's own are of three classes, by Python version
         raise pickle.PicklingError(str(error)) from error
     return file.getvalue()

@@ -14,8 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from scopetrace.errors import UnsupportedOpError
-
 
 def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
     """What a higher-order op returns for fake tensors, by its own shape function, which calls the callables.
@@ -65,58 +63,3 @@ def indexing_as_op() -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
-
-
-class ApplyByGradients(HigherOrderOperator):
-    """`autograd_function_apply` of a Function with `count` differentiable results.
-
-    It is for a Function that asks for None in place of gradients that are zero. torch's own op has one backward, which
-    gets zeros for results without a gradient; which results have one is known only when `backward()` runs.
-
-    Its arguments are the forward, the backwards, and the operands. The backward at position `s` is that of the set `s`:
-    of the differentiable results whose bits it has. It takes their gradients alone, and then what the forward saved.
-    None stands for a backward that failed when it was recorded.
-    """
-
-    def __init__(self, count: int) -> None:
-        super().__init__(f"autograd_function_apply_{count}")
-        self.count = count
-        """How many of the results are differentiable."""
-
-    def __call__(self, *args: Any, non_differentiable_idx: Any = (), saved_for_backward_idx: Any = ()) -> Any:
-        """What the forward returns first: the results."""
-        bodies, operands = args[: 2**self.count], args[2**self.count :]
-        saved: Any = ()
-
-        class Applied(torch.autograd.Function):
-            @staticmethod
-            def forward(*operands: Any) -> Any:
-                nonlocal saved
-                results, saved = torch.fx.Interpreter(bodies[0]).run(*operands)
-                return results
-
-            @staticmethod
-            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                ctx.set_materialize_grads(False)
-                ctx.mark_non_differentiable(*[output[i] for i in non_differentiable_idx])
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Any) -> Any:
-                differentiable = [grad for i, grad in enumerate(grads) if i not in non_differentiable_idx]
-                known = [grad for grad in differentiable if grad is not None]
-                if not known:
-                    return tuple([None for _ in operands])
-                body = bodies[sum(1 << i for i, grad in enumerate(differentiable) if grad is not None)]
-                if body is None:
-                    raise UnsupportedOpError(
-                        "backward of a torch.autograd.Function raised an error when it was recorded with gradients of "
-                        f"{len(known)} of its results alone",
-                        hint="ask for gradients of all of its results, as eager may need too",
-                    )
-                return torch.fx.Interpreter(body).run(*known, *saved)
-
-        return Applied.apply(*operands)
-
-
-APPLY_BY_GRADIENTS = {count: ApplyByGradients(count) for count in (2, 3, 4)}
-"""The op by the number of differentiable results."""

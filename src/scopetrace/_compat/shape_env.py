@@ -63,21 +63,13 @@ def _nobody() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
-    """The trace holds only where `symbol` equals `value`, a number or another symbol."""
+class Assumption:
+    """That a symbol has, or has not, a value: a number or another symbol."""
 
     symbol: sympy.Symbol
-    value: sympy.Expr
+    value: Any
     place: Origin
-
-
-@dataclasses.dataclass(frozen=True)
-class Assumed:
-    """A branch of the model's Python was taken which `symbol == value` might not take."""
-
-    symbol: sympy.Symbol
-    value: int
-    place: Origin
+    """Where the model made it so, or took a branch that a symbol of this value might not take."""
 
 
 def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
@@ -103,8 +95,10 @@ class WatchedShapeEnv(ShapeEnv):
 
     def __init__(self) -> None:
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True)
-        self.fixed: list[Fixed] = []
-        self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
+        self.fixed: list[Assumption] = []
+        """The trace holds only where these symbols equal their values."""
+        self.assumed: dict[tuple[sympy.Symbol, int], Assumption] = {}
+        """The trace holds only where these do not."""
         self.smallest: dict[sympy.Symbol, int] = {}
         """The least value of a symbol, where `dynamic_shapes` allows 0 or 1."""
         self.narrow: dict[sympy.Symbol, Any] = {}
@@ -136,16 +130,11 @@ class WatchedShapeEnv(ShapeEnv):
         recorder = self._recorder()
         return {} if recorder is None else recorder.where()
 
-    def _on_failed(self, error: Exception) -> None:
-        raised = getattr(self._recorder(), "raised", None)  # who only rewrites a tape notes none
-        if raised is not None:
-            raised.append((error, None))
-
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         before = self.replacements.get(a)
         super()._set_replacement(a, tgt, msg)
         if self.replacements.get(a) != before:
-            self.fixed.append(Fixed(a, tgt, self.place()))
+            self.fixed.append(Assumption(a, tgt, self.place()))
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Torch's, except that the decider says, with a runtime assert, what depends on data."""
@@ -165,7 +154,7 @@ class WatchedShapeEnv(ShapeEnv):
             decider = self._decider()
             decision = None if decider is None else decider.data.decide(orig_expr)
             if decision is None:
-                self._on_failed(error)
+                getattr(self._recorder(), "raised", []).append((error, None))  # who only rewrites a tape notes none
                 raise
             value, message = decision
             if isinstance(value, bool):
@@ -214,7 +203,7 @@ class WatchedShapeEnv(ShapeEnv):
 
     def _assume_not(self, symbol: sympy.Symbol, value: int, place: Origin | None = None) -> None:
         if (symbol, value) not in self.assumed:
-            self.assumed[symbol, value] = Assumed(symbol, value, self.place() if place is None else place)
+            self.assumed[symbol, value] = Assumption(symbol, value, self.place() if place is None else place)
             self.add_guard(sympy.Ne(symbol, value, evaluate=False))
 
     def add_guard(self, condition: Any) -> None:

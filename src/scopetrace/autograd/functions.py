@@ -6,8 +6,7 @@ Data flow:
     what backward reads and does not make -> saved: more results of the forward, and operands of the backward
 
 The op is torch's own: a call of the trace makes a Function of both bodies and applies it. Where autograd does not see
-the call, the ops of the forward are recorded in its place. A Function of several results that asks for None in place of
-gradients that are zero has a backward for each set of gradients: see `_compat.higher_order`.
+the call, the ops of the forward are recorded in its place.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.higher_order import APPLY_BY_GRADIENTS
 from scopetrace._compat.tensors import base_of, requires_grad_of, run_fake
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards.reach import names_of
@@ -65,10 +63,9 @@ class FunctionRecorder(BodyRecorder):
             forward, results = self._cut(self._run_forward, "forward", "fwd_body")
             returned = self._results
             results += self._write_to_copies(forward)
-            sets = self._gradients_given()
-            recorded = [self._recorded_backward(indices, sets[-1]) for indices in sets]
-        backwards = [segment for segment in recorded if segment is not None]
-        saved = captured(backwards)
+            self._refuse_absent_gradients()
+            backward, _ = self._cut(self._run_backward, "backward", "bwd_body")
+        saved = captured([backward])
         marked = {self.values.value_of(t) for t in self._ctx.saved_tensors if isinstance(t, torch.Tensor)}
         kwargs = {
             "non_differentiable_idx": [i for i, t in enumerate(results) if not self._is_differentiable(t)],
@@ -76,14 +73,14 @@ class FunctionRecorder(BodyRecorder):
         }
         forward.outputs = [tuple(forward.outputs), tuple(saved)]
         operands = captured([forward])
-        for backward in backwards:
-            backward.outputs += [None for _ in operands]
-        body = body_tape(self.builder.tape, forward, operands)
-        of_gradients = [None if s is None else body_tape(self.builder.tape, s, saved) for s in recorded]
-        self._forget([forward, *backwards], operands)
-        self._check_written(body, of_gradients, len(saved))
+        backward.outputs += [None for _ in operands]
+        body, of_gradients = (body_tape(self.builder.tape, s, x) for s, x in ((forward, operands), (backward, saved)))
+        self._forget([forward, backward], operands)
+        late = len(of_gradients.inputs) - len(saved)  # backward may write to the gradients that it gets
+        if written_inputs(body) or any(i >= late for i in written_inputs(of_gradients)):
+            self._defer("writes to a tensor from outside", "clone() it first")
         out = self._give_out(body, [*self.operands, *operands], kwargs["non_differentiable_idx"])
-        self._append_op((body, *of_gradients, *self.operands, *operands), kwargs, tuple(out))
+        self._append_op((body, of_gradients, *self.operands, *operands), kwargs, tuple(out))
         self._write_back(results, out)
         left = iter(out)
         new = [next(left) if isinstance(x, torch.Tensor) else x for x in returned]
@@ -135,40 +132,16 @@ class FunctionRecorder(BodyRecorder):
 
     # ---------------------------------------------------------------- running both parts
 
-    def _gradients_given(self) -> list[list[int]]:
-        """The positions of the results whose gradients backward gets: for each of the backwards that the op takes."""
-        tensors = [i for i, t in enumerate(self._results) if isinstance(t, torch.Tensor)]
-        chosen = [i for i in tensors if self._is_differentiable(self._results[i])]
-        if self._ctx.materialize_grads or len(chosen) < 2:
-            return [tensors]
-        if len(chosen) not in APPLY_BY_GRADIENTS:
-            problem = f"has {len(chosen)} differentiable results, and asks for None in place of gradients that are zero"
-            hint = "trace the step with its backward(), leave out ctx.set_materialize_grads(False)"
-            # a forward that differentiates gets recorded again, and torch then applies the function
-            self.builder.deferred.append(_error(self._path, problem, hint, self.builder))
-            return [tensors]
-        self.hop = APPLY_BY_GRADIENTS[len(chosen)]
-        sets = range(1, 2 ** len(chosen))
-        return [[result for i, result in enumerate(chosen) if bits >> i & 1] for bits in sets]
+    def _refuse_absent_gradients(self) -> None:
+        """Which results have gradients is known when backward runs, and the op's one backward gets zeros for others."""
+        count = sum(isinstance(t, torch.Tensor) and self._is_differentiable(t) for t in self._results)
+        if count > 1 and not self._ctx.materialize_grads:
+            problem = f"has {count} differentiable results, and asks for None in place of gradients that are zero"
+            self._defer(problem, "trace the step with its backward(), leave out ctx.set_materialize_grads(False)")
 
-    def _recorded_backward(self, indices: list[int], all_indices: list[int]) -> TapeSegment | None:
-        """A run of backward with the gradients of these results. None where it raises without the others."""
-        raised = self.builder.raised
-        noted, fails = len(raised), False
-
-        def run() -> tuple[list[Any], None]:
-            nonlocal fails
-            try:
-                return self._run_backward(indices)
-            except (AttributeError, TypeError):  # of None
-                if indices is all_indices:
-                    raise
-                del raised[noted:]
-                fails = True
-                return [], None
-
-        segment, _ = self._cut(run, "backward", "bwd_body")
-        return None if fails else segment
+    def _defer(self, problem: str, hint: str) -> None:
+        """A forward that differentiates gets recorded again, and torch then applies the function."""
+        self.builder.deferred.append(_error(self._path, problem, hint, self.builder))
 
     def _run_forward(self) -> tuple[list[Any], list[torch.Tensor]]:
         placeholders = iter([self._placeholder(i, x, group) for i, (x, group) in enumerate(self.grouped_operands)])
@@ -188,10 +161,11 @@ class FunctionRecorder(BodyRecorder):
         constant = *self._ctx.non_differentiable, *self._results[self._count :]
         return floating and all(t is not other for other in constant)
 
-    def _run_backward(self, indices: list[int]) -> tuple[list[Any], None]:
+    def _run_backward(self) -> tuple[list[Any], None]:
         grads: list[Any] = [None for _ in self._results]
-        for i in indices:
-            t = self._results[i]
+        for i, t in enumerate(self._results):
+            if not isinstance(t, torch.Tensor):
+                continue
             grad = self._like(self.values.value_of(t).fake)
             self.values.append_body_input(f"grad_{i}", grad)
             if self._is_differentiable(t) or self._ctx.materialize_grads:
@@ -210,12 +184,6 @@ class FunctionRecorder(BodyRecorder):
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         raise _error(self._path, problem, hint, self.builder)
-
-    def _check_written(self, forward: BodyTape, backwards: list[BodyTape | None], saved: int) -> None:
-        """No part may write to tensors from outside; backward may write to the gradients that it gets."""
-        late = (i >= len(body.inputs) - saved for body in backwards if body is not None for i in written_inputs(body))
-        if written_inputs(forward) or any(late):
-            self._refuse("writes to a tensor from outside", "clone() it first")
 
     # ---------------------------------------------------------------- the op
 

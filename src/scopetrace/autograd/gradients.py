@@ -57,7 +57,6 @@ from scopetrace.containers.structure import leaves
 from scopetrace.ir.guards import Asked, GradientOfInput, Guard, HasGradient, OfInput, OfTensor, Source
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
-from scopetrace.ops.higher_order import FUNCTIONS
 from scopetrace.record.builder import Assumptions, Retrace
 from scopetrace.record.explanations import sparse_gradient
 from scopetrace.record.reads import ReadRecorder
@@ -555,7 +554,7 @@ class GradientRecorder:
 
     def _refuse_without_history(self) -> None:
         op = self._builder.opaque_to_autograd
-        if not in_transform() or op in [str(function) for function in FUNCTIONS]:
+        if not in_transform() or op == str(torch.ops.higher_order.autograd_function_apply):
             self._builder.expect_backward("the forward differentiates")
         if op is not None:
             hint = "trace the forward alone, without torch.autograd.grad in it"

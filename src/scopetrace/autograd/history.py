@@ -50,15 +50,6 @@ def refuse_lost_history(values: ValueTable, results: list[Value]) -> None:
                 **place_of(op),
                 hint="clone() one of the inputs, or trace under torch.no_grad()",
             )
-    # each view of what was detached in place requires grad as the tensor does, which does again in a trace
-    detached = values.builder.detached
-    for op in tape.ops if detached else ():
-        if not op.grad and any(v.storage in detached for v in op.values()):
-            raise UnsupportedOpError(
-                "the forward detaches a tensor in place, and makes a view under no_grad of one of its views",
-                **place_of(op),
-                hint="to cut a gradient, use x.detach()",
-            )
 
 
 def _refuse_lost_gradients(values: ValueTable, results: list[Value]) -> None:

@@ -25,7 +25,7 @@ from scopetrace.autograd.functions import FunctionRecorder, refuse_dirty_view
 from scopetrace.autograd.gradients import GradientRecorder
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Phase
-from scopetrace.ops.history import can_require_grad, is_cut, is_view
+from scopetrace.ops.history import can_require_grad, is_view
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.regions import CHECKPOINT
 from scopetrace.watch.questions import refuse_flag
@@ -101,8 +101,7 @@ class AutogradRecorder:
 
     def on_unseen_function(self) -> None:
         """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""
-        for value in self._builder.tape.inputs:
-            self._reads.on_gradient(value.fake)
+        self._reads.on_gradients_of_inputs()
 
     def on_applied(self, t: torch.Tensor) -> torch.Tensor:
         """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
@@ -191,15 +190,8 @@ class AutogradRecorder:
             refuse_flag(self._builder, "detaches a tensor of the model, or an input, in place", "detach_")
         if id(t) in self._builder.accumulated:
             return False
-        if any(map(is_view, self._values.names_of(t))):
-            refuse_flag(self._builder, "detaches a view in place, which torch forbids", "detach_")
-        sharing = self._values.sharing(t)
-        if any(map(is_cut, sharing)):
-            refuse_flag(
-                self._builder, "detaches in place a tensor of which it has made a view under no_grad", "detach_"
-            )
-        if any(is_view(v) and requires_grad_of(v.fake) for v in sharing):
-            self._builder.detached.add(sharing[0].storage)
+        if requires_grad_of(t) and any(map(is_view, self._values.sharing(t))):
+            refuse_flag(self._builder, "detaches in place a view, which torch forbids, or what has views", "detach_")
         self._leave_history(t)
         return True
 

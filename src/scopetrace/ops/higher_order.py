@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.higher_order import APPLY_BY_GRADIENTS
 from scopetrace.ir.tape import BodyTape, Value
 
 _hops = torch.ops.higher_order
@@ -43,7 +42,6 @@ class Form:
         return (*args[:-1], *args[-1]) if self.has_rest else tuple(args)
 
 
-_FORWARD, _BACKWARD = (0, "forward", "fwd_body"), ("backward", "bwd_body")
 FORMS: dict[Any, Form] = {
     _hops.cond: Form(((1, "true_fn", "true_graph"), (2, "false_fn", "false_graph")), (3,), runs_once=True),
     _hops.while_loop: Form(
@@ -52,18 +50,14 @@ FORMS: dict[Any, Form] = {
     _hops.scan: Form(((0, "combine_fn", "scan_combine_graph"),), (1, 2, 3), sliced=2, carried=1),
     _hops.map_impl: Form(((0, "f", "body_graph"),), (1, 2), sliced=1),
     _hops.associative_scan: Form(((0, "combine_fn", "associative_scan_combine_graph"),), (1, 1, 2), sliced=1),
-    _hops.autograd_function_apply: Form((_FORWARD, (1, *_BACKWARD)), (2,), has_rest=True, takes_all=False),
+    _hops.autograd_function_apply: Form(
+        ((0, "forward", "fwd_body"), (1, "backward", "bwd_body")), (2,), has_rest=True, takes_all=False
+    ),
     _hops.tag_activation_checkpoint: Form(((0, "function", "wrap_body"),), (1,), runs_once=True, has_rest=True),
     _hops.flex_attention: Form(((3, "score_mod", "sdpa_score"), (4, "mask_mod", "sdpa_mask")), (7, 8), takes_all=False),
     _hops.invoke_subgraph: Form(((0, "subgraph", "repeated_subgraph"),), (2,), runs_once=True, has_rest=True),
-} | {
-    hop: Form((_FORWARD, *[(i, *_BACKWARD) for i in range(1, 2**count)]), (2**count,), has_rest=True, takes_all=False)
-    for count, hop in APPLY_BY_GRADIENTS.items()
 }
 """The ops whose callables are recorded as bodies."""
-
-FUNCTIONS = (_hops.autograd_function_apply, *APPLY_BY_GRADIENTS.values())
-"""The ops that apply a `torch.autograd.Function`."""
 
 CHECKPOINTS = (_hops.tag_activation_checkpoint, _hops.wrap_activation_checkpoint)
 """The ops that call their callable and say how autograd is to keep its results, as torch.utils.checkpoint does."""

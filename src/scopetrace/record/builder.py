@@ -67,8 +67,6 @@ class TapeBuilder:
         """The innermost module call that is running."""
         self.running: Any = None
         """The op that torch is running now; None between ops."""
-        self.failed: tuple[BaseException, Any] | None = None
-        """The last exception that an op raised, and the op."""
         self.raised: list[tuple[BaseException, Any]] = []
         """Errors that the forward may have caught and that eager may not have, each with the op, if one raised it."""
         self.deferred: list[TraceError] = []
@@ -97,8 +95,6 @@ class TapeBuilder:
         """Of an op whose derivative is of no device, an error for results that come from it."""
         self.former_leaves: list[Value] = []
         """What the forward has made require grad, and no longer requires it."""
-        self.detached: set[int] = set()
-        """The memory of tensors that the forward has detached in place, and of which it has views that require grad."""
         self.accumulated: set[int] = set()
         """By id, the tensors without history that `backward()` has put into `grad`: in eager they are no views."""
         self.reentrant: int | None = None
@@ -161,6 +157,10 @@ class TapeBuilder:
         finally:
             noted.reset(before)
 
+    def op_that_raised(self, error: BaseException) -> Any:
+        """The op that has raised an error; None where none has."""
+        return next((op for raised, op in reversed(self.raised) if raised is error), None)
+
     def expect_history(self, why: str) -> None:
         """Start again where results have no history of autograd, and need one."""
         if not self.tape.exact_autograd:
@@ -212,8 +212,7 @@ class TapeBuilder:
         try:
             yield
         except BaseException as error:
-            self.failed = error, op
-            self.raised.append(self.failed)
+            self.raised.append((error, op))
             raise
         finally:
             self.running = outer

@@ -315,22 +315,25 @@ def leaf_targets(leaf_modules: Any, model: Model) -> list[Target]:
     Raises LeafPatternError for what is no target, and for a pattern or class that matches no module of the model. Which
     scope paths there are is known after the trace: see `refuse_unmatched`.
     """
+    with_forward = [module for module in model.modules if type(module).forward is not torch.nn.Module.forward]
+    names, kinds = [name for m in with_forward for name in model.names_of(m) if name], list(map(type, model.modules))
     targets = several(leaf_modules)
     for target in targets:
-        if isinstance(target, type):
-            if not issubclass(target, torch.nn.Module):
-                raise LeafPatternError(f"leaf_modules: {target.__name__} is not a torch.nn.Module class")
-            if model.modules and not any(isinstance(m, target) for m in model.modules):
-                raise _no_leaf(target, model)
-        elif isinstance(target, str) and "/" not in target:
-            names = _names(model)
-            if not any(matches(n, target) for n in (*names, *(type(m).__name__ for m in model.modules))):
-                raise _no_leaf(target, model)
-        elif not callable(target) and not isinstance(target, str):
+        is_class = isinstance(target, type)
+        if not (callable(target) or isinstance(target, str)) or (is_class and not issubclass(target, torch.nn.Module)):
             raise LeafPatternError(
-                f"leaf_modules: {target!r} is a {type(target).__name__}; give a module class, a module, a pattern of "
-                "names such as 'layers.*.attn', or a predicate on a module call"
+                f"leaf_modules: {target!r} is a {type(target).__name__}, not a torch.nn.Module; give a module class, a "
+                "module, a pattern of names such as 'layers.*.attn', or a predicate on a module call"
             )
+        if is_class:
+            what, matching = f"the model has no {target.__name__}", any(issubclass(kind, target) for kind in kinds)
+        else:
+            texts = (*names, *(kind.__name__ for kind in kinds))
+            is_name = isinstance(target, str) and "/" not in target
+            what, matching = f"no module is named {target!r}", not is_name or any(matches(x, target) for x in texts)
+        if not matching and (kinds or not is_class):
+            some = ", ".join(near_names(target, names, [kind.__name__ for kind in kinds])[:5]) or "none"
+            raise LeafPatternError(f"leaf_modules: {what}; {crossing(target, names)}there are {some}")
     return targets
 
 
@@ -342,19 +345,6 @@ def refuse_unmatched(targets: list[Target], calls: list[Call]) -> None:
             paths = [call.scope.path for call in calls[1:]]
             some = crossing(target, paths) + "the model has " + (", ".join(paths[:5]) or "none")
             raise LeafPatternError(f"leaf_modules: no module is named {target!r}; {some}, …")
-
-
-def _names(model: Model) -> list[str]:
-    """The names of the modules that have a forward, which lists of modules have not."""
-    called = [module for module in model.modules if type(module).forward is not torch.nn.Module.forward]
-    return [name for module in called for name in model.names_of(module) if name]
-
-
-def _no_leaf(target: Any, model: Model) -> LeafPatternError:
-    names = _names(model)
-    some = ", ".join(near_names(target, names, [type(m).__name__ for m in model.modules])[:5]) or "none"
-    what = f"the model has no {target.__name__}" if isinstance(target, type) else f"no module is named {target!r}"
-    return LeafPatternError(f"leaf_modules: {what}; {crossing(target, names)}there are {some}")
 
 
 # Templates of what calls take and return: a value of the tape in place of each tensor ---------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.collectives import Group, Reduction, functional_collectives, recorded_work, unboxed
+from scopetrace._compat.collectives import Group, functional_collectives, recorded_work, unboxed
 from scopetrace._compat.gradients import saved_storages
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import storage_id
@@ -127,7 +127,7 @@ _INSTEAD = (
 def _problem(args: list[Any]) -> str | None:
     """Why these arguments of a collective have no functional form."""
     tensors = leaves(args, torch.Tensor)
-    if any(isinstance(a, Reduction) and a.name == "premul_sum" for a in args):
+    if any(isinstance(a, str) and a == "premul_sum" for a in args):
         return "scales before it sums (PREMUL_SUM)"
     if any(t.layout is not torch.strided for t in tensors):
         return "takes a sparse tensor"
@@ -172,9 +172,9 @@ def _all_gather(ops: Any, outputs: list[Tensors], inputs: Tensors, group: Group,
         yield ops.all_gather_into_tensor(_rows(t), group.size, group.name), _pieces(into)
 
 
-def _reduce_scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Group, op: Reduction, *_: Any) -> Started:
+def _reduce_scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Group, op: str, *_: Any) -> Started:
     for output, pieces in zip(outputs, inputs, strict=True):
-        yield ops.reduce_scatter_tensor(_flat(pieces), op.name, group.size, group.name), [_like(output)]
+        yield ops.reduce_scatter_tensor(_flat(pieces), op, group.size, group.name), [_like(output)]
 
 
 def _all_to_all_single(
@@ -201,9 +201,9 @@ def _broadcast(ops: Any, tensors: Tensors, group: Group, root: int, index: int =
     yield ops.broadcast(tensors[index], root, group.name), [_like(t) for t in tensors]
 
 
-def _reduce(ops: Any, tensors: Tensors, group: Group, op: Reduction, root: int, index: int = 0, *_: Any) -> Started:
+def _reduce(ops: Any, tensors: Tensors, group: Group, op: str, root: int, index: int = 0, *_: Any) -> Started:
     target = tensors[index]
-    yield ops.all_reduce(target, op.name, group.name), [_like(target)] if group.rank == root else []
+    yield ops.all_reduce(target, op, group.name), [_like(target)] if group.rank == root else []
 
 
 def _gather(ops: Any, outputs: list[Tensors], inputs: Tensors, group: Group, root: int, *_: Any) -> Started:
@@ -220,10 +220,10 @@ def _scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Group, ro
 
 _FORMS: dict[str, Callable[..., Started]] = {
     "allreduce_": lambda ops, tensors, group, op, *_: _each(
-        [ops.all_reduce(t, op.name, group.name) for t in tensors], tensors
+        [ops.all_reduce(t, op, group.name) for t in tensors], tensors
     ),
     "allreduce_coalesced_": lambda ops, tensors, group, op, *_: _each(
-        ops.all_reduce_coalesced(tensors, op.name, group.name), tensors
+        ops.all_reduce_coalesced(tensors, op, group.name), tensors
     ),
     "allgather_": _all_gather,
     "allgather_coalesced_": _all_gather,
@@ -235,10 +235,10 @@ _FORMS: dict[str, Callable[..., Started]] = {
     ),
     "reduce_scatter_": _reduce_scatter,
     "_reduce_scatter_base_": lambda ops, output, input, group, op, *_: _each(
-        [ops.reduce_scatter_tensor(input, op.name, group.size, group.name)], [output]
+        [ops.reduce_scatter_tensor(input, op, group.size, group.name)], [output]
     ),
     "reduce_scatter_tensor_coalesced_": lambda ops, outputs, inputs, group, op, *_: _each(
-        ops.reduce_scatter_tensor_coalesced(inputs, op.name, group.size, group.name), outputs
+        ops.reduce_scatter_tensor_coalesced(inputs, op, group.size, group.name), outputs
     ),
     "alltoall_base_": _all_to_all_single,
     "alltoall_": _all_to_all,

@@ -25,7 +25,7 @@ from scopetrace._compat.ops import eager, is_collective, is_op, is_random, schem
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.shape_env import evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace._compat.tensors import FakeTensor, known_data, storage_id
+from scopetrace._compat.tensors import FakeTensor, known_data
 from scopetrace.errors import DataDependentError
 from scopetrace.guards.reach import names_of
 from scopetrace.ir.conditions import Specialization
@@ -303,13 +303,14 @@ class ExampleRun:
         self._written: dict[int, int] = {}  # by storage on the tape: the last op that ran and wrote there
         self._tensors: dict[Value, torch.Tensor] = {}
         self._numbers: dict[Any, Any] = {}
-        self._borrowed: set[int] = set()  # the real storages that belong to the model or its inputs
-        self._copies: dict[int, torch.UntypedStorage] = {}  # by real storage: what is written to in its place
+        self._borrowed: set[int] = set()  # the storages on the tape that are those of the model or its inputs
+        self._copies: dict[int, torch.UntypedStorage] = {}  # by storage on the tape: what is written to in its place
 
     def _run(self, wanted: list[_Wanted]) -> None:
         ops = self._leading_to(wanted) or []
-        if any(self._written.get(v.storage, -1) > i for i in ops for v in self._tape.ops[i].inputs()):
-            self._start_over()  # an op needs memory as it was before something that has run
+        is_late = any(self._written.get(v.storage, -1) > i for i in ops for v in self._tape.ops[i].inputs())
+        if is_late or any(v.storage in self._borrowed for i in ops for v in self._tape.ops[i].writes):
+            self._start_over()  # an op needs memory as it was before something that has run, or writes to the model's
             ops = self._leading_to(wanted) or []
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         with eager(), torch.random.fork_rng(devices=devices):  # random ops go on from where those before ended
@@ -328,8 +329,6 @@ class ExampleRun:
             raise NoRealValue(f"the value depends on {op.target}, which does not run while a model is traced")
         if is_collective(op.target):
             raise NoRealValue(f"the value depends on {op.target}, which needs the other processes")
-        for value in op.writes:
-            self._own(self._tensors[value])
         args, kwargs = self._real(op.args), self._real(op.kwargs)
         if op.target in KEEP_MORE and op.grad:
             args = map_argument(lambda t: t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t, args)
@@ -351,22 +350,13 @@ class ExampleRun:
             raise NoRealValue(f"{name} has no data: give {name} on a device other than meta, to specialize on values")
         if real.layout is not torch.strided:
             return real.detach().clone()
-        copy = self._copies.get(storage_id(real))
-        if copy is not None:
-            return _in_storage(copy, real)
-        self._borrowed.add(storage_id(real))
-        return real.detach()
-
-    def _own(self, written: torch.Tensor) -> None:
-        """Before a write: what lies in memory of the model or its inputs moves to a copy of that memory."""
-        storage = storage_id(written)
-        if storage not in self._borrowed:
-            return
-        copy = self._copies[storage] = written.untyped_storage().clone()
-        for value, t in self._tensors.items():
-            if t is not None and storage_id(t) == storage:  # a backward gives nothing that nobody needs
-                self._tensors[value] = _in_storage(copy, t)
-        self._borrowed.discard(storage)
+        if value.storage not in self._tape.written_storages():
+            self._borrowed.add(value.storage)
+            return real.detach()
+        if value.storage not in self._copies:
+            self._copies[value.storage] = real.untyped_storage().clone()
+        new = torch.empty(0, dtype=real.dtype, device=real.device)
+        return new.set_(self._copies[value.storage], real.storage_offset(), real.size(), real.stride())
 
     def _is_constant(self, op: Op) -> bool:
         if op.kind == "get_attr":
@@ -382,9 +372,3 @@ class ExampleRun:
     def _real(self, x: Any) -> Any:
         numbers = map_argument(lambda n: self._evaluated(to_expr(n)) if isinstance(n, Symbolic) else n, x)
         return map_argument(lambda v: self._tensors[v] if isinstance(v, Value) else v, numbers)
-
-
-def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
-    """The same view as `t`, of another storage."""
-    new = torch.empty(0, dtype=t.dtype, device=t.device)
-    return new.set_(storage, t.storage_offset(), t.size(), t.stride())

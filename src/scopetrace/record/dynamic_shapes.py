@@ -181,8 +181,9 @@ def read_dynamic_shapes(
         if name not in arguments and name not in items:
             names = [*dict.fromkeys((*arguments, *items))]
             raise DynamicShapeError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(names)}")
-        parts = _of_variadic(name, arguments[name], s) if name in variadic else {name: s}
-        specs += [entry for path, part in parts.items() for entry in _walk(items[path], part, path, object_types)]
+        is_whole = name in variadic and _fits(arguments[name], s)
+        for path, part in _items(name, s, is_whole).items():
+            specs += _walk({**arguments, **items}[path], part, path, object_types)
     return specs
 
 
@@ -198,19 +199,6 @@ def _fits(passed: Any, spec: Any) -> bool:
     if isinstance(passed, dict):
         return isinstance(spec, dict) and spec.keys() <= passed.keys()
     return isinstance(spec, (tuple, list)) and len(spec) == len(passed)
-
-
-def _of_variadic(name: str, passed: Any, spec: Any) -> dict[str, Any]:
-    """What `spec` says of each item of `*args` or `**kwargs`."""
-    if spec is None:
-        return {}
-    if not _fits(passed, spec):
-        kind, stars = ("dict", "**") if isinstance(passed, dict) else ("tuple", "*")
-        raise DynamicShapeError(
-            f"dynamic_shapes has {spec!r} for {stars}{name}, which has {', '.join(_items(name, passed, True))}: "
-            f"write a {kind} with an entry for each"
-        )
-    return _items(name, spec, True)
 
 
 def _walk(x: Any, spec: Any, path: str, object_types: Collection[type]) -> Iterator[Spec]:

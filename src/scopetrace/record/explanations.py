@@ -41,8 +41,7 @@ def errors_explained(builder: TapeBuilder, ops: OpRecorder) -> Iterator[None]:
 def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceError | None:
     """The TraceError that says what an error of torch means; None for an error of the model."""
     place = _place(error, builder)
-    failed = builder.failed
-    running = failed[1] if failed is not None and failed[0] is error else None
+    running = builder.op_that_raised(error)
     chain = (error, error.__cause__)  # torch.testing wraps what it catches
     no_data = any(isinstance(e, DATA_DEPENDENT) or _NO_DATA.search(str(e)) for e in chain)
     if no_data and running is torch.ops.aten.embedding_backward.default and builder.optimizer is None:
@@ -62,13 +61,6 @@ def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceE
     for text, (problem, hint) in _NO_FAKE.items():
         if text in str(error):
             return UnsupportedOpError(problem or str(error), op=op, hint=hint, **place)
-    if "modified by an inplace operation" in str(error):
-        return UnsupportedOpError(
-            "the forward differentiates what it has written to since, and autograd needs the values from before",
-            op="torch.autograd.grad",
-            hint="write out of place, or clone() the tensor before the ops that use it",
-            **place,
-        )
     if isinstance(error, NO_SHAPE_RULE) or "There was no fake impl registered for" in str(error):
         return UnsupportedOpError(
             f"torch cannot tell the shape of what an op returns: {type(error).__name__}: {_first_line(error)}",
@@ -81,7 +73,8 @@ def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceE
 
 def _refused(error: Exception, builder: TapeBuilder) -> OpError | None:
     """The error of an op that does not take its operands, as in eager; None for one that the model raises."""
-    if builder.failed is None or builder.failed[0] is not error:
+    op = builder.op_that_raised(error)
+    if op is None:
         return None
     call, tape = _call(error, builder), builder.tape
     if call.module is None:
@@ -94,7 +87,7 @@ def _refused(error: Exception, builder: TapeBuilder) -> OpError | None:
         ", ".join(f"{path}: {str(v.fake.dtype).removeprefix('torch.')} {list(v.fake.shape)}" for path, v in tensors)
         or "no tensors"
     )
-    return OpError(f"{name} was called with {operands}", op=str(builder.failed[1]), **_place(error, builder))
+    return OpError(f"{name} was called with {operands}", op=str(op), **_place(error, builder))
 
 
 def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
@@ -158,6 +151,10 @@ _NO_FAKE = {
         "make a new tensor: x.new_empty(2, 3), or x.reshape(-1)[:6].view(2, 3)",
     ),
     "NYI: aten.": ("tensors have no data while they are traced, and this op needs it", "do it outside of the forward"),
+    "modified by an inplace operation": (
+        "the forward differentiates what it has written to since, and autograd needs the values from before",
+        "write out of place, or clone() the tensor before the ops that use it",
+    ),
     "torch.distributed.nn.functional": ("", "take the functions of torch.distributed itself"),
 }
 """By what torch raises for a fake tensor: the problem ("" for torch's own words), and the way out."""

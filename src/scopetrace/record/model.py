@@ -45,11 +45,6 @@ RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 """They list their parameters anew where these are others than at the last call, as under `functional_call`."""
 
 
-def bookkeeping_of(kind: type) -> frozenset[str]:
-    """The attributes of a class of modules by which the classes of torch work."""
-    return BOOKKEEPING | RECURRENT if issubclass(kind, torch.nn.RNNBase) else BOOKKEEPING
-
-
 def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Of the `__dict__` of a module: what is neither tensors, modules nor nn.Module's own bookkeeping."""
     return {
@@ -298,7 +293,7 @@ class ModuleSnapshot:
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
-        bookkeeping = bookkeeping_of(type(self.module))
+        bookkeeping = BOOKKEEPING | (RECURRENT if isinstance(self.module, torch.nn.RNNBase) else frozenset())
         for name, before, after in changed_entries(old, table):
             if name in bookkeeping or (compiles and name[0] == "_"):
                 continue

@@ -17,7 +17,7 @@ import itertools
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -25,7 +25,6 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.ops import OpOverload, schema_of
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import class_of_name
 from scopetrace.containers.structure import leaves
@@ -75,7 +74,7 @@ class NodeRunner(torch.fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.extra_traceback = False
         self.builder, self._on_call = builder, on_call
-        self._nodes, self._late = _with_constants_late(list(self.graph.nodes))
+        self._nodes = list(self.graph.nodes)
         self._position = {n: i for i, n in enumerate(self._nodes)}
         self._by_name = {n.name: n for n in self._nodes}
         self._kept = {entry.fqn: entry.signature for entry in gm.meta.get(MODULE_CALLS, ())}
@@ -94,7 +93,7 @@ class NodeRunner(torch.fx.Interpreter):
         self.args_iter = iter(self.graph.process_inputs(*args))
         self.env = {}
         around = self.builder.call.ancestors() if self.builder.call is not None else ()
-        whole = _ranges(self._nodes, self._late, [call.fqn for call in around if call.fqn][::-1])
+        whole = _ranges(self._nodes, [call.fqn for call in around if call.fqn][::-1])
         self._times = collections.Counter(r.entry for r in _walk(whole))
         self._results = collections.defaultdict(set)
         for of in _walk(whole):
@@ -186,11 +185,11 @@ def _is_state(n: torch.fx.Node, value: Any) -> bool:
     return n.op == "get_attr" or (isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor))
 
 
-def _ranges(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around: list[str]) -> NodeRange:
+def _ranges(nodes: list[torch.fx.Node], around: list[str]) -> NodeRange:
     """The calls in a graph, which runs inside of modules of these names. A module entered again is another call."""
     whole = NodeRange(Entry("", "", ""), 0, len(nodes))
     running = [whole]
-    for i, stack in enumerate(_stacks(nodes, late, around)):
+    for i, stack in enumerate(_stacks(nodes, around)):
         while [r.entry for r in running[1:]] != stack[: len(running) - 1]:
             running.pop().stop = i
         for entry in stack[len(running) - 1 :]:
@@ -199,38 +198,9 @@ def _ranges(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around:
     return whole
 
 
-def _with_constants_late(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], set[torch.fx.Node]]:
-    """The nodes, with those that a pass made of parameters, such as quantized ones, before their first use; and these.
-
-    Reads of parameters, which are no steps, come first, so that they are not in between.
-    """
-    placed, late = dict.fromkeys(n for n in nodes if n.op == "get_attr"), set[torch.fx.Node]()
-
-    def place(n: torch.fx.Node) -> None:
-        for x in n.all_input_nodes:
-            if x not in placed:
-                place(x)
-        placed[n] = None
-
-    is_said = says_root(nodes)
-    for n in nodes:
-        inputs = n.all_input_nodes if is_said and n.op == "call_function" and not _module_stack(n) else []
-        if inputs and len(n.users) == 1 and all(map(_is_constant, inputs)):
-            late.add(n)
-        else:
-            place(n)
-    return list(placed), late
-
-
 def says_root(nodes: Iterable[torch.fx.Node]) -> bool:
     """Whether stacks begin with the model. Then a node without one is of a pass; in `symbolic_trace`, of the model."""
     return any(stack and not stack[0].fqn for stack in map(_module_stack, nodes))
-
-
-def _is_constant(n: torch.fx.Node) -> bool:
-    """Whether it is a parameter or buffer that no op of the graph writes."""
-    targets = [user.target for user in n.users]
-    return n.op == "get_attr" and all(type(t) is OpOverload and not schema_of(t).is_mutable for t in targets)
 
 
 _NO_STEP = ("placeholder", "get_attr", "output")
@@ -257,11 +227,10 @@ def _common(a: list[Entry], b: list[Entry]) -> list[Entry]:
     return [x for x, _ in itertools.takewhile(lambda xy: xy[0] == xy[1], zip(a, b, strict=False))]
 
 
-def _stacks(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
+def _stacks(nodes: list[torch.fx.Node], around: list[str]) -> list[list[Entry]]:
     """The calls around each node, the outermost first.
 
-    A node that a pass has put there without saying where has those which are around the nodes before and after it; one
-    that is there `late`, those of the node after it.
+    A node that a pass has put there without saying where has those which are around the nodes before and after it.
     """
     known = [_place(n) for n in nodes]
     is_said = says_root(nodes)
@@ -277,8 +246,7 @@ def _stacks(nodes: list[torch.fx.Node], late: Collection[torch.fx.Node], around:
         for stack in one_way:
             last = last if stack is None else stack
             filled.append(last)
-    around_both = map(_common, before, after[::-1])
-    return [a if n in late else both for n, a, both in zip(nodes, after[::-1], around_both, strict=True)]
+    return list(map(_common, before, after[::-1]))
 
 
 def _entries(node: torch.fx.Node, name: str) -> list[Entry]:

@@ -62,7 +62,7 @@ from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.op_call import BeforeWrite, OpCall, OpFacts, facts_of, tensors_in, version_counter
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.rewritten_ops import refuse_lost_dropout
-from scopetrace.record.transforms import TransformRecorder
+from scopetrace.record.transforms import record_in_transform
 from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
@@ -109,11 +109,6 @@ class OpRecorder:
         self.at_end.enter_context(recorder.finishing())
         return recorder
 
-    @functools.cached_property
-    def transforms(self) -> TransformRecorder:
-        """Records ops inside of torch.vmap, grad and their kind."""
-        return TransformRecorder(self.values, self.record)
-
     # ---------------------------------------------------------------- arrival
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,7 +119,7 @@ class OpRecorder:
         outer, builder.op_frames = builder.op_frames, builder.frames()
         try:
             if in_transform():
-                return self.transforms.record(func, args, kwargs)
+                return record_in_transform(self, func, args, kwargs)
             if autocast_enabled():
                 return self._on_op_under_autocast(func, args, kwargs)
             return self.record(func, args, kwargs)

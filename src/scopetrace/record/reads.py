@@ -140,8 +140,8 @@ class ReadRecorder:
         """A question to a tensor has raised this."""
         self._builder.raised.append((error, None))
 
-    def on_caught(self) -> None:
-        """The forward caught an error of an op, as of a write to a leaf. Autograd may decide whether there is one."""
+    def on_gradients_of_inputs(self) -> None:
+        """Autograd may decide what happens, as whether there was the error of an op that the forward has caught."""
         for value in self._builder.tape.inputs:
             self.on_gradient(value.fake)
 
@@ -404,15 +404,11 @@ def _computed_from(value: Value) -> Iterator[Value]:
 # Errors that the forward catches -------------------------------------------------------------------------------------
 
 
-Raised = tuple[BaseException, Any]
-"""An error, and the op that raised it; None for no op."""
-
-
-def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
-    """Those that code of the model has caught, rather than torch's or scopetrace's, each once."""
+def caught(raised: Iterable[tuple[BaseException, Any]]) -> Iterator[BaseException]:
+    """The errors that code of the model has caught, rather than torch's or scopetrace's, each once."""
     seen = set()
-    for error, op in raised:
+    for error, _ in raised:
         tb = error.__traceback__
         if tb is not None and not tb.tb_frame.f_code.co_filename.startswith(NOT_THE_MODEL) and id(error) not in seen:
             seen.add(id(error))
-            yield error, op
+            yield error

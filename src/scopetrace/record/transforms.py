@@ -7,8 +7,8 @@ Data flow:
 from __future__ import annotations
 
 import bisect
+import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,42 +33,36 @@ _OF_NUMBERS = {
 Python as the operand of a transform's backward."""
 
 
-class TransformRecorder:
-    """Records the ops that arrive while a transform is active."""
+def record_in_transform(ops: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let torch transform an op, and the OpRecorder `ops` record what is left of it. Gives what the model gets."""
+    builder, tape = ops.builder, ops.builder.tape
+    builder.expect_history("a transform such as torch.vmap runs")
+    args, kwargs = map_argument(functools.partial(_differentiable, ops.values), (args, kwargs))
+    if func in _OF_NUMBERS and isinstance(args[1], _NUMBERS):
+        func = _OF_NUMBERS[func]
+    start, first = len(tape.ops), next_sequence_number()
+    with BelowAutograd(ops.record):
+        out = func(*args, **kwargs)
+    if next_sequence_number() > first and len(tape.ops) > start:
+        bisect.insort(builder.made_nodes, (first, tape.ops[start]), key=operator.itemgetter(0))
+    for v in [v for op in tape.ops[start:] for v in op.values()]:
+        v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
+        if v.op.target is _aten._to_copy.default and v.fake.is_meta and not v.op.tensor(0).fake.is_meta:
+            builder.loses_device = builder.refusal(
+                "torch computes this derivative in forward mode with a tensor of zeros that is on no device",
+                op=str(func),
+                hint="use a derivative in reverse mode (torch.func.grad, vjp, jacrev), or compute it outside",
+            )
+    return out
 
-    def __init__(self, values: ValueTable, record: Callable[..., Any]) -> None:
-        """`record` puts one op on the tape."""
-        self._builder, self._values, self._record = values.builder, values, record
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let torch transform an op, and record what is left of it. Returns what it gives to the model."""
-        self._builder.expect_history("a transform such as torch.vmap runs")
-        args, kwargs = map_argument(self._differentiable, (args, kwargs))
-        if func in _OF_NUMBERS and isinstance(args[1], _NUMBERS):
-            func = _OF_NUMBERS[func]
-        start, first = len(self._builder.tape.ops), next_sequence_number()
-        with BelowAutograd(self._record):
-            out = func(*args, **kwargs)
-        if next_sequence_number() > first and len(self._builder.tape.ops) > start:
-            entry = first, self._builder.tape.ops[start]
-            bisect.insort(self._builder.made_nodes, entry, key=operator.itemgetter(0))
-        for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
-            v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
-            if v.op.target is _aten._to_copy.default and v.fake.is_meta and not v.op.tensor(0).fake.is_meta:
-                self._builder.loses_device = self._builder.refusal(
-                    "torch computes this derivative in forward mode with a tensor of zeros that is on no device",
-                    op=str(func),
-                    hint="use a derivative in reverse mode (torch.func.grad, vjp, jacrev), or compute it outside",
-                )
-        return out
-
-    def _differentiable(self, x: Any) -> Any:
-        """A tensor of the model as the fake one by which autograd around a transform differentiates."""
-        tensor = unwrapped(x) if isinstance(x, torch.Tensor) else None
-        if tensor is None or isinstance(tensor, FakeTensor):
-            return x
-        if tensor is not x:
-            self._values.transformed = True
-            return x
-        with without_transforms():
-            return self._values.value_of(x).fake
+def _differentiable(values: ValueTable, x: Any) -> Any:
+    """A tensor of the model as the fake one by which autograd around a transform differentiates."""
+    tensor = unwrapped(x) if isinstance(x, torch.Tensor) else None
+    if tensor is None or isinstance(tensor, FakeTensor):
+        return x
+    if tensor is not x:
+        values.transformed = True
+        return x
+    with without_transforms():
+        return values.value_of(x).fake
