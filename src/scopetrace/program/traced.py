@@ -25,6 +25,7 @@ import torch
 import torch.fx
 
 from scopetrace import files
+from scopetrace._compat.decompositions import RuleOf, decomposition_rules
 from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
@@ -592,10 +593,14 @@ class TracedProgram:
         wrong = next((op for op in table or () if not is_op(op)), None)
         if wrong is not None:
             raise ArgumentTypeError(f"table has {wrong!r}: write ops with overloads, as torch.ops.aten.gelu.default")
+        return self.with_rules(decomposition_rules(table))
+
+    def with_rules(self, rule_of: RuleOf) -> TracedProgram:
+        """`functional()` with what `rule_of` gives in the place of ops."""
         tape = self.functional().tape
         assert isinstance(tape, FunctionalTape)
         with without_autocast():
-            return self.with_tape(decomposed(tape, table))
+            return self.with_tape(decomposed(tape, rule_of))
 
     def without_argument_mutation(self) -> TracedProgram:
         """`functional()`, for forms of programs that only return values.
