@@ -398,8 +398,8 @@ class Trace(Shown):
         the largest value of the tensor where that is below 1. Of objects that hold no tensors only the types are
         compared. Both start from the model's present state, which is restored. Returns what was compared, in words.
 
-        Raises CheckError with all differences; for a specialized trace, with the specializations that do not hold on
-        these inputs. Raises ScopetraceError for a loaded trace, which has no model.
+        Raises CheckError with all differences; for a specialized trace, with the first specialization that does not
+        hold on these inputs. Raises ScopetraceError for a loaded trace, which has no model.
         """
         return compare_with_model(self._program, *_arguments(args, kwargs))
 
