@@ -1,4 +1,4 @@
-"""What source text says: whether a text is only shown to people, entries are taken by key, errors are caught.
+"""What source text says: whether a text is only shown to people, entries are taken by key.
 
 Data flow:
     a frame that makes text of a tensor -> the expression it is at -> `print`, a logger, an error around it, or not
@@ -124,13 +124,6 @@ def _is_by_key(node: ast.AST, around: Any, outer: ast.AST) -> bool:
     if isinstance(around, ast.Attribute):
         return around.attr == "get" and isinstance(outer, ast.Call) and isinstance(outer.args[0], ast.Constant)
     return isinstance(around, ast.Compare) and all(isinstance(op, (ast.In, ast.NotIn)) for op in around.ops)
-
-
-def catches_errors(code: types.CodeType, line: int) -> bool:
-    """Whether a line of code is in the body of a `try` that catches something."""
-    tree = _tree(code)
-    tries = [n for n in ast.walk(tree) if isinstance(n, ast.Try) and n.handlers] if tree is not None else []
-    return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in tries)
 
 
 # Syntax trees --------------------------------------------------------------------------------------------------------
