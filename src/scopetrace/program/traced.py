@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import operator
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,7 +51,7 @@ from scopetrace.errors import (
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.guards import in_a_file
-from scopetrace.ir.scopes import Scope, common_scope
+from scopetrace.ir.scopes import Scope, innermost_common
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, checks_enabled, forward_of
 from scopetrace.ir.verify import verify
@@ -102,10 +101,6 @@ class Saved(NamedTuple):
         return [cls(n, tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors]  # `nbytes` takes no symbols
 
 
-def _of_record(name: str, doc: str) -> Any:
-    return property(operator.attrgetter(f"record.{name}"), doc=doc)
-
-
 class ModuleCall:
     """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself.
 
@@ -120,6 +115,23 @@ class ModuleCall:
         self.program = program
         self.record = record
         """The record of the call on the tape."""
+        self.fqn: str | None = record.fqn
+        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
+        self.module: torch.nn.Module | None = record.module
+        """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
+        self.module_type: type | None = record.module_type
+        """The module's class; None for the root when a plain function was traced. torch makes a class for each
+        parametrized module: those with the same base and parametrizations have one here."""
+        self.index: int = record.index
+        """0 for the first call of this module instance, 1 for its second."""
+        self.scope: Scope = record.scope
+        """The scope of the ops that run directly in this call."""
+        self.is_leaf: bool = record.leaf
+        """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
+        self.raised: BaseException | None = record.raised
+        """The exception that ended this call and that an outer module caught; else None."""
+        self.attributes: dict[str, Any] = record.attributes
+        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
         self.position = position
         """Where this call stands in `Trace.calls`."""
         self.parent = None if around is None else around.of_module
@@ -131,32 +143,6 @@ class ModuleCall:
             around._inside.append(self)
         if self.parent is not None and record.is_module:
             self.parent.children.append(self)
-
-    fqn: str | None = _of_record(
-        "fqn",
-        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree.""",
-    )
-    module: torch.nn.Module | None = _of_record(
-        "module", "The module itself; None for the root when a plain function was traced, and in a loaded trace."
-    )
-    module_type: type | None = _of_record(
-        "module_type",
-        """The module's class; None for the root when a plain function was traced.
-
-        torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
-        """,
-    )
-    index: int = _of_record("index", "0 for the first call of this module instance, 1 for its second.")
-    scope: Scope = _of_record("scope", "The scope of the ops that run directly in this call.")
-    is_leaf: bool = _of_record(
-        "leaf", "Whether the call was recorded as one op, because `leaf_modules=` named its module."
-    )
-    raised: BaseException | None = _of_record(
-        "raised", "The exception that ended this call and that an outer module caught; else None."
-    )
-    attributes: dict[str, Any] = _of_record(
-        "attributes", "The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."
-    )
 
     @property
     def of_module(self) -> ModuleCall:
@@ -451,7 +437,7 @@ class TracedProgram:
         for near in (list(node.users), node.all_input_nodes):
             scopes = [self.scopes[p] for n in near if (p := scope_path(n)) in self.scopes and n.op != "output"]
             if scopes:
-                return common_scope(scopes)
+                return innermost_common(scope.ancestors() for scope in scopes)
         return self.tape.root
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
