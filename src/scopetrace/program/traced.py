@@ -68,6 +68,20 @@ from scopetrace.program.outputs import without_effects
 from scopetrace.program.ranges import graph_variant
 
 Program = TypeVar("Program", bound=ProgramTape)
+Built = TypeVar("Built")
+
+
+class _built(functools.cached_property[Built]):
+    """A cached property of what graphs are made for, whose first access enters `building` before anything else.
+
+    Up to Python 3.11 a cached property has one lock for all objects: a thread that holds it and waits for `building`
+    would never get it from a thread that builds and asks for the same property. Where several threads ask at once,
+    all get the first one's graph.
+    """
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        with building():
+            return super().__get__(instance, owner)
 
 
 def functional_tape(recorded: RecordedTape) -> FunctionalTape:
@@ -354,23 +368,21 @@ class TracedProgram:
         args, outputs = with_imports((self.tape.args, self.tape.outputs))
         return self.with_tape(dataclasses.replace(self.tape, args=args, outputs=outputs))
 
-    @functools.cached_property
+    @_built
     def lowering(self) -> FxLowering:
         """The torch.fx graph, and the node of each value of the tape."""
-        with building():
-            return FxLowering(self.tape)
+        return FxLowering(self.tape)
 
-    @functools.cached_property
+    @_built
     def graph_module(self) -> TracedGraphModule:
         """The graph as a GraphModule that holds the model's own tensors; see `Trace.graph_module`."""
-        with building():
-            return self.lowering.graph_module()
+        return self.lowering.graph_module()
 
-    @functools.cached_property
+    @_built
     def _unwrapped(self) -> Callable[[], Callable[..., Any]]:
         return unwrapped(self.graph_module)
 
-    @functools.cached_property
+    @_built
     def boundary(self) -> CallBoundary:
         """What a call does before and after the graph: the check of the arguments, and the write-back."""
         return CallBoundary(self.with_real_classes().tape, self.graph_module, self.forward)
@@ -401,7 +413,7 @@ class TracedProgram:
         """Every module call in forward order, the root first."""
         return [call for call in self.all_calls if call.record.is_module]
 
-    @functools.cached_property
+    @_built
     def _lowerings(self) -> dict[Call, FxLowering]:
         lowerings = reversed([*self.lowering.walk()])  # several higher-order ops may share a body: the first one counts
         return {record: lowering for lowering in lowerings for record in lowering.tape.calls}
@@ -410,7 +422,7 @@ class TracedProgram:
         """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
         return self._lowerings.get(call, self.lowering)
 
-    @functools.cached_property
+    @_built
     def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
         """The nodes of each graph that a module call made, with the position of the innermost one."""
         positions: dict[FxLowering, list[tuple[int, torch.fx.Node]]] = {}
@@ -449,7 +461,7 @@ class TracedProgram:
             return self.__dict__["plain_call"](args, kwargs)
         return self._call(args, kwargs)
 
-    @functools.cached_property
+    @_built
     def _call(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """A call, as a function of args and kwargs: `run`, or where a call is plain, what does it in less time."""
         module, boundary = self.graph_module, self.boundary
