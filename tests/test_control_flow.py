@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from compare import assert_like_eager, assert_same_gradients
+from purity import assert_pure
 from torch import nn
 from torch._higher_order_ops import associative_scan, map, scan, while_loop
 from torch.export import Dim
@@ -530,7 +531,7 @@ def test_a_backend_sees_pure_bodies(name, level):
 
     def compiler(gm, inputs):
         seen.append(gm)
-        st.api.functional.assert_pure(gm)
+        assert_pure(gm)
         return gm
 
     compiled = torch.compile(PROGRAMS[name], backend=st.functional_backend(compiler, level=level), fullgraph=True)

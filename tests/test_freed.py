@@ -280,6 +280,26 @@ def test_500_traces_in_threads(tmp_path):
     assert alive() == before
 
 
+def test_a_thread_that_builds_waits_for_no_other():
+    """While one thread builds, another asks for a graph; then the first asks for one of its own."""
+    mine, other = (st.trace(nn.Linear(4, 4), torch.randn(2, 4)) for _ in range(2))
+    builds, graphs = threading.Event(), []
+
+    def build():
+        with building():
+            builds.set()
+            time.sleep(0.5)
+            graphs.append(mine.graph_module)
+
+    threads = [threading.Thread(target=f, daemon=True) for f in (build, lambda: graphs.append(other.graph_module))]
+    for thread in threads:
+        thread.start()
+        builds.wait()
+    for thread in threads:
+        thread.join(30)
+    assert len(graphs) == 2
+
+
 class TimedOut(Exception):
     """What the handler of an alarm raises."""
 

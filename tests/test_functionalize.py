@@ -8,6 +8,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from compare import assert_like_eager
+from purity import assert_pure
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,7 +18,6 @@ import scopetrace as st
 from scopetrace.api.functional import functional_backend, functionalize
 from scopetrace.errors import FunctionalizationError, InputMismatchError, ScopetraceError
 from scopetrace.program.graph import scope_path
-from scopetrace.torch_level.purity import assert_pure
 
 LEVELS = ("aten", "torch")
 FORMS = ("slice_scatter", "index_put", "where", "cat")

@@ -12,12 +12,12 @@ import torch
 from compare import assert_like_eager, tensors
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as some
+from purity import assert_pure
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import scopetrace as st
 from scopetrace.program.check import copy_inputs
-from scopetrace.torch_level.purity import assert_pure
 
 F = nn.functional
 MOST = 200  # elements of a tensor

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 from compare import assert_like_eager, outcome, tensors
+from purity import assert_pure
 from torch.testing._internal import common_methods_invocations
 from torch.utils import _pytree as pytree
 
 import scopetrace as st
 from scopetrace.program.check import copy_inputs
-from scopetrace.torch_level.purity import assert_pure
 
 # `empty` and its kind: the values are not defined. `unsafe_*`: not to be written to.
 UNDEFINED = ("empty", "new_empty", "unsafe_")

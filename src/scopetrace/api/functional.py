@@ -21,13 +21,12 @@ from scopetrace.api.runnable import Runnable, knows_others, program_of
 from scopetrace.errors import ArgumentError, ArgumentTypeError
 from scopetrace.ir.write_back import FromGraph, GraphInput, WriteBack, WriteBackRow
 from scopetrace.lower.scatters import Form, lower_scatters
-from scopetrace.lower.split import Partition, SplitProgram, split_backward
+from scopetrace.lower.split import Partition, Rewrite, SplitProgram, split_backward
 from scopetrace.program.compiled import GraphValues
 from scopetrace.program.graph import node_value
 from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level.names import name_torch_functions
 from scopetrace.torch_level.numbers import number_inputs, with_numbers
-from scopetrace.torch_level.purity import assert_pure
 from scopetrace.torch_level.tapes import tapes_of
 
 Level = Literal["aten", "torch"]
@@ -44,15 +43,11 @@ class Functionalized(Runnable):
     `functionalize` makes it.
     """
 
-    def __init__(self, program: TracedProgram, level: Level, lower_scatter: Form | None) -> None:
+    def __init__(self, program: TracedProgram, level: Level) -> None:
         super().__init__(program)
         self.level = level
-        tape = program.tape
-        if lower_scatter is not None:
-            lower_scatters(self.graph_module, lower_scatter, tape.fake_mode)
         if level == "torch":
-            name_torch_functions(self.graph_module, tape)
-        assert_pure(self.graph_module)
+            name_torch_functions(self.graph_module, program.tape)
 
     @property
     def _program(self) -> TracedProgram:
@@ -93,27 +88,18 @@ def functionalize(
         DecompositionError: as `Trace.decompose`.
         ArgumentError: `level` or `lower_scatter` is none of these, or there are `decompositions` at torch level.
     """
-    _check_options(level, lower_scatter, decompositions)
-    return _functionalized(gm, example_inputs, level, lower_scatter, decompositions)
+    return _functionalized(gm, example_inputs, level, _rewriting(level, lower_scatter, decompositions), "scopetrace")
 
 
 def _functionalized(
-    gm: torch.fx.GraphModule,
-    example_inputs: Sequence[Any],
-    level: Level,
-    lower_scatter: Form | None,
-    decompositions: Mapping[Any, Callable[..., Any]] | None,
-    write_back: Writer = "scopetrace",
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], level: Level, rewrite: Rewrite, write_back: Writer
 ) -> Functionalized:
     if not isinstance(gm, torch.fx.GraphModule):
         raise ArgumentTypeError(f"gm must be a torch.fx.GraphModule, not {type(gm).__name__}; st.trace takes a model")
     args = tuple(example_inputs)
     recorded, pure = tapes_of(gm, args, torch_level=level == "torch")
-    program = TracedProgram(recorded, pure, gm)
-    if decompositions is not None:
-        program = program.decomposed(decompositions)
-    program, rows = _told(program, write_back)
-    functionalized = Functionalized(program, level, lower_scatter)
+    program, rows = _told(rewrite(TracedProgram(recorded, pure, gm)), write_back)
+    functionalized = Functionalized(program, level)
     functionalized.graph_module.meta["scopetrace"] = rows
     _forget_examples(program)
     return functionalized
@@ -180,11 +166,10 @@ def functional_backend(
 
     Raises ArgumentError as `functionalize`, whose other errors come out of the first call of the compiled model.
     """
-    _check_options(level, lower_scatter, decompositions)
+    rewrite = _rewriting(level, lower_scatter, decompositions)
     if write_back not in get_args(Writer):
         raise ArgumentError(f"write_back={write_back!r}: must be one of {', '.join(map(repr, get_args(Writer)))}")
-    options: Any = {"level": level, "lower_scatter": lower_scatter, "decompositions": decompositions}
-    make = functools.partial(_functionalized, write_back=write_back, **options)
+    make = functools.partial(_functionalized, level=level, rewrite=rewrite, write_back=write_back)
     compile_graph = compiler_for(compiler)
     compile_backward = None if backward_compiler is None else compiler_for(backward_compiler)
     if level != "aten" and backward_compiler is not None:
@@ -192,12 +177,7 @@ def functional_backend(
     if write_back == "compiler" and backward_compiler is not None:
         raise ArgumentError('write_back="compiler" would write before what backward reads is kept: give one of the two')
 
-    def split(program: TracedProgram) -> SplitProgram:
-        parts = split_backward(program, partition_fn, decompositions)
-        if lower_scatter is not None:
-            for graph in (parts.forward, parts.backward):
-                lower_scatters(graph, lower_scatter, program.tape.fake_mode)
-        return parts
+    split = functools.partial(split_backward, partition_fn=partition_fn, rewrite=rewrite)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return _Compiled(gm, make, compile_graph, compile_backward and (split, compile_backward))
@@ -216,13 +196,20 @@ def compile_backend(
     return functional_backend(**{"compiler": "inductor", **(options or {})})(gm, example_inputs)
 
 
-def _check_options(level: Level, lower_scatter: Form | None, decompositions: Any) -> None:
+def _rewriting(level: Level, lower_scatter: Form | None, decompositions: Any) -> Rewrite:
+    """What the options do with a program. Raises ArgumentError."""
     if decompositions is not None and level != "aten":
         raise ArgumentError('decompositions= are of ATen ops: give them with level="aten"')
     if level not in get_args(Level):
         raise ArgumentError(f"level={level!r}: must be one of {', '.join(map(repr, get_args(Level)))}")
     if lower_scatter is not None and lower_scatter not in get_args(Form):
         raise ArgumentError(f"lower_scatter={lower_scatter!r}: must be one of {', '.join(map(repr, get_args(Form)))}")
+
+    def rewrite(program: TracedProgram) -> TracedProgram:
+        program = program if decompositions is None else program.decomposed(decompositions)
+        return program if lower_scatter is None else lower_scatters(program, lower_scatter)
+
+    return rewrite
 
 
 class _Compiled:

@@ -398,8 +398,8 @@ class Trace(Shown):
         the largest value of the tensor where that is below 1. Of objects that hold no tensors only the types are
         compared. Both start from the model's present state, which is restored. Returns what was compared, in words.
 
-        Raises CheckError with all differences; for a specialized trace, with the specializations that do not hold on
-        these inputs. Raises ScopetraceError for a loaded trace, which has no model.
+        Raises CheckError with all differences; for a specialized trace, with the first specialization that does not
+        hold on these inputs. Raises ScopetraceError for a loaded trace, which has no model.
         """
         return compare_with_model(self._program, *_arguments(args, kwargs))
 
@@ -549,7 +549,10 @@ def trace(
             bool.
         Exception: what the model itself raises.
     """
-    _refuse_options(side_effects, specialize)
+    if not isinstance(specialize, bool):
+        raise ArgumentTypeError(f"specialize={specialize!r}: it must be True or False")
+    if side_effects not in (None, "warn", "refuse"):
+        raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
     if isinstance(model, type) or not callable(model):
         what = f"the class {model.__name__}: make one" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ArgumentTypeError(f"model must be a module or a function, and is {what}; write st.trace(model, args)")
@@ -579,13 +582,6 @@ def trace(
         warnings.warn(str(error), SideEffectWarning, stacklevel=2)
         tape.warns_of_effects = True
     return Trace(TracedProgram(tape, functional_tape(tape) if functional else tape, model))
-
-
-def _refuse_options(side_effects: Any, specialize: Any) -> None:
-    if not isinstance(specialize, bool):
-        raise ArgumentTypeError(f"specialize={specialize!r}: it must be True or False")
-    if side_effects not in (None, "warn", "refuse"):
-        raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
 
 
 def _unbound(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentTypeError | None:

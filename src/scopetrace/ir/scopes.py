@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +30,7 @@ from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, is_of
 from scopetrace.errors import ScopeError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 class Scope:
@@ -103,13 +104,11 @@ class Scope:
         return f"<details {indent}{' open' * is_open}><summary>{label}</summary>{inside}</details>"
 
 
-def common_scope(scopes: list[Scope]) -> Scope:
-    """The innermost scope that encloses all of `scopes` (at least one)."""
-    shared = list(scopes[0].ancestors())
-    for scope in scopes[1:]:
-        above = set(map(id, scope.ancestors()))
-        shared = [s for s in shared if id(s) in above]
-    return shared[0]
+def innermost_common(chains: Iterable[Iterable[_T]]) -> _T:
+    """The innermost scope, call or frame around several, of each of which a chain has it and those around it."""
+    first, *others = map(list, chains)
+    around = [set(map(id, other)) for other in others]
+    return next(x for x in first if all(id(x) in ids for ids in around))
 
 
 class TracingState:

@@ -40,6 +40,7 @@ from scopetrace.session import record
 
 Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 """As `functorch.compile.default_partition`."""
+Rewrite = Callable[[TracedProgram], TracedProgram]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,9 +169,11 @@ def _laid_out(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def split_backward(
-    program: TracedProgram, partition_fn: Partition | None, decompositions: Mapping[Any, Any] | None = None
+    program: TracedProgram,
+    partition_fn: Partition | None,
+    rewrite: Rewrite | None = None,
 ) -> SplitProgram:
-    """The two graphs of a program; see `Trace.split_backward`. `decompositions` are as for `Trace.decompose`."""
+    """The two graphs of a program; see `Trace.split_backward`. The joint program of a forward is rewritten first."""
     if partition_fn is None:
         from functorch.compile import default_partition  # type: ignore[import-untyped]  # which imports a compiler
 
@@ -182,7 +185,7 @@ def split_backward(
         )
     program = program.without_regions().functional()
     late = _late(program)
-    joint = None if _is_step(program, late) else _joint_of_forward(program, decompositions, is_needed=not late)
+    joint = None if _is_step(program, late) else _joint_of_forward(program, rewrite, is_needed=not late)
     joint = joint or _joint_of_step(program, late)
     for node in joint.module.graph.find_nodes(op="call_function", target=set_grad_enabled):
         joint.module.graph.erase_node(node)
@@ -353,9 +356,7 @@ def _joint_of_step(program: TracedProgram, late: Collection[torch.fx.Node]) -> _
     return _Joint(module, examples, primals, len(early), tuple(order.index(i) for i in range(len(outputs))))
 
 
-def _joint_of_forward(
-    program: TracedProgram, decompositions: Mapping[Any, Any] | None, is_needed: bool
-) -> _Joint | None:
+def _joint_of_forward(program: TracedProgram, rewrite: Rewrite | None, is_needed: bool) -> _Joint | None:
     """None, or an error where it `is_needed`, for a program of which no result requires grad."""
     _refuse_unbacked(program)
     outputs = _outputs(program.graph_module.graph)
@@ -398,8 +399,7 @@ def _joint_of_forward(
         tape.sizes.dynamic = [dataclasses.replace(d, path=primals[i]) for d, i in named]
         tape.sizes.where = {s: d.text for d in reversed(tape.sizes.dynamic) for s in d.expr.free_symbols}
     traced = TracedProgram(tape, functional_tape(tape), joint)
-    if decompositions is not None:
-        traced = traced.decomposed(decompositions)
+    traced = traced if rewrite is None else rewrite(traced)
     results = ResultNodes.of(traced.lowering).all_results(write_back_of(traced.tape))
     graph = traced.lowering.graph
     tags = {n: "is_forward" if forward_place(n) is None else "is_backward" for n in graph.nodes}

@@ -10,7 +10,6 @@ Data flow:
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -38,9 +37,7 @@ from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import Sharing
 from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
 from scopetrace.record.model import argument_names, more_keywords
-from scopetrace.watch.uses import takes_by_key
 
-_DICTS = frozenset({dict, collections.OrderedDict})
 _NUMBERS = (bool, int, float, str, type(None))
 _kind = operator.attrgetter("dtype", "shape")
 
@@ -112,7 +109,11 @@ class CallBoundary:
             inputs = None
         is_as_traced = inputs is not None
         if inputs is None:
-            args, kwargs = self._in_order(*self.in_traced_form(args, kwargs))
+            args, kwargs = self.in_traced_form(args, kwargs)
+            more = [name for name in kwargs if name in self.more_keywords]
+            if more != self.more_keywords and len(more) == len(self.more_keywords):
+                order = f"{self.more_keywords} when traced and {more} now"
+                raise InputMismatchError(f"the order of **kwargs was {order}; pass them in that of the trace")
             tensors, numbers = self.expected.match(args, kwargs)
             inputs = [*tensors, *numbers]
             if self.tape.sizes is not None:
@@ -192,27 +193,6 @@ class CallBoundary:
         for name in called.keys() - {*names, *expected.kwargs}:
             match(traced[name], called[name], TensorSlot, [], name, SizeSlot)
         return tuple([called[name] for name in names]), {name: called[name] for name in expected.kwargs}
-
-    def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with dicts in the order and of the class of the trace, where forward takes entries by key."""
-        expected = self.expected
-        current = [name for name in kwargs if name in self.more_keywords]
-        is_other = current != self.more_keywords and len(current) == len(self.more_keywords)
-        if is_other and not takes_by_key(self.forward, None):
-            order = f"{self.more_keywords} when traced and {current} now"
-            raise InputMismatchError(f"the order of **kwargs was {order}; pass them in that of the trace")
-        if len(args) != len(expected.args) or kwargs.keys() != expected.kwargs.keys():
-            return args, kwargs
-        positional = [self._ordered(i, *pair) for i, pair in enumerate(zip(expected.args, args, strict=True))]
-        by_name = {name: self._ordered(name, old, kwargs[name]) for name, old in expected.kwargs.items()}
-        return tuple(positional), by_name
-
-    def _ordered(self, place: int | str, old: Any, new: Any) -> Any:
-        is_dict = {type(old), type(new)} <= _DICTS and old.keys() == new.keys()
-        if not is_dict or (type(old) is type(new) and list(old) == list(new)):
-            return new
-        name = argument_names(self.forward, len(self.expected.args))[place] if isinstance(place, int) else place
-        return type(old)((key, new[key]) for key in old) if takes_by_key(self.forward, name) else new
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> None:
         """Raise InputMismatchError for arguments that differ in what only some programs depend on."""

@@ -18,16 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.fx
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.tensors import buffers_of, default_tolerances, storage_id
 from scopetrace.containers.contents import Contents
 from scopetrace.containers.structure import STATEFUL, leaves_with_path, match, tensor_holders
-from scopetrace.errors import CheckError, ScopetraceError
-from scopetrace.ir.conditions import Specialization
+from scopetrace.errors import CheckError, InputMismatchError, ScopetraceError
 from scopetrace.ir.tape import ProgramTape, Value
-from scopetrace.program.boundary import without_autocast
 from scopetrace.program.state import look_up
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import ModuleSnapshot
@@ -60,12 +57,14 @@ def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: di
     if model is None:
         raise ScopetraceError("a loaded trace has no model to check against; trace the model again")
     state = _State(program.tape, model)
-    if program.tape.specializations:
-        differ = _run(functools.partial(_decided_otherwise, program), args, kwargs, state).result
-        if differ:
-            raise CheckError("on these inputs the model goes another way:\n  " + "\n  ".join(map(str, differ)))
     expected = _run(model, args, kwargs, state)
-    actual = _run(functools.partial(program.run_uncounted, program.graph_module), args, kwargs, state)
+    try:
+        actual = _run(functools.partial(program.run_uncounted, program.graph_module), args, kwargs, state)
+    except InputMismatchError as error:
+        differs = [s for s in program.tape.specializations if s.message in str(error)]
+        if not differs:
+            raise
+        raise CheckError(f"on these inputs the model goes another way:\n  {differs[0]}") from error
     if any(effect.name.endswith(".requires_grad") for effect in program.tape.side_effects):
         # `x.requires_grad_()` of an argument, which a call does not do: see `Trace.side_effects`
         for run in (expected, actual):
@@ -74,35 +73,6 @@ def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: di
     if problems:
         raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
     return compared(expected)
-
-
-def _decided_otherwise(program: TracedProgram, *args: Any, **kwargs: Any) -> list[Specialization]:
-    """The specializations that do not hold on these inputs; after the first the graph goes on along the traced path."""
-    decisions = _Decisions(program)
-    inputs = program.boundary.enter(args, kwargs)
-    try:
-        with without_autocast():
-            decisions.run(*inputs)
-    except Exception:  # past a decision that differs, any op may get inputs that it does not take
-        if not decisions.differ:
-            raise
-    return decisions.differ
-
-
-class _Decisions(torch.fx.Interpreter):
-    """An interpreter that continues past failing assertions of specializations, and collects these in `differ`."""
-
-    def __init__(self, program: TracedProgram) -> None:
-        super().__init__(program.graph_module)
-        self._known = {decision.message: decision for decision in program.tape.specializations}
-        self.differ: list[Specialization] = []
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As in the base class, but a failing assertion of a specialization is noted in place of raised."""
-        if target is not torch.ops.aten._assert_scalar.default or args[0] or args[1] not in self._known:
-            return super().call_function(target, args, kwargs)
-        self.differ.append(self._known[args[1]])
-        return None
 
 
 class _State:

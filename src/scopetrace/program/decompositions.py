@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 
-from scopetrace._compat.decompositions import RuleOf, decomposition_rules, without_mkldnn
+from scopetrace._compat.decompositions import RuleOf, without_mkldnn
 from scopetrace._compat.ops import building, is_op, is_random, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import DATA_DEPENDENT, run_fake
@@ -54,15 +54,15 @@ _KEPT_BESIDE_TORCHS = (_aten._scaled_dot_product_flash_attention_for_cpu.default
 """Ops of which torch's decomposition gives another second result than the one that the backward takes."""
 
 
-def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> FunctionalTape:
-    """The program with the ops of `table` replaced by what it gives for them, and so on in these; None for core ATen.
+def decomposed(tape: FunctionalTape, rule_of: RuleOf) -> FunctionalTape:
+    """The program with ops replaced by what `rule_of` gives for them, and so on in these.
 
     Raises DecompositionError for a decomposition that does not do what its op does, as far as metadata say,
     DynamicShapeError for one that fixes a dynamic size.
     """
     with building(), without_mkldnn():
         old = dataclasses.replace(tape, decomposed=True)
-        program: FunctionalTape = _TapeDecomposer(old, None, decomposition_rules(table)).run()
+        program: FunctionalTape = _TapeDecomposer(old, None, rule_of).run()
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     if checks_enabled():

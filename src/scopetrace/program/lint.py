@@ -29,7 +29,6 @@ def lint(program: TracedProgram) -> None:
         program.graph_module.graph.lint()
     except RuntimeError as error:
         problems.append(f"graph: {str(error).splitlines()[0]}")
-    problems += _count_problems(calls)
     for inner in program.lowering.walk():
         problems += _node_problems(inner, calls, program.scopes)
         problems += _call_problems(inner.graph, [call for call in calls if call.lowering is inner])
@@ -51,16 +50,6 @@ def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[st
             yield f"{node.name}: its scope {path} is not inside its call's, {table[position].scope}"
         if node.op in ("placeholder", "get_attr") and node_value(node) is None and node.target not in program.bodies:
             yield f"{node.name}: it has no meta['val']"
-
-
-def _count_problems(calls: list[ModuleCall]) -> Iterator[str]:
-    seen: dict[int, int] = {}  # id of module -> the least index of its next call
-    for call in calls:
-        if call.module is not None:
-            count = seen.get(id(call.module), 0)  # in an outlined program some calls stand in the bodies of others
-            seen[id(call.module)] = call.index + 1
-            if call.index < count:
-                yield f"{call}: {count} calls of its module came before"
 
 
 def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[str]:

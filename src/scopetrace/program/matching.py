@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch.fx
 
 from scopetrace.containers.structure import Removed, leaves, map_structure
-from scopetrace.ir.scopes import Scope, common_scope
+from scopetrace.ir.scopes import Scope, innermost_common
 from scopetrace.ir.tape import Call, Op, Tape, Value
 from scopetrace.program.graph import NodeState, call_position, place_in_meta, scope_path
 
@@ -154,14 +153,9 @@ class Matching:
         """The innermost call around all of `places` (at least one), and the scope in it."""
         calls = dict.fromkeys(place.call for place in places)
         if len(calls) == 1:
-            return Position(places[0].call, common_scope([place.scope for place in places]))
-        shared = functools.reduce(_common_call, calls)
+            return Position(places[0].call, innermost_common(place.scope.ancestors() for place in places))
+        shared = innermost_common(call.ancestors() for call in calls)
         return self._root if shared is self._root.call else Position(shared, shared.scope)
-
-
-def _common_call(a: Call, b: Call) -> Call:
-    outer = set(a.ancestors())
-    return next(call for call in b.ancestors() if call in outer)
 
 
 def _arguments(node: Node | NodeState) -> list[Any]:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import starmap
 from typing import Any
 
 import torch
 
 from scopetrace._compat.questions import fact_of
 from scopetrace.containers.contents import difference, same, short
-from scopetrace.errors import DataDependentError, InputMismatchError, ScopetraceError, StateMismatchError
+from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.guards import Asked, Flag, Guard, OfFunctions
-from scopetrace.ir.scopes import source_of, walk_frames
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.write_back import Number, resolved
-from scopetrace.watch.uses import catches_errors
-
-
-def _other_strides(tape: ProgramTape, inputs: Sequence[Any], number: Number) -> str | None:
-    """The first input whose strides are not those of the trace, in words; None where all are."""
-    for path, value, tensor in zip(tape.input_paths, tape.inputs, inputs, strict=False):
-        if value.fake.layout is torch.strided:
-            old = layout_for(tensor, fact_of(value.fake, "layout", ()), number)
-            new = fact_of(tensor, "layout", ())
-            if old != new:
-                return f"{path} had strides {old} when traced and has {new} now"
-    return None
 
 
 def layout_for(tensor: torch.Tensor, layout: Sequence[Any], number: Number) -> tuple[int, ...]:
@@ -83,26 +69,17 @@ def _metadata_text(dtype: torch.dtype, shape: torch.Size, device: torch.device |
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}{on}"
 
 
-def explained(error: Exception, tape: ProgramTape, inputs: Sequence[Any], number: Number) -> ScopetraceError | None:
-    """InputMismatchError where a graph failed since a specialization or the strides of an input differ, else None.
-
-    Where the forward may catch the error, a DataDependentError: the graph does not go on as the forward would.
-    """
+def explained(error: Exception, tape: ProgramTape, inputs: Sequence[Any], number: Number) -> InputMismatchError | None:
+    """The error for a graph that failed since a specialization or the strides of an input differ; else None."""
     differs = next((s for s in tape.specializations if s.message in str(error)), None)  # an Interpreter says more
     if differs is not None:
         return InputMismatchError(differs.message)
-    other = _other_strides(tape, inputs, number)
-    if other is not None:
-        way_out = "give a copy in the strides of the trace, or trace again with such an input"
-        return InputMismatchError(f"{other}, and an op of the program takes no others; {way_out}: {error}")
-    ops = (op for op in tape.ops if op.kind == "call_function")
-    caught = next((op for op in ops if any(starmap(catches_errors, walk_frames(op.frames)))), None)
-    if caught is None:
-        return None
-    return DataDependentError(
-        f"an op of the program fails, and the forward may go on, since it catches errors: {error}",
-        op=str(caught.target),
-        module=str(caught.scope),
-        source=source_of(caught.frames),
-        hint="ask for success by an op, as torch.linalg.cholesky_ex does, and pick with torch.where",
-    )
+    for path, value, tensor in zip(tape.input_paths, tape.inputs, inputs, strict=False):
+        if value.fake.layout is torch.strided:
+            old, new = layout_for(tensor, fact_of(value.fake, "layout", ()), number), fact_of(tensor, "layout", ())
+            if old != new:
+                return InputMismatchError(
+                    f"{path} had strides {old} when traced and has {new} now, and an op of the program takes no "
+                    f"others; give a copy in the strides of the trace, or trace again with such an input: {error}"
+                )
+    return None

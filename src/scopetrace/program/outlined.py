@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import parts_that_switch_grad, switches_grad
 from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError, TargetWarning
@@ -108,11 +107,12 @@ class OutlinedTrace(TracedProgram):
         return OutlinedTrace(self.source, reading.tape, bodies, self.chosen)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As a call of `source`, with the graph of this program, or another one in its place."""
+        """As a call of `source`, with its graph, or another one that does what the graph of this program does."""
         program, is_unchanged = self.current, graph is self.graph_module
-        if program.tape.edited:  # torch does not differentiate calls of functions: they run inline
+        # torch has no eager backward of calls of functions: they run inline
+        if program.tape.edited:
             return super().run(program.without_regions().graph_module if is_unchanged else graph, *args, **kwargs)
-        return self.run_compiled(_Calls(self) if is_unchanged else graph, *args, **kwargs)
+        return self.source(*args, **kwargs) if is_unchanged else self.run_compiled(graph, *args, **kwargs)
 
     def run_compiled(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `run`, with a function that does what the graph did when this program was made."""
@@ -123,28 +123,6 @@ class OutlinedTrace(TracedProgram):
             # refuses bodies of functions that switch autograd: in the source, where they are inline, no node may do so
             self.in_other_grad_mode(run)
         return self.source.run(run, *args, **kwargs)
-
-
-class _Calls:
-    """Runs the graph of a program with calls of functions, or the flat one where torch cannot run such calls."""
-
-    def __init__(self, program: OutlinedTrace) -> None:
-        self._program, self._module, self._source = program, program.graph_module, program.source
-
-    def __call__(self, *inputs: Any) -> Any:
-        module = self._module
-        tensors = [x for x in (*inputs, *module.parameters(), *module.buffers()) if isinstance(x, torch.Tensor)]
-        # torch has no eager backward of invoke_subgraph, and no kernel of it for these views
-        is_recorded = (torch.is_grad_enabled() or switches_grad(module)) and any(t.requires_grad for t in tensors)
-        is_flat = is_recorded or any(t.is_conj() or t.is_neg() for t in tensors)
-        return (self._source if is_flat else self._program).runnable()(*inputs)
-
-    @property
-    def in_other_grad_mode(self) -> Callable[..., Any]:
-        """Where a graph switches autograd on or off, the flat one without the nodes that do."""
-        if not parts_that_switch_grad(self._module):
-            return self
-        return self._source.in_other_grad_mode(self._source.graph_module)
 
 
 def outline_calls(

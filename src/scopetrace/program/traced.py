@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import operator
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ import torch
 import torch.fx
 
 from scopetrace import files
+from scopetrace._compat.decompositions import RuleOf, decomposition_rules
 from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
@@ -51,7 +51,7 @@ from scopetrace.errors import (
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.guards import in_a_file
-from scopetrace.ir.scopes import Scope, common_scope
+from scopetrace.ir.scopes import Scope, innermost_common
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, checks_enabled, forward_of
 from scopetrace.ir.verify import verify
@@ -68,6 +68,20 @@ from scopetrace.program.outputs import without_effects
 from scopetrace.program.ranges import graph_variant
 
 Program = TypeVar("Program", bound=ProgramTape)
+Built = TypeVar("Built")
+
+
+class _built(functools.cached_property[Built]):
+    """A cached property of what graphs are made for, whose first access enters `building` before anything else.
+
+    Up to Python 3.11 a cached property has one lock for all objects: a thread that holds it and waits for `building`
+    would never get it from a thread that builds and asks for the same property. Where several threads ask at once,
+    all get the first one's graph.
+    """
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        with building():
+            return super().__get__(instance, owner)
 
 
 def functional_tape(recorded: RecordedTape) -> FunctionalTape:
@@ -101,10 +115,6 @@ class Saved(NamedTuple):
         return [cls(n, tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors]  # `nbytes` takes no symbols
 
 
-def _of_record(name: str, doc: str) -> Any:
-    return property(operator.attrgetter(f"record.{name}"), doc=doc)
-
-
 class ModuleCall:
     """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself.
 
@@ -119,6 +129,23 @@ class ModuleCall:
         self.program = program
         self.record = record
         """The record of the call on the tape."""
+        self.fqn: str | None = record.fqn
+        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
+        self.module: torch.nn.Module | None = record.module
+        """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
+        self.module_type: type | None = record.module_type
+        """The module's class; None for the root when a plain function was traced. torch makes a class for each
+        parametrized module: those with the same base and parametrizations have one here."""
+        self.index: int = record.index
+        """0 for the first call of this module instance, 1 for its second."""
+        self.scope: Scope = record.scope
+        """The scope of the ops that run directly in this call."""
+        self.is_leaf: bool = record.leaf
+        """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
+        self.raised: BaseException | None = record.raised
+        """The exception that ended this call and that an outer module caught; else None."""
+        self.attributes: dict[str, Any] = record.attributes
+        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
         self.position = position
         """Where this call stands in `Trace.calls`."""
         self.parent = None if around is None else around.of_module
@@ -130,32 +157,6 @@ class ModuleCall:
             around._inside.append(self)
         if self.parent is not None and record.is_module:
             self.parent.children.append(self)
-
-    fqn: str | None = _of_record(
-        "fqn",
-        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree.""",
-    )
-    module: torch.nn.Module | None = _of_record(
-        "module", "The module itself; None for the root when a plain function was traced, and in a loaded trace."
-    )
-    module_type: type | None = _of_record(
-        "module_type",
-        """The module's class; None for the root when a plain function was traced.
-
-        torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
-        """,
-    )
-    index: int = _of_record("index", "0 for the first call of this module instance, 1 for its second.")
-    scope: Scope = _of_record("scope", "The scope of the ops that run directly in this call.")
-    is_leaf: bool = _of_record(
-        "leaf", "Whether the call was recorded as one op, because `leaf_modules=` named its module."
-    )
-    raised: BaseException | None = _of_record(
-        "raised", "The exception that ended this call and that an outer module caught; else None."
-    )
-    attributes: dict[str, Any] = _of_record(
-        "attributes", "The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."
-    )
 
     @property
     def of_module(self) -> ModuleCall:
@@ -367,23 +368,21 @@ class TracedProgram:
         args, outputs = with_imports((self.tape.args, self.tape.outputs))
         return self.with_tape(dataclasses.replace(self.tape, args=args, outputs=outputs))
 
-    @functools.cached_property
+    @_built
     def lowering(self) -> FxLowering:
         """The torch.fx graph, and the node of each value of the tape."""
-        with building():
-            return FxLowering(self.tape)
+        return FxLowering(self.tape)
 
-    @functools.cached_property
+    @_built
     def graph_module(self) -> TracedGraphModule:
         """The graph as a GraphModule that holds the model's own tensors; see `Trace.graph_module`."""
-        with building():
-            return self.lowering.graph_module()
+        return self.lowering.graph_module()
 
-    @functools.cached_property
+    @_built
     def _unwrapped(self) -> Callable[[], Callable[..., Any]]:
         return unwrapped(self.graph_module)
 
-    @functools.cached_property
+    @_built
     def boundary(self) -> CallBoundary:
         """What a call does before and after the graph: the check of the arguments, and the write-back."""
         return CallBoundary(self.with_real_classes().tape, self.graph_module, self.forward)
@@ -414,7 +413,7 @@ class TracedProgram:
         """Every module call in forward order, the root first."""
         return [call for call in self.all_calls if call.record.is_module]
 
-    @functools.cached_property
+    @_built
     def _lowerings(self) -> dict[Call, FxLowering]:
         lowerings = reversed([*self.lowering.walk()])  # several higher-order ops may share a body: the first one counts
         return {record: lowering for lowering in lowerings for record in lowering.tape.calls}
@@ -423,7 +422,7 @@ class TracedProgram:
         """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
         return self._lowerings.get(call, self.lowering)
 
-    @functools.cached_property
+    @_built
     def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
         """The nodes of each graph that a module call made, with the position of the innermost one."""
         positions: dict[FxLowering, list[tuple[int, torch.fx.Node]]] = {}
@@ -450,7 +449,7 @@ class TracedProgram:
         for near in (list(node.users), node.all_input_nodes):
             scopes = [self.scopes[p] for n in near if (p := scope_path(n)) in self.scopes and n.op != "output"]
             if scopes:
-                return common_scope(scopes)
+                return innermost_common(scope.ancestors() for scope in scopes)
         return self.tape.root
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -462,7 +461,7 @@ class TracedProgram:
             return self.__dict__["plain_call"](args, kwargs)
         return self._call(args, kwargs)
 
-    @functools.cached_property
+    @_built
     def _call(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """A call, as a function of args and kwargs: `run`, or where a call is plain, what does it in less time."""
         module, boundary = self.graph_module, self.boundary
@@ -592,10 +591,14 @@ class TracedProgram:
         wrong = next((op for op in table or () if not is_op(op)), None)
         if wrong is not None:
             raise ArgumentTypeError(f"table has {wrong!r}: write ops with overloads, as torch.ops.aten.gelu.default")
+        return self.with_rules(decomposition_rules(table))
+
+    def with_rules(self, rule_of: RuleOf) -> TracedProgram:
+        """`functional()` with what `rule_of` gives in the place of ops."""
         tape = self.functional().tape
         assert isinstance(tape, FunctionalTape)
         with without_autocast():
-            return self.with_tape(decomposed(tape, table))
+            return self.with_tape(decomposed(tape, rule_of))
 
     def without_argument_mutation(self) -> TracedProgram:
         """`functional()`, for forms of programs that only return values.

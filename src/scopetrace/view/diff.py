@@ -314,7 +314,10 @@ class _Comparison:
         self.differences.append(Difference(kind, what, scope, before, after))
 
     def _sections(self, before: Section | _Line, after: Section | _Line) -> None:
-        old, new = ([_key(item) for item in section.items] for section in (before, after))
+        old, new = (
+            [target_text(item.node) if isinstance(item, Op) else item.label for item in section.items]
+            for section in (before, after)
+        )
         for tag, i, stop, j, end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
             if tag == "equal":
                 for a, b in zip(before.items[i:stop], after.items[j:end], strict=True):
@@ -352,10 +355,6 @@ class _Comparison:
         number = next(self._numbers)
         self._a.set_number(a, number)
         self._b.set_number(b, number)
-
-
-def _key(item: _Item) -> str:
-    return target_text(item.node) if isinstance(item, Op) else item.label
 
 
 def _what(item: _Item) -> What:

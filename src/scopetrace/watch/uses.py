@@ -1,8 +1,7 @@
-"""What source text says: whether a text is only shown to people, entries are taken by key, errors are caught.
+"""What source text says: whether a text is only shown to people.
 
 Data flow:
     a frame that makes text of a tensor -> the expression it is at -> `print`, a logger, an error around it, or not
-    a function and the name of a dict -> whether it takes entries by constant keys alone
 
 Where there is no source, the answer is that which refuses more.
 """
@@ -11,14 +10,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import itertools
 import linecache
 import types
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from scopetrace.guards.reach import names_of
 
@@ -92,45 +88,6 @@ _GIVING_NOTHING = ("warn", "record_function", "range_push")
 _CHECKS = ("_assert", "_check", "_check_index", "_check_type", "_check_value", "_check_with")
 """They take a condition, and a text that they show where it does not hold."""
 _CONVERSIONS = ("round", "float", "int", "str", "repr", "abs", "len", "tuple", "list", "format", "join", "size")
-
-
-def takes_by_key(forward: Any, name: str | None) -> bool:
-    """Whether a function, method or module takes entries of its dict `name` by constant keys, so that order is nothing.
-
-    None for `**kwargs`, whatever their name.
-    """
-    module = forward if isinstance(forward, torch.nn.Module) else getattr(forward, "__self__", None)
-    if isinstance(module, torch.nn.Module):
-        if vars(module)["_forward_pre_hooks"] or type(module).__call__ is not torch.nn.Module.__call__:
-            return False
-        forward = module.forward if forward is module else forward
-    code = getattr(forward, "__code__", None)
-    tree = None if code is None or {"locals", "eval"} & names_of(code).globals else _tree(code)
-    if code is None or tree is None:
-        return False
-    count = code.co_argcount + code.co_kwonlyargcount
-    if name is None and code.co_flags & inspect.CO_VARKEYWORDS:
-        name = code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)]
-    elif name not in code.co_varnames[:count]:
-        return False
-    uses = [(n, p) for n, p in _walk(tree, ()) if isinstance(n, ast.Name) and n.id == name]
-    return all(_is_by_key(node, parents[0], parents[1]) for node, parents in uses)
-
-
-def _is_by_key(node: ast.AST, around: Any, outer: ast.AST) -> bool:
-    """Whether `d`, in `around`, is that of `d["a"]`, `d.get("a")` or `"a" in d`."""
-    if isinstance(around, ast.Subscript) and isinstance(around.ctx, ast.Load):
-        return around.value is node and isinstance(around.slice, ast.Constant)
-    if isinstance(around, ast.Attribute):
-        return around.attr == "get" and isinstance(outer, ast.Call) and isinstance(outer.args[0], ast.Constant)
-    return isinstance(around, ast.Compare) and all(isinstance(op, (ast.In, ast.NotIn)) for op in around.ops)
-
-
-def catches_errors(code: types.CodeType, line: int) -> bool:
-    """Whether a line of code is in the body of a `try` that catches something."""
-    tree = _tree(code)
-    tries = [n for n in ast.walk(tree) if isinstance(n, ast.Try) and n.handlers] if tree is not None else []
-    return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in tries)
 
 
 # Syntax trees --------------------------------------------------------------------------------------------------------

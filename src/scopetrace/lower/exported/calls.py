@@ -39,7 +39,7 @@ from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_g
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.ir.scopes import Scope
+from scopetrace.ir.scopes import Scope, innermost_common
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
 from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import call_position, class_text, has_effect, live_ops, node_value
@@ -182,7 +182,9 @@ class ModuleCalls:
             if self._is_signed(frame):
                 if node in self._passed[frame].taken:
                     return
-                if _can_be_repeated(node):
+                # unflatten computes symbolic sizes, and arithmetic of sizes, again where they are read
+                in_python = getattr(node.target, "__module__", "") == operator.add.__module__
+                if in_python or node.target is torch.ops.aten.sym_size.int:
                     for below in node.all_input_nodes:
                         self._read(below, frame)
                     return
@@ -225,12 +227,6 @@ def _values_between(first: Node, last: Node) -> list[Node]:
         values.append(node)
         node = old
     return values
-
-
-def _can_be_repeated(node: Node) -> bool:
-    """Whether the node is a symbolic size or arithmetic of sizes, which unflatten computes again where it is read."""
-    in_python = getattr(node.target, "__module__", "") == operator.add.__module__
-    return in_python or node.target is torch.ops.aten.sym_size.int
 
 
 CHECK_OF_DTYPE = torch.ops.aten._assert_tensor_metadata.default
@@ -324,11 +320,12 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
     hidden: set[Node] = set()
     for region, is_moved in _mode_regions([n for n in graph.nodes if n.op not in ("placeholder", "output")]):
         called_in = [at.get(call_position(n)) if "nn_module_stack" in n.meta else None for n in region]
-        around = _common([f for f in called_in if f is not None]) if is_moved else None
+        inside = [f.chain() for f in called_in if f is not None] if is_moved else []
+        around = innermost_common(inside) if inside else None
         for node, wanted in zip(region, called_in, strict=True):
             frame = next(f for f in (around or wanted or current).chain() if f not in closed)
-            inside = set(frame.chain())
-            closed.update(f for f in current.chain() if f not in inside)
+            still = set(frame.chain())
+            closed.update(f for f in current.chain() if f not in still)
             current = placed[node] = frame
             node.meta["nn_module_stack"] = (wanted or frame if is_moved else frame).module_stack()
         if is_moved:
@@ -348,12 +345,6 @@ def _mode_regions(nodes: list[Node]) -> list[tuple[list[Node], bool]]:
             regions.append(([], grad or autocast))
         regions[-1][0].append(node)
     return regions
-
-
-def _common(frames: list[ModuleCallFrame]) -> ModuleCallFrame | None:
-    """The innermost frame that contains all of them; None for no frames."""
-    chains = [list(frame.chain()) for frame in frames]
-    return next((frame for frame in chains[0] if all(frame in chain for chain in chains)), None) if chains else None
 
 
 PLAIN = (bool, int, float, str, type(None))

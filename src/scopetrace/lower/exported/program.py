@@ -31,7 +31,7 @@ from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
 from scopetrace.ir.selection import crossing, matches
-from scopetrace.ir.tape import Autocast, BodyTape, FunctionalTape, Op, Value, flat, renamed
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, flat, renamed
 from scopetrace.lower.exported.calls import ModuleCallFrame, ModuleCalls, frames_of, is_cast, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
@@ -272,7 +272,8 @@ def _switch_modes(program: FxLowering) -> None:
 
 def _switch_in(lowered: FxLowering) -> None:
     graph, outer, place = lowered.graph, lowered.tape.outer_grad, str(lowered.tape.root)
-    grad, state, entered = outer, (), None
+    state: tuple[Any, ...] = ()
+    grad, entered = outer, None
 
     def call(switch: Any, *args: Any) -> torch.fx.Node:
         node = graph.call_function(switch, args)
@@ -284,7 +285,8 @@ def _switch_in(lowered: FxLowering) -> None:
         op = lowered.op_of.get(node)
         if node.op != "output" and (op is None or op.kind != "call_function" or not op.values()):
             continue
-        wanted = (outer, ()) if op is None else (op.grad, _autocast_arguments(op.autocast))
+        autocast = None if op is None else op.autocast
+        wanted = outer if op is None else op.grad, (autocast.device, autocast.dtype, True, False) if autocast else ()
         with graph.inserting_before(node):
             if entered is not None and wanted != (grad, state):
                 call(exit_autocast, entered)
@@ -294,10 +296,6 @@ def _switch_in(lowered: FxLowering) -> None:
             if wanted[1] != state:
                 entered = call(enter_autocast, *wanted[1])
         grad, state = wanted
-
-
-def _autocast_arguments(autocast: Autocast | None) -> tuple[Any, ...]:
-    return () if autocast is None else (autocast.device, autocast.dtype, True, False)
 
 
 _ALIAS, _COPY = torch.ops.aten.alias.default, torch.ops.aten.copy.default

@@ -167,9 +167,6 @@ class SizeNames:
         if not isinstance(fake, torch.Tensor):
             return ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
         dtype, sizes = onnx_type(fake)
-        shape = ir.Shape([size if isinstance(size, int) else self._text(size) for size in sizes])
+        names = {s: self.name(s) for n in sizes if not isinstance(n, int) for s in to_expr(n).free_symbols}
+        shape = ir.Shape([n if isinstance(n, int) else expression_text(to_expr(n), names) for n in sizes])
         return ir.Value(type=ir.TensorType(ir.DataType(dtype)), shape=shape)
-
-    def _text(self, size: Any) -> str:
-        expr = to_expr(size)
-        return expression_text(expr, {s: self.name(s) for s in expr.free_symbols})

@@ -89,38 +89,20 @@ def _other_sizes(tape: ProgramTape) -> Size | None:
 
 
 def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
-    """Random inputs with the strides of the traced ones; those that shared memory in the trace share it here."""
-    random = torch.Generator().manual_seed(seed)
-    memory: dict[int, torch.Tensor] = {}
-    tensors = []
-    for value in tape.inputs:
-        if value.storage not in memory:
-            lengths = [
-                offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-                for shape, stride, offset in (_place(v, size) for v in tape.inputs if v.storage == value.storage)
-            ]
-            memory[value.storage] = _elements(value.fake, max(lengths), random)
-        whole, place = memory[value.storage], _place(value, size)
-        if not (whole.dtype.is_floating_point or whole.dtype.is_complex) and place[0]:
-            first = torch.arange(len(whole), device=whole.device).as_strided(*place)[..., :1]
-            whole.view(_SIGNED.get(whole.dtype, whole.dtype))[first] = 1
-        tensors.append(whole.as_strided(*place))
-    return _Example(tape, size, tensors)
-
-
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""What torch writes by index, for dtypes of which it does not."""
-
-
-def _place(value: Value, size: Size) -> tuple[list[int], list[int], int]:
-    return [size(n) for n in value.fake.size()], [size(n) for n in value.fake.stride()], int(value.offset)
-
-
-def _elements(fake: torch.Tensor, length: int, random: torch.Generator) -> torch.Tensor:
-    if fake.dtype.is_floating_point or fake.dtype.is_complex:
-        dtype = torch.complex64 if fake.dtype.is_complex else torch.float32
-        return torch.randn(length, generator=random, dtype=dtype).to(fake.dtype).to(fake.device)
-    return torch.randint(0, 2, [length], generator=random).to(fake.dtype).to(fake.device)
+    """Random inputs with the strides of the traced ones; one that was given twice in the trace is here, too."""
+    random, tensors = torch.Generator().manual_seed(seed), dict[int, torch.Tensor]()
+    for fake in {id(value.fake): value.fake for value in tape.inputs}.values():
+        shape, stride = ([size(n) for n in numbers] for numbers in (fake.size(), fake.stride()))
+        length = max(1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)), 1)
+        if fake.dtype.is_floating_point or fake.dtype.is_complex:
+            dtype = torch.complex64 if fake.dtype.is_complex else torch.float32
+            memory = torch.randn(length, generator=random, dtype=dtype)
+        else:
+            memory = torch.randint(0, 2, [length], generator=random)
+            if shape:
+                memory.as_strided(shape, stride)[..., :1].fill_(1)
+        tensors[id(fake)] = memory.to(fake.dtype).to(fake.device).as_strided(shape, stride)
+    return _Example(tape, size, [tensors[id(value.fake)] for value in tape.inputs])
 
 
 class _Session:

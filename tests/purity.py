@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.fx
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.errors import FunctionalizationError
 from scopetrace.ops.functional_variants import undeclared_writes
+from scopetrace.torch_level.names import bound_arguments
 
 _ITEM_WRITES = (operator.setitem, operator.delitem)
 
@@ -32,7 +32,6 @@ def assert_pure(gm: torch.nn.Module) -> None:
                         op=str(node.target),
                         module=name or None,
                         source=node.stack_trace,
-                        hint="this is a bug of scopetrace if it made the graph; please report it",
                     )
 
 
@@ -88,15 +87,6 @@ def _keywords(node: torch.fx.Node) -> str | None:
         return "inplace=True"
     updates = arguments.get("training") is True or arguments.get("use_input_stats") is True
     return "it writes the running statistics" if updates and arguments.get("running_mean") is not None else None
-
-
-def bound_arguments(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name; only the keywords where there is no signature."""
-    try:
-        signature = inspect.signature(fn)
-        return dict(signature.bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # built-in functions have no signature, methods are known by name only
-        return dict(kwargs)
 
 
 def _module(module: torch.nn.Module) -> str | None:
