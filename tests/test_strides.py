@@ -78,21 +78,17 @@ def sizes_of(numel: int) -> Iterator[tuple[int, ...]]:
         yield from (size for size in itertools.product(divisors, repeat=rank) if math.prod(size) == numel)
 
 
-def viewed(t: torch.Tensor, size: tuple[int, ...]) -> tuple[int, ...] | bool:
+def viewed(t: torch.Tensor, size: tuple[int, ...]) -> tuple[int, ...] | None:
     try:
         return t.view(size).stride()
     except RuntimeError:
-        return False
+        return None
 
 
 def test_reshape_strides():
-    known = unknown = 0
     for t in TENSORS:
         for size in sizes_of(t.numel()):
-            found = views.reshape_strides(t, size)
-            known, unknown = known + (found is not None), unknown + (found is None)
-            assert found is None or found == viewed(t, size), (t.shape, t.stride(), size)
-    assert unknown < 0.05 * known
+            assert views.reshape_strides(t, size) == viewed(t, size), (t.shape, t.stride(), size)
 
 
 def dims(t: torch.Tensor) -> range:

@@ -287,7 +287,7 @@ class Recording:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
         left = []
         for change in changes:
-            if same(snapshot(change.old), snapshot(self._as_given(change.new))) and not reads.asks_identity(change):
+            if same(snapshot(change.old), self._as_traced(snapshot(change.new))) and not reads.asks_identity(change):
                 continue
             names, value = self.model.names_of(change.holder), None
             if names and change.attribute and isinstance(change.new, torch.Tensor):
@@ -309,14 +309,14 @@ class Recording:
             hint="convert modules before the trace, or cast what the op takes; write it in place under torch.no_grad()",
         )
 
-    def _as_given(self, x: Any) -> Any:
-        """`x`, with tensors of the model in the place of what stands for them in the trace."""
-        if isinstance(x, FakeTensor):
-            value = self.values.by_id.get(id(x))
-            return x if value is None or value.op.kind != "get_attr" or value.real is None else value.real
-        if type(x) in (list, tuple):
-            return type(x)([self._as_given(item) for item in x])
-        return {key: self._as_given(item) for key, item in x.items()} if type(x) is dict else x
+    def _as_traced(self, x: Any) -> Any:
+        """A snapshot, with tensors of the model in the place of what stands for them in the trace."""
+
+        def real_of(t: torch.Tensor) -> torch.Tensor:
+            value = self.values.by_id.get(id(t))
+            return t if value is None or value.op.kind != "get_attr" or value.real is None else value.real
+
+        return map_structure(real_of, x, FakeTensor)
 
     def _example_run(self, tape: RecordedTape, seed: int = 0) -> ExampleRun:
         """Of a recording, on the example inputs; with a seed, on random ones like them."""

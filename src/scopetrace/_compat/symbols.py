@@ -330,14 +330,6 @@ def whole_quotient(a: Any, b: Any) -> Any:
     return env.create_symintnode(result, hint=example(a) // example(b))
 
 
-def quotient(a: Any, b: Any) -> Any:
-    """`a / b` as a number or expression, if it is an integer for all values of the symbols, else None."""
-    if type(a) is int and type(b) is int:
-        return a // b if b and a % b == 0 else None
-    over, under = _ratio(a, b)
-    return None if under != 1 else int(over) if over.is_Integer else over
-
-
 @functools.lru_cache(4096)  # of immutable expressions
 def _ratio(a: Any, b: Any) -> tuple[Any, Any]:
     """Numerator and denominator of `a / b` in lowest terms; functions such as floor count as variables."""

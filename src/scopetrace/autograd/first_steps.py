@@ -23,7 +23,7 @@ from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.contents import ATOMS, Place
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Value
-from scopetrace.watch.programs import LITERAL, holds_when_filled, what_is_left
+from scopetrace.watch.programs import LITERAL, is_same_program, what_is_left
 from scopetrace.watch.settle import LIKE, Run, operands
 
 
@@ -108,7 +108,7 @@ class _Begins:
         stored = {key: left for key, (left, _) in self.pairs.items() if isinstance(left, Value)}
         is_constant = len(stored) == len(self.pairs) and self._constants.issuperset(stored.values())
         first = self._first
-        return (is_constant and holds_when_filled(first.tape, run.tape, stored)) or not first.values_differ(
+        return (is_constant and is_same_program(first.tape, run.tape, stored)) or not first.values_differ(
             run.tape, self.pairs
         )
 

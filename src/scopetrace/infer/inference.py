@@ -230,7 +230,7 @@ class Inference:
         view = view_arguments(func, base.size(), args[1:]) if is_view else None
         if view is None:
             return rules.outputs_by_rule(self._maker, func, args, kwargs, inputs)
-        return rules.view_of(func, base, view)
+        return rules.view_of(base, view)
 
     def _cache_for(self, key: Any, inputs: list[Value]) -> _Cache:
         """Where the results of a call are to be kept."""

@@ -132,23 +132,15 @@ def _new_tensor(
 # ---------------------------------------------------------------- views
 
 
-def view_of(func: Any, base: torch.Tensor, view: ViewArguments) -> Outputs | None:
+def view_of(base: torch.Tensor, view: ViewArguments) -> Outputs | None:
     """The result of a view op, without key; None where it is not known."""
     place = views.place_view(base, view)
     if place is None:
-        copies = func in (_aten.reshape.default, _aten.flatten.using_ints)
-        return _copy(base, view.size) if copies and isinstance(view, views.Reshape) else None
+        return None
     container, places = (list, place) if isinstance(place, list) else (None, [place])
     # requires_grad holds also under no_grad
     metas = [OutputMeta(*place, base.dtype, base.device, base.requires_grad, 0, 0) for place in places]
     return Outputs(container, tuple(metas))
-
-
-def _copy(base: torch.Tensor, size: tuple[Int, ...]) -> Outputs | None:
-    """The result of a reshape that cannot be a view, at any size."""
-    if views.reshape_strides(base, size) is not False:
-        return None
-    return Outputs(None, (_new_tensor(size, row_major_strides(size), base.dtype, [base]),))
 
 
 # ---------------------------------------------------------------- new tensors
@@ -181,24 +173,13 @@ def _from_inputs(
         return None
     if torch.Tag.inplace in func.tags:
         return Identity(0) if dtype is first.dtype and _same_size(size, first) else None
-    if rule.row_major or all(map(is_row_major, fakes)):
-        stride = row_major_strides(size)
-    elif elementwise and _have_one_layout(fakes):
-        stride = tuple(first.stride())
-    else:
+    if not (rule.row_major or all(map(is_row_major, fakes))):
         return None
-    return _new_tensor(size, stride, dtype, fakes)
+    return _new_tensor(size, row_major_strides(size), dtype, fakes)
 
 
 def _same_size(size: Sizes, t: torch.Tensor) -> bool:
     return len(size) == t.dim() and all(map(surely_equal, size, t.size()))
-
-
-def _have_one_layout(fakes: list[torch.Tensor]) -> bool:
-    first, *others = fakes
-    size, stride = to_expr(first.size()), to_expr(first.stride())
-    same = all(to_expr(t.size()) == size and to_expr(t.stride()) == stride for t in others)
-    return same and 1 not in size and views.dense_strides(first) is not None
 
 
 def _from_example(

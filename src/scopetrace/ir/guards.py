@@ -101,6 +101,8 @@ class At(Source):
     def kind(self) -> str:
         if type(self.owner) is types.CellType:
             return "closure"
+        if self.key == "_modules":
+            return "submodules"
         return "global" if type(self.owner) is dict and "__name__" in self.owner else "attribute"
 
     def current(self, call: CallInputs) -> Any:
@@ -131,27 +133,6 @@ def source_in(module: torch.nn.Module, key: str) -> At | InTables:
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that hold what `__getattr__` looks for, in its order."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Submodules(Source):
-    """The submodules of a module, in order, where the forward went through them."""
-
-    module: torch.nn.Module
-    name: str
-    """Of the module."""
-    kind = "submodules"
-
-    def current(self, call: CallInputs) -> Any:
-        return dict(self.module.__dict__["_modules"])
-
-    def words(self, traced: dict[str, Any], current: dict[str, Any]) -> tuple[str, str, str]:
-        """What differs first, and what it was and is."""
-        for key in dict.fromkeys((*traced, *current)):
-            if traced.get(key) is not current.get(key):
-                old, new = (type(x[key]).__name__ if key in x else "missing" for x in (traced, current))
-                return f"{self.name}.{key}".lstrip("."), old, f"another {new}" if old == new else new
-        return f"the order of the submodules of {self.name or 'the model'}", ", ".join(traced), ", ".join(current)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,18 +345,18 @@ class HasGradient(Source):
 
 def in_a_file(guards: Iterable[Guard], held: Collection[torch.Tensor]) -> list[Guard]:
     """The guards as a file has them, of a program that holds these tensors: it knows nothing of the model's Python."""
-    return [kept for guard in guards if (kept := _in_a_file(guard, held)) is not None]
-
-
-def _in_a_file(guard: Guard, held: Collection[torch.Tensor]) -> Guard | None:
-    source = guard.source
-    if isinstance(source, OfTensor) and source.fact == "has_grad":
-        tensor = _held(source.module, source.name)
-        is_held = any(t is tensor for t in held)
-        return dataclasses.replace(guard, source=HasGradient(tensor)) if is_held and not guard.value else None
-    if isinstance(source, HasGradient) and guard.value:
-        return None  # a file has those that the program reads, which are compared as all that it holds
-    return guard if source.stays else None
+    kept: list[Guard] = []
+    for guard in guards:
+        source = guard.source
+        if isinstance(source, OfTensor) and source.fact == "has_grad":
+            tensor = _held(source.module, source.name)
+            if not guard.value and any(t is tensor for t in held):
+                kept.append(dataclasses.replace(guard, source=HasGradient(tensor)))
+        elif source.stays and not (isinstance(source, HasGradient) and guard.value):
+            kept.append(
+                guard
+            )  # the file has the gradients that the program reads, which are compared as all that it holds
+    return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -504,9 +485,6 @@ def _of_source(source: Any, traced: Any) -> Iterator[Probe]:
         yield from [((getattr, f, part), getattr(f, part)) for f, part in parts]
         by_keyword = [f.__kwdefaults__ for f in source.functions if f.__kwdefaults__]
         yield from [((same_entries, defaults.copy(), defaults), True) for defaults in by_keyword]
-    elif isinstance(source, Submodules):
-        table = source.module.__dict__["_modules"]
-        yield (same_entries, dict(table), table), True
 
 
 def _has_defaults_with_content(function: types.FunctionType) -> bool:
@@ -545,7 +523,7 @@ def _content(guard: Guard, x: Any, known: set[int]) -> Iterator[Probe | None]:
         items = {key: item for key, item in table.items() if guard.names is None or key in guard.names}
         yield (_has_entries, table, items, len(table)), True
     elif type(x) is not tuple:
-        yield (same_objects, x.copy(), x), True
+        yield (same_entries if type(x) is dict else same_objects, x.copy(), x), True
     for item in items.values() if type(items) is dict else items:
         yield from _content(guard, item, known)
 

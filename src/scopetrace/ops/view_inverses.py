@@ -343,8 +343,9 @@ def by_op(
             return select(dim, index)
         case views.Slice(dim, start, end, step):
             return slice_(dim, start, end, step)
-        case views.Unbind(dim) if slot is not None:
-            return select(dim, slot)
-        case views.Split(dim) as split if slot is not None:
-            return slice_(dim, split.start(slot), split.start(slot) + view.size(dim))
+        case views.Parts(_, part) if slot is not None:
+            one = part(slot)
+            if isinstance(one, views.Select):
+                return select(one.dim, slot)
+            return slice_(one.dim, one.start, one.start + view.size(one.dim))
     return None

@@ -19,14 +19,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from scopetrace._compat.symbols import (
     example,
     is_static,
-    quotient,
     row_major_strides,
     surely_equal,
     to_expr,
@@ -92,25 +91,16 @@ class Reshape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
-    """Parts along dimension `dim`: of these lengths, or of one length each but for the last one."""
+class Parts:
+    """Several views of the base, as `split` and `unbind` give."""
 
-    dim: int
-    length: Int | tuple[Int, ...]
-
-    def start(self, part: int) -> Int:
-        """Where a part begins."""
-        return sum(self.length[:part]) if isinstance(self.length, tuple) else part * self.length
+    count: Int | None
+    """None where it is not known."""
+    part: Callable[[int], Slice | Select]
+    """The view at a position. Of a slice, the end may be past that of the dimension."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Unbind:
-    """A `Select` for each index of dimension `dim`."""
-
-    dim: int
-
-
-ViewArguments = Permute | Unsqueeze | Select | Slice | Expand | Reshape | Split | Unbind
+ViewArguments = Permute | Unsqueeze | Select | Slice | Expand | Reshape | Parts
 
 
 def view_arguments(func: Any, size: Sizes, args: Sequence[Any]) -> ViewArguments | None:
@@ -182,13 +172,25 @@ def _flatten(size: Sizes, start: int = 0, end: int = -1) -> Reshape | None:
     return Reshape((*size[:first], math.prod(size[first : last + 1]), *size[last + 1 :]))
 
 
-def _split(size: Sizes, length: Int | Sizes, dim: int = 0) -> Split:
-    return Split(_dim(dim, len(size)), tuple(length) if isinstance(length, Sequence) else length)
-
-
-def _chunk(size: Sizes, chunks: int, dim: int = 0) -> Split | None:
+def _split(size: Sizes, length: Int | Sizes, dim: int = 0) -> Parts | None:
     d = _dim(dim, len(size))
-    return Split(d, (size[d] + chunks - 1) // chunks) if chunks >= 1 else None
+    if not isinstance(length, Sequence):
+        count = -(-size[d] // length) if is_static((size[d], length)) and length > 0 else None
+        return Parts(count, lambda i: Slice(d, i * length, (i + 1) * length, 1))
+    if is_static((size[d], *length)) and (sum(length) != size[d] or min(length, default=0) < 0):
+        return None  # torch raises
+    ends = [*itertools.accumulate(length, initial=0)]
+    return Parts(len(length), lambda i: Slice(d, ends[i], ends[i + 1], 1))
+
+
+def _chunk(size: Sizes, chunks: int, dim: int = 0) -> Parts | None:
+    d = _dim(dim, len(size))
+    return _split(size, (size[d] + chunks - 1) // chunks, d) if chunks >= 1 else None
+
+
+def _unbind(size: Sizes, dim: int = 0) -> Parts:
+    d = _dim(dim, len(size))
+    return Parts(size[d], lambda i: Select(d, i))
 
 
 _aten = torch.ops.aten
@@ -213,7 +215,7 @@ _PARSERS: dict[Any, Callable[..., ViewArguments | None]] = {
     _aten.split.sizes: _split,
     _aten.split_with_sizes.default: _split,
     _aten.chunk.default: _chunk,
-    _aten.unbind.int: lambda size, dim=0: Unbind(_dim(dim, len(size))),
+    _aten.unbind.int: _unbind,
 }
 VIEW_OPS = _PARSERS.keys()
 """The ops that `view_arguments` knows."""
@@ -226,7 +228,9 @@ def dense_strides(t: torch.Tensor) -> tuple[Int, ...] | None:
     """As products of sizes, those of one without gaps or overlaps, its dimensions in any order; None for others."""
     strides: list[Any] = list(t.stride())
     left = [d for d, n in enumerate(t.size()) if not _is(n, 1)]
-    exprs = _strides(t)
+    sizes = [to_expr(n) for n in t.size()]
+    # without the `Max(1, n)` by which torch counts empty dimensions as one element
+    exprs = [without_floor(s, sizes) if isinstance(s, torch.SymInt) else s for s in t.stride()]
     reach: Any = 1
     while left:
         innermost = next((d for d in left if surely_equal(exprs[d], reach)), None)
@@ -265,82 +269,19 @@ def strides_in_order_of(out: torch.Tensor, size: Sizes, number: Callable[[Any], 
 # ---------------------------------------------------------------- the same memory in another shape
 
 
-def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | Literal[False] | None:
-    """The strides of `t` seen in another size; False where it cannot be, at any size; None where it is not known."""
-    of_example = _example_strides(t, size)
-    if is_static((*t.size(), *t.stride(), *size)):
-        return of_example
-    strides = row_major_strides(size) if is_contiguous(t) else _Regrouping(t, size).strides()
-    if strides is None or strides is False:
-        return False if strides is False and of_example is False else None
-    return strides if of_example == tuple([example(n) for n in strides]) else None
-
-
-def _example_strides(t: torch.Tensor, size: Sizes) -> tuple[int, ...] | Literal[False]:
-    """As `reshape_strides`, for the example's sizes."""
+def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | None:
+    """The strides of `t` seen in another size; None where it cannot be seen so, or that is not known for all sizes."""
+    is_fixed = is_static((*t.size(), *t.stride(), *size))
+    if not is_fixed and not is_contiguous(t):
+        return None
     old, stride, new = ([example(n) for n in numbers] for numbers in (t.size(), t.stride(), size))
     with without_dispatch():
         try:
-            return torch.empty_strided(old, stride, device="meta").view(new).stride()
+            of_example = torch.empty_strided(old, stride, device="meta").view(new).stride()
         except RuntimeError:
-            return False
-
-
-class _Regrouping:
-    """torch's `computeStride` (aten/src/ATen/TensorUtils.cpp), where products are equal if their expressions are.
-
-    The old dimensions fall into groups without gaps. New dimensions are made of one group after the other, from the
-    last to the first.
-    """
-
-    def __init__(self, t: torch.Tensor, new_size: Sizes) -> None:
-        self.size, self.stride, self.new_size = list(t.size()), list(t.stride()), new_size
-        self.exprs = _strides(t)
-        self.result: list[Any] = [1] * len(new_size)
-        self.old, self.new = len(self.size) - 1, len(new_size) - 1
-        self.matched_by_rest = False
-        """Whether the products of one group are equal only because those of all other groups and of the whole are."""
-
-    def strides(self) -> tuple[Int, ...] | Literal[False] | None:
-        """The strides for the new size, as `reshape_strides` gives them."""
-        while self.new >= 0:
-            self._skip_ones()
-            if _is(self.new_size[self.new], 1):
-                self.result[self.new] = self._stride_of_one(self.new)
-                self.new -= 1
-                continue
-            fits = self._match_group() if self.old >= 0 else None
-            if fits is None or not fits:
-                return None if fits is None else False
-        self._skip_ones()
-        return tuple(self.result) if self.old < 0 else None
-
-    def _skip_ones(self) -> None:
-        while self.old >= 0 and _is(self.size[self.old], 1):
-            self.old -= 1
-
-    def _stride_of_one(self, d: int) -> Any:
-        return self.result[d + 1] * self.new_size[d + 1] if d + 1 < len(self.new_size) else self.stride[-1]
-
-    def _match_group(self) -> bool | None:
-        """Take the next dimensions of both that have the same product. False: they have a gap; None: not known."""
-        base, reach, wanted = self.stride[self.old], self.size[self.old], self.new_size[self.new]
-        self.result[self.new] = base
-        self.old, self.new = self.old - 1, self.new - 1
-        while not surely_equal(reach, wanted):
-            if self.old >= 0 and quotient(to_expr(wanted), to_expr(reach)) is not None:
-                gap = self.exprs[self.old], to_expr(base) * to_expr(reach)
-                if not surely_equal(*gap):
-                    return False if _differ(*gap) else None
-                reach, self.old = reach * self.size[self.old], self.old - 1
-            elif self.new >= 0 and example(reach) >= example(wanted * self.new_size[self.new]):
-                self.result[self.new] = base * wanted
-                wanted, self.new = wanted * self.new_size[self.new], self.new - 1
-            else:
-                sure = not self.matched_by_rest and example(reach) == example(wanted)
-                self.matched_by_rest = True
-                return sure or None
-        return True
+            return None
+    strides = of_example if is_fixed else row_major_strides(size)
+    return strides if of_example == tuple([example(n) for n in strides]) else None
 
 
 # ---------------------------------------------------------------- views
@@ -365,19 +306,16 @@ def place_view(t: torch.Tensor, view: ViewArguments) -> Placement | list[Placeme
             return Placement((*size[:d], 1, *size[d:]), (*stride[:d], new, *stride[d:]), 0)
         case Select():
             return _place_selected(size, stride, view)
-        case Unbind(d):
-            n = size[d]
-            places = [_place_selected(size, stride, Select(d, i)) for i in range(n if type(n) is int else 0)]
-            return [place for place in places if place is not None] if places and None not in places else None
+        case Parts(count, part):
+            places = [place_view(t, part(i)) for i in range(count if type(count) is int else 0)]
+            return [p for p in places if isinstance(p, Placement)] if places and None not in places else None
         case Slice():
             return _place_slice(size, stride, view)
-        case Split():
-            return _place_parts(size, stride, view)
         case Expand():
             return _place_expanded(size, stride, view)
         case Reshape(wanted):
             strides = reshape_strides(t, wanted)
-            return None if strides is None or strides is False else Placement(wanted, strides, 0)
+            return None if strides is None else Placement(wanted, strides, 0)
     return None
 
 
@@ -401,20 +339,6 @@ def _place_slice(size: tuple[Int, ...], stride: tuple[Int, ...], view: Slice) ->
     )
 
 
-def _place_parts(size: tuple[Int, ...], stride: tuple[Int, ...], view: Split) -> list[Placement] | None:
-    n, length = size[view.dim], view.length
-    if not is_static((n, *(length if isinstance(length, tuple) else (length,)))):
-        return None
-    if not isinstance(length, tuple):
-        length = (length,) * -(-n // length) if length > 0 else ()  # the last part ends with the dimension
-    elif sum(length) != n or min(length, default=0) < 0:
-        return None
-    starts = itertools.accumulate(length, initial=0)
-    parts = [Slice(view.dim, start, start + part, 1) for start, part in zip(starts, length, strict=False)]
-    places = [_place_slice(size, stride, part) for part in parts]
-    return [place for place in places if place is not None] if places and None not in places else None
-
-
 def _place_expanded(old_size: tuple[Int, ...], old_stride: tuple[Int, ...], view: Expand) -> Placement | None:
     size: list[Any] = list(view.size)
     stride: list[Any] = [0] * len(size)
@@ -430,17 +354,6 @@ def _place_expanded(old_size: tuple[Int, ...], old_stride: tuple[Int, ...], view
 
 
 # ---------------------------------------------------------------- numbers
-
-
-def _strides(t: torch.Tensor) -> list[Any]:
-    """The strides as expressions, without the `Max(1, n)` by which torch counts empty dimensions as one element."""
-    sizes = [to_expr(n) for n in t.size()]
-    return [without_floor(s, sizes) if isinstance(s, torch.SymInt) else s for s in t.stride()]
-
-
-def _differ(a: Any, b: Any) -> bool:
-    """Whether two strides differ at all sizes, since one is a multiple of the other."""
-    return any(type(q) is int and q != 1 for q in (quotient(a, b), quotient(b, a)))
 
 
 def _is(n: Any, value: int) -> bool:

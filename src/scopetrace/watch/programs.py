@@ -22,17 +22,13 @@ LITERAL = "_tensor_constant"
 """What tensors are called that no module has, numbered as they come: more of them in a run that stores something."""
 
 
-def is_same_program(first: ProgramTape, second: ProgramTape) -> bool:
-    """Whether two recordings have the same ops, with the same results."""
-    return _Match(first, second).run()
+def is_same_program(first: ProgramTape, second: ProgramTape, stored: Mapping[int, Value] | None = None) -> bool:
+    """Whether two recordings have the same ops, with the same results.
 
-
-def holds_when_filled(cold: ProgramTape, filled: ProgramTape, stored: Mapping[int, Value]) -> bool:
-    """Whether `cold` computes what `filled` does, and beside it no more than what it stores.
-
-    `stored` has the values of `cold` that are stored, by the id of the tensor that `filled` reads in their place.
+    `stored` has the values of `first` that are stored, by the id of the tensor that `second` reads in their place: then
+    it may have the ops for these, too.
     """
-    return _Match(cold, filled, stored).run()
+    return _Match(first, second, stored).run()
 
 
 def what_is_left(tape: ProgramTape) -> dict[Any, Value]:
@@ -116,7 +112,10 @@ class _Match:
     def _same(self, first: Any, second: Any) -> bool:
         if isinstance(second, Value):
             is_paired = isinstance(first, Value) and self._now.get(id(second.fake)) == id(first.fake)
-            return is_paired or (isinstance(first, Value) and _are_equal_literals(first, second))
+            are_literals = isinstance(first, Value) and all(
+                str(v.op.target).startswith(LITERAL) for v in (first, second)
+            )
+            return is_paired or (are_literals and _are_equal_tensors(first.real, second.real))
         if isinstance(second, Tape):
             return isinstance(first, Tape) and _Match(first, second).run()
         if isinstance(second, Symbolic):
@@ -140,11 +139,6 @@ class _Match:
         written = [[(write.path, write.value) for write in of_tape] for of_tape in writes]
         by_path = dict(written[0])
         return all(path in by_path and self._same(by_path[path], value) for path, value in written[1])
-
-
-def _are_equal_literals(first: Value, second: Value) -> bool:
-    are_literals = all(str(v.op.target).startswith(LITERAL) for v in (first, second))
-    return are_literals and _are_equal_tensors(first.real, second.real)
 
 
 def _are_equal_tensors(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:

@@ -5,10 +5,10 @@ Data flow:
     else the forward runs again on the state that it left, with stand-ins in the place of what it changed
     same program, nothing asked of the stand-ins -> the changes do not matter: counters, histories, logs
     no further change, same program -> a call may have the first value or the one that the forward leaves
-    no further change, and the first program computes what the second does, beside what it stores -> a cache
+    no further change, and the first program is the second one beside what it stores -> a cache
     anything else -> the program is right for one call
 
-Each run begins with the modules, arguments and random state as they were; at the end all is as before the first.
+Both runs begin with the modules, arguments and random state as they were; at the end all is as before the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
-    Attributes,
     Change,
     Place,
     TensorLike,
@@ -41,16 +40,13 @@ from scopetrace.containers.contents import (
     write_dict,
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
-from scopetrace.containers.structure import leaves
+from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, At, Guard, InTables, OfTensor, source_in
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.watch.effects import is_change
 from scopetrace.watch.lines import noting_lines
-from scopetrace.watch.programs import holds_when_filled, is_same_program
-
-_RUNS = 3
-"""After so many runs a forward that still changes what is asked of it never settles."""
+from scopetrace.watch.programs import is_same_program
 
 
 class Run(NamedTuple):
@@ -75,30 +71,25 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
     """The tape of `first`, with what its changes mean for calls; `again` records the forward another time."""
     if not first.changes:
         return first.tape
-    never = any(change.is_generator or _advances(change) for change in first.changes)
-    runs, lefts, lines = [first], [_left_by(first)], dict[str, str]()
-    matter = set[str]()
-    for _ in range(0 if any(map(_advances, first.changes)) else _RUNS - 1):
-        with _watched_state([] if never else lefts) as asked, noting_lines([] if lines else first.changes) as noted:
-            run = _if_it_runs(again)
-        lines |= noted
-        if never or run is None:
-            break
-        changes = [*filter(is_change, run.changes)]
-        runs.append(run)
-        is_same = is_same_program(runs[0].tape, run.tape)
-        if not changes and _is_settled(runs, lefts, is_same=is_same):
-            return _settled(runs, lefts, lines)
-        if not changes:
-            break
-        reads = [c for c in changes if _was_read(c, run)]
-        matter.update(asked, (c.name for c in reads))
-        if not is_same:  # an op takes a number without asking it
-            matter.update(change.name for change in first.changes if not _is_content(change))
-        if is_same and not matter:
-            return _does_not_matter(first, lines)
-        lefts.append(_left_by(run))
-    if not any(map(_advances, first.changes)) and not lines.keys() >= {change.name for change in first.changes}:
+    if any(map(_advances, first.changes)):
+        return _for_one_call(first, {}, set())
+    run, left, lines, matter = None, _left_by(first), dict[str, str](), set[str]()
+    if not any(change.is_generator for change in first.changes):
+        with _watched_state(left) as asked, noting_lines(first.changes) as lines, contextlib.suppress(Exception):
+            run = again()  # fails on the state that it left, as where the forward deletes an attribute
+    if run is not None:
+        changes, is_same = [*filter(is_change, run.changes)], is_same_program(first.tape, run.tape)
+        if not changes and (is_same or _only_stores_more(first, left, run) or _gives_the_same(first, run)):
+            return _settled(first, left, run, lines)
+        if changes:
+            matter.update(asked, (c.name for c in changes if _was_read(c, run)))
+            if not is_same:  # an op takes a number without asking it
+                matter.update(change.name for change in first.changes if not _is_content(change))
+            if is_same and not matter:
+                leave_out(first.tape, first.changes)  # what a call finds there does not count
+                first.tape.side_effects += _harmless(first, lines)
+                return first.tape
+    if not lines.keys() >= {change.name for change in first.changes}:
         with noting_lines(first.changes) as noted:
             again()
         lines |= noted
@@ -112,14 +103,6 @@ def _was_read(change: Change, run: Run) -> bool:
     return not is_watched(plain(change.old)) and run.was_read(change)
 
 
-def _if_it_runs(again: Callable[[], Run]) -> Run | None:
-    """None where the forward fails on the state that it left, as one does that deletes an attribute."""
-    try:
-        return again()
-    except Exception:
-        return None
-
-
 def _advances(change: Change) -> bool:
     """Whether an iterator gave an item: it gives another one to each call, and to each run."""
     return is_iterator(change.place.owner)
@@ -129,17 +112,17 @@ def _advances(change: Change) -> bool:
 
 
 class _Left(NamedTuple):
-    """What a run left in the place of something, without tensors and numbers of its trace."""
+    """What a run left, without tensors and numbers of its trace."""
 
-    change: Change
-    value: Any
+    values: list[tuple[Change, Any]]
+    """Each change, and what stands there after it."""
     tensors: dict[int, torch.Tensor]
     """By id of the tensors of the trace, what stands for them."""
 
 
-def _left_by(run: Run) -> list[_Left]:
+def _left_by(run: Run) -> _Left:
     tensors: dict[int, torch.Tensor] = {}
-    return [_Left(change, _real(plain(change.new), tensors), tensors) for change in run.changes]
+    return _Left([(change, _real(plain(change.new), tensors)) for change in run.changes], tensors)
 
 
 def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
@@ -176,29 +159,28 @@ def random_like(t: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _state(lefts: list[list[_Left]]) -> Iterator[None]:
-    """Inside, Python's state is what the runs left; after it, as before, also the order of entries."""
-    all_left = [left for run in lefts for left in run]
-    owners = [left.change.place.owner for left in all_left]
+def _state(left: _Left) -> Iterator[None]:
+    """Inside, Python's state is what a run left; after it, as before, also the order of entries."""
+    owners = [change.place.owner for change, _ in left.values]
     tables = [(table, entries_of(table)) for table in owners if isinstance(table, dict)]
     try:
-        for left in all_left:
-            left.change.place.put(left.value)
+        for change, value in left.values:
+            change.place.put(value)
         yield
     finally:
-        for left in reversed(all_left):
-            left.change.place.put(left.change.old)
+        for change, _ in reversed(left.values):
+            change.place.put(change.old)
         for table, entries in tables:
             write_dict(table, entries)
 
 
 @contextlib.contextmanager
-def _watched_state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
+def _watched_state(left: _Left) -> Iterator[list[str]]:
     """As `_state`, with stand-ins. Gives the names of those that were asked."""
     asked: list[str] = []
     replaced: list[tuple[Place, Any]] = []
-    with _state(lefts):
-        for change, value in _last(lefts):
+    with _state(left):
+        for change, value in left.values:
             owner, watched = change.place.owner, stand_in(value, functools.partial(asked.append, change.name))
             if not _is_content(change):
                 change.place.put(watched)
@@ -215,28 +197,12 @@ def _watched_state(lefts: list[list[_Left]]) -> Iterator[list[str]]:
                 place.put(owner)
 
 
-def _last(lefts: list[list[_Left]]) -> list[tuple[Change, Any]]:
-    """What changed, each once, with its last value."""
-    last: dict[tuple[str, bool], tuple[Change, Any]] = {}
-    for left in (left for run in lefts for left in run):
-        key = left.change.name, _is_content(left.change)
-        last[key] = last.get(key, (left.change, None))[0], left.value
-    return list(last.values())
-
-
 def _is_content(change: Change) -> bool:
     """Whether it is of the content of a list or set as a whole."""
     return change.place.key is MISSING and change.attribute not in HOOKS
 
 
 # What it means -------------------------------------------------------------------------------------------------------
-
-
-def _does_not_matter(run: Run, lines: dict[str, str]) -> RecordedTape:
-    """No result depends on the changes: what a call finds there does not count."""
-    leave_out(run.tape, run.changes)
-    run.tape.side_effects += _harmless(run, lines)
-    return run.tape
 
 
 def _harmless(run: Run, lines: dict[str, str]) -> list[SideEffect]:
@@ -246,7 +212,7 @@ def _harmless(run: Run, lines: dict[str, str]) -> list[SideEffect]:
     return [_effect(change, run, lines, baked_in=False) for change in changes]
 
 
-def _stored(first: Run, lefts: list[list[_Left]], last: Run) -> dict[int, Value]:
+def _stored(first: Run, left: _Left, last: Run) -> dict[int, Value]:
     """By id of what stands for tensors that the first run stored, and `last` did not, the values that they are.
 
     Where there was one like it already, that stands for it: another trace has stored it, and no number beside it.
@@ -254,45 +220,37 @@ def _stored(first: Run, lefts: list[list[_Left]], last: Run) -> dict[int, Value]
     again = {write.path for write in last.tape.attribute_writes}
     writes = [write for write in first.tape.attribute_writes if write.path not in again]
     anew = {write.value for write in first.tape.attribute_writes if write.path in again}
-    left = [(id(t), first.bound.get(key)) for left in lefts[0] for key, t in left.tensors.items()]
+    of_left = [(id(t), first.bound.get(key)) for key, t in left.tensors.items()]
     there = [(source_in(w.module, w.name).current(NO_CALL), w.value) for w in writes if w.module is not None]
-    stored = {key: value for key, value in left if value is not None and value not in anew}
+    stored = {key: value for key, value in of_left if value is not None and value not in anew}
     return stored | {id(t): value for t, value in there if isinstance(t, torch.Tensor)}
 
 
-def _is_settled(runs: list[Run], lefts: list[list[_Left]], *, is_same: bool) -> bool:
-    """Whether the first program is right on the state that it leaves too; the last run has changed nothing."""
-    first, last, stored = runs[0], runs[-1], _stored(runs[0], lefts, runs[-1])
-    if is_same or len(runs) > 2:
-        return is_same
-    if not _depends_on_data(first.tape, stored.values()) and holds_when_filled(first.tape, last.tape, stored):
-        return True
-    return not _writes_to_state(last.tape) and not first.values_differ(last.tape)
+def _only_stores_more(first: Run, left: _Left, last: Run) -> bool:
+    """Whether the first program is the last one, beside what it stores: values that no call changes."""
+    stored = _stored(first, left, last)
+    return not _depends_on_data(first.tape, stored.values()) and is_same_program(first.tape, last.tape, stored)
 
 
-def _writes_to_state(tape: RecordedTape) -> bool:
-    """Whether a forward writes into tensors that were there or puts others there, as `self.total += x` does."""
-    return bool(tape.attribute_writes) or not tape.written_storages().isdisjoint(
-        v.storage for _, v in tape.attribute_reads()
-    )
+def _gives_the_same(first: Run, last: Run) -> bool:
+    """Whether other ops give the same, as `x + 0`, and none writes into tensors that were there or replaces them."""
+    written, reads = last.tape.written_storages(), last.tape.attribute_reads()
+    writes = last.tape.attribute_writes or not written.isdisjoint(v.storage for _, v in reads)
+    return not writes and not first.values_differ(last.tape)
 
 
-def _settled(runs: list[Run], lefts: list[list[_Left]], lines: dict[str, str]) -> RecordedTape:
-    """The last run changed nothing: a call may find what the first did, or what that and the next ones left."""
-    first, last = runs[0], runs[-1]
-    tape, values = first.tape, _stored(first, lefts, last)
+def _settled(first: Run, left: _Left, last: Run, lines: dict[str, str]) -> RecordedTape:
+    """The last run changed nothing: a call may find what the first did, or what that left."""
+    tape, values = first.tape, _stored(first, left, last)
     stored = {key: TensorLike(value.fake, first.data_of(value)) for key, value in values.items()}
-    for count in range(1, len(runs)):
-        if count < len(lefts) and not is_same_program(tape, runs[count].tape):
-            continue
-        with _state(lefts[:count]):
-            for i, guard in enumerate(tape.guards):
-                if guard.source.kind in ("attribute", "global", "closure", "tensor") and not same(
-                    guard.value, current := guard.current()
-                ):
-                    tape.guards[i] = dataclasses.replace(
-                        guard, others=(*guard.others, _without_tensors(current, stored))
-                    )
+    with _state(left):
+        for i, guard in enumerate(tape.guards):
+            if guard.source.kind in ("attribute", "global", "closure", "tensor") and not same(
+                guard.value, current := guard.current()
+            ):
+                # any tensor like a stored one is as good
+                other = map_structure(lambda t: stored.get(id(t), t), current, torch.Tensor)
+                tape.guards[i] = dataclasses.replace(guard, others=(*guard.others, other))
     again = {write.path for write in last.tape.attribute_writes}
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
@@ -335,19 +293,6 @@ def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
         source = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
         yield Guard.of(f"{name}, from which a cache was computed", source, tape.root.path)
-
-
-def _without_tensors(x: Any, stored: Mapping[int, TensorLike]) -> Any:
-    """A snapshot in which any tensor like a stored one is as good."""
-    if isinstance(x, torch.Tensor) and id(x) in stored:
-        return stored[id(x)]
-    if type(x) in (list, tuple):
-        return type(x)([_without_tensors(item, stored) for item in x])
-    if type(x) is dict:
-        return {key: _without_tensors(item, stored) for key, item in x.items()}
-    if isinstance(x, Attributes):
-        return x._replace(values=_without_tensors(x.values, stored))
-    return x
 
 
 def _depends_on_data(tape: RecordedTape, values: Any) -> bool:

@@ -59,7 +59,6 @@ from scopetrace.ir.guards import (
     OfModules,
     OfTensor,
     Source,
-    Submodules,
     WhichInputs,
     WhichOfModel,
     hooks_of_module,
@@ -195,8 +194,8 @@ class StateReads:
             name = f"{outer}.{key}".removeprefix("self.").lstrip(".")
             if key == ALL_SUBMODULES:
                 outer = name.rpartition(".")[0]
-                source: Any = Submodules(module, outer)
-                yield Guard(f"the submodules of {outer or 'the model'}", source.current(NO_CALL), source, frames, path)
+                submodules = At(module.__dict__, "_modules")
+                yield Guard.of(f"the submodules of {outer or 'the model'}", submodules, path, frames)
                 continue
             if key in MODULE_TABLES:
                 self._members.update({id(t): t for t in module.__dict__[key].values() if t is not None})
