@@ -611,6 +611,7 @@ def test_random_numbers_are_those_of_eager():
         torch.testing.assert_close(compiled(x), expected)
 
 
+@pytest.mark.slow
 def test_inductor_behind_the_wrapper():
     from torch._inductor.compile_fx import compile_fx
 

@@ -857,6 +857,7 @@ def test_derivatives_of_what_a_transform_computes_with_a_parameter(transform):
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("traced", CALLS)
 @pytest.mark.parametrize(
     "form",
@@ -931,6 +932,7 @@ def test_what_is_computed_from_a_leaf_of_the_forward_that_leaves_autograd_later(
     torch.testing.assert_close([t.requires_grad for t in trace(x)], [False, True])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("again", [lambda t: t[1:], lambda t: t.chunk(2)[1], lambda t: t.detach(), lambda t: t * 1])
 @pytest.mark.parametrize("last", [lambda t: t, lambda t: t[None], lambda t: t * 2])
 @pytest.mark.parametrize("quiet", [True, False])

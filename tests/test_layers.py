@@ -1,6 +1,7 @@
 """The rules of the source tree, read off its syntax: who may import whom, and what a file owes its reader."""
 
 import ast
+import functools
 import warnings
 from collections.abc import Container, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -82,6 +83,7 @@ class Module:
         return f"src/scopetrace/{self.path}:{line}: {text}"
 
 
+@functools.cache
 def read_tree(root: Path) -> list[Module]:
     return [Module(path.relative_to(root).as_posix(), path.read_text()) for path in sorted(root.rglob("*.py"))]
 

@@ -206,6 +206,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
