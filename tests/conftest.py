@@ -5,7 +5,6 @@ import importlib.metadata
 import logging
 import os
 import random
-import re
 import sys
 import time
 import types
@@ -67,11 +66,11 @@ def pytest_collection_modifyitems(items):
     """
     for item in items:
         if sample := item.get_closest_marker("sample"):
-            names = [
-                re.match(r"\w+", mark.args[0] if isinstance(mark.args[0], str) else mark.args[0][0])[0]
-                for mark in item.iter_markers("parametrize")
-            ]
-            if sum(item.callspec.indices[name] for name in names) % sample.args[0]:
+            number, places = next(iter(item.callspec.indices.values())), 0  # that of the case among all
+            for mark in reversed([*item.iter_markers("parametrize")]):
+                number, place = divmod(number, len(mark.args[1]))
+                places += place
+            if places % sample.args[0]:
                 item.add_marker(pytest.mark.slow)
 
 

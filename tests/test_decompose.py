@@ -283,6 +283,7 @@ OPS = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPS.split())
 def test_the_values_of_torchs_samples(name):
     from torch.testing._internal.common_methods_invocations import op_db  # takes long to import

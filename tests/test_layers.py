@@ -412,3 +412,18 @@ GOOD = {
 @pytest.mark.parametrize("rule", [*RULES, long_files], ids=lambda rule: rule.__name__)
 def test_what_the_rules_allow(rule):
     assert check(rule, GOOD) == []
+
+
+# Which tests are fast -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize(("column", "_"), [("a", 0), ("b", 0), ("c", 1)])
+def test_each_row_and_column_of_a_sampled_table_has_fast_cases(request, row, column, _):
+    #     a  b  c
+    # 0   x     x       x: fast
+    # 1      x
+    # 2   x     x
+    is_fast = request.node.get_closest_marker("slow") is None
+    assert is_fast == ((row + "abc".index(column)) % 2 == 0)
