@@ -386,16 +386,14 @@ def test_an_elementwise_op_returns_a_new_tensor():
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("func", [*rules.RULES, *ELEMENTWISE, *WHERE], ids=str)
-def test_a_rule_holds_at_all_sizes(func, part):
+def test_a_rule_holds_at_all_sizes(func):
     answers: Counter[bool] = Counter()
     values = Values()
-    for seed in range(part, 100, 4):
+    for seed in range(60):
         draw = Draw(seed)
         args = case(draw, func)
-        sizes = sorted({n for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor) for n in t.shape if n > 1})
-        values.make_symbolic(*{draw.some(*sizes), draw.some(*sizes)} if sizes else (2,))
+        values.make_symbolic(*draw.some((2,), (3,), (4,), (5,), (6,), (2, 3), (3, 4)))
         lifted, inputs = values.lifted(args)
         found = values.outputs(func, lifted, inputs)
         symbolic = any(isinstance(n, torch.SymInt) for v in inputs for n in v.fake.size())

@@ -87,7 +87,7 @@ def as_functionalized(function, args):
     return st.functionalize(torch.fx.symbolic_trace(function), args)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("make", (as_trace, as_functionalized))
 @pytest.mark.parametrize("function", PROGRAMS)
 @pytest.mark.parametrize("traced", LAYOUTS)

@@ -122,7 +122,7 @@ class Net(nn.Module):
         return x * 2, t.sum() if returned else x.sum()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("second", SECOND)
 def test_what_covers_a_tensor_with_a_gradient(target, second):
@@ -349,7 +349,7 @@ AROUND = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dynamic", [None, {"x": {0: torch.export.Dim.AUTO}}])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", RETURNS_INPUT)
