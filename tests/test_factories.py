@@ -104,6 +104,7 @@ def verdict(forward, transposed, grad, calls):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_a_tensor_of_a_factory_written_in_two_modes(factory):
     found = []
@@ -150,6 +151,7 @@ LEAVES = {
 SWITCHES = {"none": contextlib.nullcontext, "on": torch.enable_grad, "off": torch.no_grad}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_what_a_forward_makes_that_requires_grad_in_a_grad_mode_of_its_own(leaf):
     flags = (True, False)

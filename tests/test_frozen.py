@@ -145,6 +145,7 @@ def step_from(steps):
     return make
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_parameter_that_is_frozen_for_a_part(name):
     torch.manual_seed(0)
