@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import logging
 import os
 import random
 import sys
@@ -34,6 +35,9 @@ inference.compare = compared.once(inference.compare)
 # Each `manual_seed` formats the stack for the GPU that may be used later, which takes longer than a call of a program.
 for _devices in (torch.cuda, torch.xpu, torch.mtia):
     _devices.traceback = types.SimpleNamespace(format_stack=list)
+# pytest attaches itself anew for each phase of each test to each logger that does not propagate, as all of torch's.
+for _log in logging.root.manager.loggerDict.values():
+    _log.propagate = True
 # Each export registers thousands of kernels, whose annotations are made anew, a fifth of the time; these are kept.
 torch._ops.Callable = typing.Callable
 
@@ -52,6 +56,22 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test with the marker `sample(n)` one in n is fast, with each value of each parameter in some.
+
+    Cases of two parameters are a table, of which one diagonal in n is taken.
+    """
+    for item in items:
+        if sample := item.get_closest_marker("sample"):
+            number, places = next(iter(item.callspec.indices.values())), 0  # that of the case among all
+            for mark in reversed([*item.iter_markers("parametrize")]):
+                number, place = divmod(number, len(mark.args[1]))
+                places += place
+            if places % sample.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item):

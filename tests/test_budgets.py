@@ -15,11 +15,6 @@ spec.loader.exec_module(budgets)
 Count = budgets.Count
 
 
-def test_the_source_keeps_its_budgets(capsys):
-    assert budgets.main([]) == 0, capsys.readouterr().err
-    assert "lines  budget" in capsys.readouterr().out
-
-
 NAMES = {
     "found = 1": 1,
     "found: int = 1": 1,

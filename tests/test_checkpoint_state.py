@@ -120,6 +120,7 @@ WRITE = ["statistics", "written_and_read", "written", "bound_anew", "kept", "sum
 OTHERS = ["written_later", "bound_later", "handed_over", "with_other_dropout"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", [*WRITE, *OTHERS])
 def test_what_backward_would_do_again_is_refused_where_it_may_run(kind, use_reentrant):
@@ -128,6 +129,7 @@ def test_what_backward_would_do_again_is_refused_where_it_may_run(kind, use_reen
     assert found["right"] >= 10  # among them the calls without gradients of traces without them
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["pure", "with_dropout"])
 def test_other_regions_are_traced(kind, use_reentrant):

@@ -542,6 +542,7 @@ def environment():
     return os.environ | {"PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.slow
 def test_the_program():
     done = subprocess.run(
         command("show", "cli_models:Net", "--input", "x=2x5"), env=environment(), capture_output=True, text=True

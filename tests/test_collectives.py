@@ -41,6 +41,7 @@ def test_a_result_that_nobody_reads_stays_for_the_other_ranks():
     assert "all_reduce" in ops(tr)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_equal_to_eager_on_one_rank(name):
     run = PROGRAMS[name]
@@ -51,6 +52,7 @@ def test_it_is_equal_to_eager_on_one_rank(name):
         torch.testing.assert_close(exported(tr)(X.clone()), run(X.clone()))
 
 
+@pytest.mark.slow
 def test_it_is_equal_to_eager_on_two_ranks(tmp_path):
     assert on_two_ranks(tmp_path, "collectives.py").count("equal") == 2
 

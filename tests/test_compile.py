@@ -112,6 +112,7 @@ def test_functions_of_one_op_are_compiled_with_what_is_around_them(functions, gi
     assert_same(gradients(found[0], model), gradients(wanted[0], model))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("functions", ["repeated", True, (Block, nn.Linear)])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_calls_inside_a_function_are_compiled_with_it(functions, backend):

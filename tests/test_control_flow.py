@@ -211,6 +211,7 @@ def targets(gm):
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "associative_scan"])
 def test_graphs_are_those_of_torch_export(name):
     class Model(nn.Module):
@@ -524,6 +525,7 @@ def test_other_uses_that_are_refused():
 # ---------------------------------------------------------------- graphs that have such ops
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("level", ["aten", "torch"])
 @pytest.mark.parametrize("name", ["in place inside", "nested", "while", "scan", "map"])
 def test_a_backend_sees_pure_bodies(name, level):

@@ -101,6 +101,7 @@ EVERY = [pytest.param(2, id="some"), pytest.param(1, id="all", marks=pytest.mark
 """One in so many of the results, which are others for the next write."""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("covered", COVERED)
@@ -126,6 +127,7 @@ WRITES = ("t.copy_(p)", "t[0].copy_(p)", "t.zero_()", "t.mul_(2)", "t[1:].add_(p
 LATER = ("t", "(t, t[0])", "(t.view(-1), t)", "(t * 2, t.t())")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("made", APART)

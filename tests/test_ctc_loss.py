@@ -38,6 +38,7 @@ def after(run, model, *args):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("lengths", "targets"), [*itertools.product(LENGTHS, TARGETS)])
 def test_a_step(lengths, targets, reduction):

@@ -254,7 +254,7 @@ def seen(run, net):
 
 
 CASES = list(itertools.product(FUNCTIONS, BEFORE, ARGUMENTS, AFTER))
-EVERY = 23
+EVERY = 47
 
 
 def check(case):

@@ -206,6 +206,7 @@ def a_parameter_of_another(model, optimizer):
     return step, list(other.parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 @pytest.mark.parametrize("name", STEPS)
 def test_four_steps_are_those_of_eager(name, kind):

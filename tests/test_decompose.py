@@ -7,7 +7,6 @@ import pytest
 import torch
 from compare import assert_like_eager
 from torch import nn
-from torch.testing._internal import common_methods_invocations
 
 import scopetrace as st
 
@@ -284,9 +283,12 @@ OPS = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPS.split())
 def test_the_values_of_torchs_samples(name):
-    op = next(op for op in common_methods_invocations.op_db if op.name == name)
+    from torch.testing._internal.common_methods_invocations import op_db  # takes long to import
+
+    op = next(op for op in op_db if op.name == name)
     sample = next(iter(op.sample_inputs("cpu", torch.float32)))
     leaves, spec = torch.utils._pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]

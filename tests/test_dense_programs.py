@@ -28,7 +28,7 @@ def larger(way, number):
 @pytest.mark.parametrize(
     ("way", "every"),
     [
-        *(("static", 240), ("gradients", 600), ("leaves", 2000), ("dynamic", 1600)),
+        *(("static", 480), ("gradients", 1200), ("leaves", 2000), ("dynamic", 3200)),
         *(larger("static", 120), larger("gradients", 150), larger("leaves", 500), larger("dynamic", 400)),
     ],
 )
@@ -40,7 +40,7 @@ def test_small_programs(way, every):
 @pytest.mark.parametrize(
     ("way", "number"),
     [
-        *(("static", 75), ("gradients", 25), ("leaves", 10), ("dynamic", 10)),
+        *(("static", 25), ("gradients", 10), ("leaves", 10), ("dynamic", 4)),
         *(larger("static", 300), larger("gradients", 100), larger("leaves", 40), larger("dynamic", 40)),
     ],
 )

@@ -758,10 +758,9 @@ def torchrun(job):
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, cwd=RANKS.parents[1])
 
 
-IN_TEST_ALL = ("llama", "llama, two ahead", "llama, without prefetch", "tied, by bytes", "called twice", "branches")
-IN_TEST = ("step of together, layers", "step of without_gradient, nested")
-IN_TEST_ALL += tuple(name for name in MODELS if name.startswith("step of") and name not in IN_TEST)
-"""The models that `make test` leaves out: what is in them is in others too, but for torch.cond, which compiles long."""
+IN_TEST = ("llama, by bytes", "nested", "step of together, layers")
+IN_TEST_ALL = tuple(name for name in MODELS if name not in IN_TEST)
+"""The models that `make test` leaves out."""
 TRAINED = [pytest.param(name, marks=pytest.mark.slow if name in IN_TEST_ALL else ()) for name in MODELS]
 
 

@@ -118,6 +118,7 @@ class Page:
                 yield command, expected, result.output
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_print_what_it_says(page, tmp_path, monkeypatch):
     run = Page(tmp_path)

@@ -567,6 +567,7 @@ OPS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fn", OPS.values(), ids=OPS)
 def test_results_have_the_sizes_and_strides_of_eager(fn):
     tr = st.trace(fn, (X,), dynamic_shapes=({0: Dim("batch", min=1)},))
@@ -608,6 +609,7 @@ LENGTH_OPS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("fn", LENGTH_OPS.values(), ids=LENGTH_OPS)
 def test_what_is_said_of_results_holds_at_other_lengths(fn, grad):

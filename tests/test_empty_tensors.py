@@ -55,6 +55,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("specialize", [False, True])
 @pytest.mark.parametrize("what", CASES)
 def test_a_function_of_an_empty_tensor(what, specialize):

@@ -328,6 +328,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "args", "kwargs"), MODELS, ids=lambda m: type(m).__name__)
 def test_equal_to_eager(model, args, kwargs):
     assert_equal_by(["module", "unflatten", "decomposed", "saved"], model, *args, **kwargs)
@@ -504,6 +505,7 @@ def test_values_that_pass_beside_arguments_take_the_signature_away():
 CALLED = [m for m in MODELS if type(m[0]).__name__ not in ("Aside", "Counter", "NoGrad")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "args", "kwargs"), CALLED, ids=lambda m: type(m).__name__)
 def test_unflattened_modules_equal_their_originals(model, args, kwargs):
     """Each module, called with what its original got, gives what that gave; of several calls, in their order."""

@@ -104,11 +104,12 @@ def verdict(forward, transposed, grad, calls):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_a_tensor_of_a_factory_written_in_two_modes(factory):
     found = []
     for i, (name, *steps, transposed) in enumerate(CASES):
-        if name == factory and i % 5 == len(name) % 5 and i // 5 % 4 < 2:
+        if name == factory and i % 5 == len(name) % 5 and i // 5 % 12 < 2:
             result = [*RESULTS][i % len(RESULTS)]
             forward = forward_of(name, *steps, result)
             found.append(verdict(forward, transposed, i % 3 != 0, (torch.enable_grad, torch.no_grad)))
@@ -150,6 +151,7 @@ LEAVES = {
 SWITCHES = {"none": contextlib.nullcontext, "on": torch.enable_grad, "off": torch.no_grad}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_what_a_forward_makes_that_requires_grad_in_a_grad_mode_of_its_own(leaf):
     flags = (True, False)

@@ -108,6 +108,7 @@ def outcome(run, *args):
         return type(error)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("question", [q for line in QUESTIONS.splitlines() for q in line.split("  ") if q])
 @pytest.mark.filterwarnings("ignore")
 def test_a_question_is_answered_as_in_eager_or_refused(question):

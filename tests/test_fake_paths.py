@@ -65,6 +65,7 @@ def test_an_encoder_that_does_not_is_traced(name):
 PATHS = list(itertools.product((True, False), (True, False), (None, PADDING), (True, False)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("batch_first", "bias", "padding", "grad"), PATHS)
 def test_layers_and_attention_are_as_in_eager(batch_first, bias, padding, grad):
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first, bias=bias).eval()
@@ -338,6 +339,7 @@ def test_generators_that_a_forward_sets_are_refused(run):
 SPARSE = "x.to_sparse()  x[None].to_sparse_csr()  (x.to_sparse() * 2)  x.to_sparse().coalesce()  self.eye"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sparse", SPARSE.split("  "))
 @pytest.mark.parametrize("question", ["{}._nnz()", "{}.values().shape[0]", "len({}.values())", "{}.values().sum()"])
 @pytest.mark.filterwarnings("ignore")

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -298,10 +299,20 @@ class Net(torch.nn.Module):
         return Box(self.fc(pair.first) * scale + pair.second)
 """
 
-SAVE = """\
-sys.path.insert(0, sys.argv[1]); import gone
-tr = st.trace(gone.Net(), (gone.Pair(torch.ones(2, 4), torch.ones(2, 4)),)); tr.save(sys.argv[2]); print(tr)
-"""
+
+@pytest.fixture
+def gone(tmp_path, monkeypatch):
+    """Makes a module from its text; it can be imported in this process alone."""
+
+    def module(text):
+        (tmp_path / "gone.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "gone", raising=False)
+        return importlib.import_module("gone")
+
+    yield module
+    del sys.modules["gone"]
+
 
 SHOW = """\
 tr = st.load(sys.argv[1]); print(tr)
@@ -318,12 +329,13 @@ print(type(tr(gone.Pair(torch.ones(2, 4), torch.ones(2, 4)))))
 """
 
 
-def test_the_model_s_classes_are_not_needed(tmp_path):
-    (tmp_path / "gone.py").write_text(GONE)
-    text = in_another_process(SAVE, tmp_path, tmp_path / "trace")
+def test_the_model_s_classes_are_not_needed(tmp_path, gone):
+    here = gone(GONE)
+    tr = st.trace(here.Net(), (here.Pair(torch.ones(2, 4), torch.ones(2, 4)),))
+    tr.save(tmp_path / "trace")
     shown = in_another_process(SHOW, tmp_path / "trace", tmp_path)
     assert shown == (
-        f"{text}"
+        f"{tr}\n"
         "gone Net ['pair', 'scale'] 2\n"
         "a call of this trace needs gone.Pair, which cannot be imported here: No module named 'gone'; "
         "make the module that defines it importable under the same name, or, of a result, take its fields: "
@@ -353,8 +365,6 @@ class Net(torch.nn.Module):
         return Out(x + 1, Two(x * 2, x * 3), [Keyed(k=x * 4, v=x * 5)])
 """
 
-SAVE_RESULTS = "sys.path.insert(0, sys.argv[1]); import gone; st.trace(gone.Net(), (torch.ones(2),)).save(sys.argv[2])"
-
 FIELDS = """\
 out = st.load(sys.argv[1], plain_outputs=True)(torch.ones(2))
 two = [t.tolist() for t in out["two"][:]]
@@ -364,9 +374,10 @@ print(st.load(sys.argv[1])(torch.ones(2)).two.a.tolist())
 """
 
 
-def test_results_of_classes_that_are_not_there_as_plain_fields(tmp_path):
-    (tmp_path / "gone.py").write_text(RESULTS)
-    in_another_process(SAVE_RESULTS, tmp_path, tmp_path / "trace")
+def test_results_of_classes_that_are_not_there_as_plain_fields(tmp_path, gone, request):
+    here = gone(RESULTS)
+    request.addfinalizer(lambda: torch.utils._pytree._deregister_pytree_node(here.Keyed))
+    st.trace(here.Net(), (torch.ones(2),)).save(tmp_path / "trace")
     assert in_another_process(FIELDS, tmp_path / "trace") == (
         "['logits', 'two', 'layers'] [2.0, 2.0] [[2.0, 2.0], [3.0, 3.0]] [3.0, 3.0] [5.0, 5.0] False\n[2.0, 2.0]\n"
     )

@@ -54,6 +54,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_those_of_eager(name, functional):

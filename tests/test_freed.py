@@ -127,6 +127,7 @@ def alive():
     return {kind.__name__: count for kind, count in kinds.items() if issubclass(kind, COUNTED)}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("model", MODELS)

@@ -80,6 +80,7 @@ def results_equal(a, b):
     return equal(a, b) and a.requires_grad == b.requires_grad
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("freeze", [by_module, by_parameter, by_attribute])
 @pytest.mark.parametrize(
     ("thaws", "critic_first", "to_none"),
@@ -144,6 +145,7 @@ def step_from(steps):
     return make
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_parameter_that_is_frozen_for_a_part(name):
     torch.manual_seed(0)

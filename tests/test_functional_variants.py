@@ -325,6 +325,7 @@ CASES: list[tuple[Any, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = 
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("func", "make"), CASES, ids=[f"{func}-{i}" for i, (func, _) in enumerate(CASES)])
 def test_variant_computes_the_same(func: Any, make: Callable[[], Any]) -> None:
     variant = functional_variant(func)

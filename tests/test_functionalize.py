@@ -397,6 +397,7 @@ def p_complex(x):
 PROGRAMS = [v for k, v in list(globals().items()) if k.startswith("p_")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
 def test_compiled_programs_do_what_eager_does(fn, level):
@@ -611,6 +612,7 @@ def test_random_numbers_are_those_of_eager():
         torch.testing.assert_close(compiled(x), expected)
 
 
+@pytest.mark.slow
 def test_inductor_behind_the_wrapper():
     from torch._inductor.compile_fx import compile_fx
 

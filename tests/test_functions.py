@@ -262,6 +262,7 @@ def outcome(f, x):
     return y.detach(), x.grad, W1.grad, B1.grad
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients_are_those_of_eager(name, functional):

@@ -104,14 +104,12 @@ def verdict(case, grad, mode):
     return right
 
 
-@pytest.mark.parametrize("made", MADE)
-def test_an_input_in_blocks_that_switch_autograd(made):
+def test_an_input_in_blocks_that_switch_autograd():
     right = 0
-    for i, case in enumerate(CASES):
-        if case[0] == made and i % 3 == 0:
-            grad, mode = divmod(i // 3 % 4, 2)
-            right += verdict(case, bool(grad), bool(mode))
-    assert right > 50
+    for i, case in enumerate(CASES[::11]):
+        grad, mode = divmod(i % 4, 2)
+        right += verdict(case, bool(grad), bool(mode))
+    assert right > 120
 
 
 @pytest.mark.slow

@@ -857,6 +857,7 @@ def test_derivatives_of_what_a_transform_computes_with_a_parameter(transform):
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("traced", CALLS)
 @pytest.mark.parametrize(
     "form",

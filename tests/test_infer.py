@@ -359,11 +359,13 @@ ANSWERED = [*ELEMENTWISE, *(func for func, rule in rules.RULES.items() if rule.d
 """Ops whose results a rule says for plain sizes."""
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("func", ANSWERED, ids=str)
-def test_a_rule_gives_what_eager_gives(func):
+def test_a_rule_gives_what_eager_gives(func, part):
     values = Values()
-    answers = sum(assert_as_eager(values, func, case(Draw(seed), func), seed) for seed in range(400))
-    assert answers > 40  # the rule applies
+    answers = sum(assert_as_eager(values, func, case(Draw(seed), func), seed) for seed in range(part, 400, 4))
+    assert answers > 10  # the rule applies
 
 
 def test_an_elementwise_op_returns_a_new_tensor():
@@ -383,6 +385,7 @@ def test_an_elementwise_op_returns_a_new_tensor():
     assert min(found.values()) > 20
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("func", [*rules.RULES, *ELEMENTWISE, *WHERE], ids=str)
 def test_a_rule_holds_at_all_sizes(func):
     answers: Counter[bool] = Counter()

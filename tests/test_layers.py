@@ -1,6 +1,7 @@
 """The rules of the source tree, read off its syntax: who may import whom, and what a file owes its reader."""
 
 import ast
+import functools
 import warnings
 from collections.abc import Container, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -82,6 +83,7 @@ class Module:
         return f"src/scopetrace/{self.path}:{line}: {text}"
 
 
+@functools.cache
 def read_tree(root: Path) -> list[Module]:
     return [Module(path.relative_to(root).as_posix(), path.read_text()) for path in sorted(root.rglob("*.py"))]
 
@@ -410,3 +412,18 @@ GOOD = {
 @pytest.mark.parametrize("rule", [*RULES, long_files], ids=lambda rule: rule.__name__)
 def test_what_the_rules_allow(rule):
     assert check(rule, GOOD) == []
+
+
+# Which tests are fast -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize(("column", "_"), [("a", 0), ("b", 0), ("c", 1)])
+def test_each_row_and_column_of_a_sampled_table_has_fast_cases(request, row, column, _):
+    #     a  b  c
+    # 0   x     x       x: fast
+    # 1      x
+    # 2   x     x
+    is_fast = request.node.get_closest_marker("slow") is None
+    assert is_fast == ((row + "abc".index(column)) % 2 == 0)

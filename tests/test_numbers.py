@@ -87,6 +87,7 @@ def traced(kind, expression):
     return outcome(st.trace, function_of("t.item()", expression), (torch.tensor([1.0, -2.0]), TENSORS[kind][0]))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("expression", PARTS)
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_number_of_a_tensor_is_used_as_in_eager_or_refused(kind, expression):
@@ -102,6 +103,7 @@ def test_a_number_of_a_tensor_is_used_as_in_eager_or_refused(kind, expression):
             assert found is None or same(found, wanted), (t, wanted, found)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("expression", PARTS)
 def test_a_dynamic_size_is_used_as_in_eager_or_refused(expression):
     forward, x = function_of("x.shape[0]", expression), torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
@@ -117,7 +119,7 @@ def test_a_dynamic_size_is_used_as_in_eager_or_refused(expression):
 
 
 def test_many_of_these_are_not_refused():
-    found = [traced(kind, e) for kind in TENSORS if kind != "bool" for e in PARTS]
+    found = [traced("int", e) for e in PARTS[::5]] + [traced("float", e) for e in PARTS[4::5]]  # those traced above
     assert sum(isinstance(tr, st.Trace) for tr in found) > 0.4 * len(found)
 
 

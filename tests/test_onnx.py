@@ -1492,6 +1492,7 @@ HALF = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", HALF)
 def test_results_have_the_element_type_of_the_trace(name, tmp_path):
     x = torch.randn(1, 2, 3, 4).half()
@@ -1527,6 +1528,7 @@ REDUCTIONS = list(itertools.product(("mean", "sum", "prod", "amax", "amin"), (Tr
 """With whether the old value counts."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SCATTERED)
 def test_scatter_reduce_with_indices_that_are_there_twice(name, tmp_path):
     args = SCATTERED[name]
@@ -1580,6 +1582,7 @@ ATTENDED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ATTENDED)
 def test_attention_of_any_number_of_dimensions(name, tmp_path):
     of_query, of_key, of_mask = ATTENDED[name]

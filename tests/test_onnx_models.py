@@ -156,6 +156,7 @@ def caches_taken(made):
     return [v.name for v in layer.inputs if v.name.startswith("past_key_values")]
 
 
+@pytest.mark.slow
 def test_a_prompt_with_an_empty_cache(transformers):
     config = transformers.LlamaConfig(**SMALL)
     kwargs = {"input_ids": torch.randint(0, 64, (2, 3)), "past_key_values": transformers.DynamicCache(config=config)}
@@ -184,6 +185,7 @@ def test_a_static_cache_is_written_in_place(static):
     assert [v.name for v in made.graph.outputs][-9:] == changed
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_registered_with_pytree(static):
     from transformers.exporters.exporter_dynamo import register_pytree_node
 
@@ -199,7 +201,7 @@ def test_a_cache_that_is_registered_with_pytree(static):
     assert [v.name for v in made.graph.outputs][-9:] == [f"past_key_values_{i}_updated" for i in range(9)]
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("implementation", ["batched_mm", pytest.param("grouped_mm", marks=pytest.mark.slow)])
 def test_one_function_for_each_kind_of_layer(transformers, implementation):
     """The first layer has no experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -211,6 +213,7 @@ def test_one_function_for_each_kind_of_layer(transformers, implementation):
     assert layers(made, "Qwen3MoeDecoderLayer") == {"Qwen3MoeDecoderLayer": 1, "Qwen3MoeDecoderLayer_2": 2}
 
 
+@pytest.mark.slow
 def test_an_encoder(transformers):
     ids = torch.randint(0, 64, (2, 9))
     shape = {0: Dim("batch"), 1: Dim("length", max=512)}
@@ -271,6 +274,7 @@ def whisper(transformers):
 _SIDES = {"layers": 3, "attention_heads": 4, "ffn_dim": 64}
 
 
+@pytest.mark.slow
 def test_whisper_with_a_cache_at_other_lengths(transformers, whisper):
     past = {2: Dim("past", max=30)}
     shapes = {"decoder_input_ids": None, "encoder_outputs": (None,), "past_key_values": both_shapes(past, None)}

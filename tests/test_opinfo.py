@@ -3,13 +3,13 @@
 What is refused is listed here with the message. A listed case that starts to work fails its test: take it off the list.
 """
 
+import functools
 import sys
 
 import pytest
 import torch
 from compare import assert_like_eager, outcome, tensors
 from purity import assert_pure
-from torch.testing._internal import common_methods_invocations
 from torch.utils import _pytree as pytree
 
 import scopetrace as st
@@ -125,12 +125,17 @@ def name(op):
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
-OPS = [op for op in common_methods_invocations.op_db if not op.name.startswith(UNDEFINED)]
+@functools.cache
+def ops():
+    from torch.testing._internal.common_methods_invocations import op_db  # takes long to import
+
+    return [op for op in op_db if not op.name.startswith(UNDEFINED)]
 
 
 @pytest.fixture(autouse=True)
 def seeded_outside(monkeypatch):
     """Random ops of the list seed the generator inside of the op, which no graph can hold."""
+    ops()
     for path, module in list(sys.modules.items()):
         if path.startswith("torch.testing._internal") and hasattr(module, "wrapper_set_seed"):
             monkeypatch.setattr(module, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs))
@@ -153,7 +158,7 @@ def problems(op, form):
 def test_ops_do_what_eager_does(every, form):
     """Each so manyth op of the list, for time."""
     found = {}
-    for op in OPS[::every]:
+    for op in ops()[::every]:
         if (name(op), form) not in REFUSED:
             found |= {name(op): problem for problem in problems(op, form)}
     assert not found
@@ -161,6 +166,6 @@ def test_ops_do_what_eager_does(every, form):
 
 @pytest.mark.parametrize(("op", "form"), REFUSED)
 def test_what_is_listed_is_still_refused(op, form):
-    (info,) = (o for o in OPS if name(o) == op)
+    (info,) = (o for o in ops() if name(o) == op)
     found = list(problems(info, form))
     assert found and all(REFUSED[op, form] in problem for problem in found)

@@ -184,6 +184,7 @@ def put_back(buffers, values):
         t.copy_(value)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("traced", WAYS, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_call_in_another_mode_is_as_in_eager_or_refused(name, traced):

@@ -43,10 +43,12 @@ def outcome(run, first, second):
     return [t.detach().clone() for t in (*results, *args)], gradients
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(("first", "second"), [*itertools.product(KINDS, KINDS)])
-def test_a_tensor_gets_the_memory_of_another(first, second):
+def test_a_tensor_gets_the_memory_of_another(first, second, part):
     served = 0
-    for gets, write, result in itertools.product(SETS, WRITES, RESULTS):
+    for gets, write, result in [*itertools.product(SETS, WRITES, RESULTS)][part::4]:
 
         def forward(a, b, gets=gets, write=write, result=result):
             SETS[gets](a, b)
@@ -64,7 +66,7 @@ def test_a_tensor_gets_the_memory_of_another(first, second):
             continue
         torch.testing.assert_close(found, expected, msg=f"{gets}, {write}, {result}: {expected[1]}, {found[1]}")
         served += 1
-    assert served >= 9
+    assert served >= 2
 
 
 def test_of_a_graph():

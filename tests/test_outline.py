@@ -805,6 +805,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("run", SIZES)
 @pytest.mark.parametrize("factor", [1, 2, 4])
 def test_sizes_that_are_floor_divisions_are_read_off_the_operands(run, factor):

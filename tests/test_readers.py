@@ -177,12 +177,14 @@ def assert_seen(place, reader, with_op):
     assert torch.equal(result, m(x))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reader", ["the forward's own function", "decorated functions", "a method"])
 def test_each_place(place, reader):
     assert_seen(place, reader, with_op=False)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("place", ["global", "class attribute", "nested in the module"])
 def test_each_reader(place, reader):

@@ -436,6 +436,7 @@ class Blocks(nn.Module):
 BLOCKS = [contextlib.nullcontext, torch.no_grad, torch.enable_grad, torch.inference_mode]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("call", BLOCKS[:3])
 @pytest.mark.parametrize("trace", BLOCKS[:3])
 @pytest.mark.parametrize("inner", BLOCKS)

@@ -114,6 +114,7 @@ def outcome(f, model, x=X):
     return (y.detach(), grads, torch.randn(2)), sum(saved)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("name", RUNS)

@@ -90,6 +90,7 @@ OPTIMIZERS = {
 STEP = lambda o: schedules.StepLR(o, 1, 0.5).step  # noqa: E731
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_learning_rate_that_is_a_number_is_read_in_each_call(name):
     beside_eager(OPTIMIZERS[name], STEP)
@@ -107,6 +108,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", [SGD, ADAMW])
 def test_schedules(kind, name):
@@ -216,6 +218,7 @@ def test_steps_that_read_the_rate_in_other_ways(make):
     beside_eager(SGD, STEP, make)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "between", [lambda tr: tr.decompose(), lambda tr: tr.outline("Linear"), lambda tr: tr.compile("eager")]
 )

@@ -284,6 +284,7 @@ def in_a_list(m, x):
 WHERE = [in_an_attribute, in_a_buffer, in_a_dict, in_a_list]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("filled_by", ["the trace", "the model"])
 @pytest.mark.parametrize("change", ["written", "replaced", "replaced by an equal one", "none"])
 @pytest.mark.parametrize("where", WHERE, ids=lambda where: where.__name__)

@@ -49,6 +49,7 @@ def step(run, net):
     return result, net.p.grad, net.q.grad, net.p, net.q
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "write"), [*itertools.product(LAYOUTS, WRITES)])
 def test_gradients_are_those_of_eager(layout, write):
     for result in RESULTS:

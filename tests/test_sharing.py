@@ -87,6 +87,7 @@ def as_functionalized(function, args):
     return st.functionalize(torch.fx.symbolic_trace(function), args)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("make", (as_trace, as_functionalized))
 @pytest.mark.parametrize("function", PROGRAMS)
 @pytest.mark.parametrize("traced", LAYOUTS)
@@ -108,6 +109,7 @@ def test_inputs_in_one_memory(function, traced, make):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"traced {traced}, called {called}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("level", ("aten", "torch"))
 @pytest.mark.parametrize("function", PROGRAMS)
 def test_a_compiled_model_with_inputs_in_one_memory(function, level):

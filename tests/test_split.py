@@ -144,6 +144,7 @@ def assert_as_eager(split, model, twin, x):
     torch.testing.assert_close(list(model.buffers()), list(twin.buffers()), rtol=0, atol=0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_effects_and_gradients_are_those_of_eager(name):
     torch.manual_seed(0)
@@ -194,6 +195,7 @@ SIZED_LOSSES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("partition_fn", PARTITIONERS)
 @pytest.mark.parametrize("name", SIZED_LOSSES)
 def test_a_training_step_of_dynamic_sizes(name, partition_fn):
@@ -353,6 +355,7 @@ DIMS = BATCH, 2 * BATCH
 IN_TEST_ALL = [pytest.param(name, DIMS[i % 2 - 1], marks=pytest.mark.slow) for i, name in enumerate(SIZED)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "dim"), [*((name, DIMS[i % 2]) for i, name in enumerate(SIZED)), *IN_TEST_ALL])
 def test_dynamic_sizes(name, dim):
     torch.manual_seed(0)

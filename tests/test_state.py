@@ -619,6 +619,7 @@ def _partitions(count):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("statement", REBINDS)
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("hold", [nn.Module.register_buffer, setattr], ids=["buffers", "attributes"])

@@ -33,12 +33,14 @@ def faults_of_late_changes(holder, value, late):
 WHICH = [pytest.param(0, id="first", marks=pytest.mark.slow), pytest.param(2, id="last")]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("late", WHICH)
 @pytest.mark.parametrize("value", VALUES)
 def test_a_value_that_changes_after_the_trace_is_seen(value, late):
     assert not list(faults_of_late_changes("InAttribute", value, late))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("late", WHICH)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_place_that_holds_something_else_after_the_trace_is_seen(holder, late):

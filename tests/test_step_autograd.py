@@ -211,6 +211,7 @@ IN_PLACE = {
 """Ops in place of which backward reads what they wrote over, what they gave, or neither."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_an_op_in_place_is_differentiated_as_in_eager(name):
     weights, x = [torch.rand(4, 4, requires_grad=True) for _ in range(2)], torch.rand(4, 4)

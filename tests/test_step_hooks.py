@@ -281,6 +281,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reading", READING)
 def test_what_a_hook_reads_is_compared_at_a_call(reading, place, monkeypatch):

@@ -69,6 +69,7 @@ def optimized(loss_of):
 PLACES = [*((write, "whole") for write in WRITES), *zip(WRITES, itertools.cycle([*VIEWS][1:]), strict=False)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("write", "view"), PLACES)
 def test_backward_of_ops_in_place(write, view):
     def loss(model, x):

@@ -171,6 +171,7 @@ def assert_like_eager(make, optimizer_of):
     return trace
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("treat", [halve, scale, drop, delete, share, clip])
 def test_gradients_between_backward_and_step(treat, name):
@@ -193,6 +194,7 @@ OF_TORCH = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("steps_before", [0, 1, 7])
 @pytest.mark.parametrize("name", OF_TORCH)

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import subprocess
 import sys
 import textwrap
 from types import ModuleType
@@ -65,12 +64,6 @@ def test_every_error_has_a_listed_base():
     dependencies = {f"{of}DependencyError" for of in ("Integration", "Onnx", "View")}
     assert other == {"ScopetraceError", "ScopeError", "TraceFileError", *dependencies}
     assert all(c.__doc__ for c in classes)
-
-
-def test_the_command_line_s_packages_are_not_imported():
-    code = "import sys, scopetrace; print([m for m in ('click', 'rich', 'onnx', 'onnxruntime') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
 
 
 def test_the_earlier_name_of_leaf_modules():

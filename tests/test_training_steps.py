@@ -335,6 +335,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, first):
@@ -1321,6 +1322,7 @@ SCALED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("case", SCALED)
 def test_gradients_are_scaled_as_in_eager(case, clips):
@@ -1428,6 +1430,7 @@ def test_a_learning_rate_that_the_step_changes_by_hand_is_refused():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

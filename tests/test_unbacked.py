@@ -271,6 +271,7 @@ def named(f):
     return f.__name__
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("program", READS + WRITES, ids=named)
 def test_equal_to_eager_at_other_values(program, functional):

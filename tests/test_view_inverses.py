@@ -1,5 +1,6 @@
 """Views as pairs of functions, one by one, on real tensors: the inverse does what a write to the view does in eager."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -60,23 +61,28 @@ def emit(func, *args, **kwargs):
     return func(*args, **kwargs).as_subclass(Eager)
 
 
-def cases():
-    for name, (func, forms) in itertools.product(BASES, VIEWS.items()):
+def views_of(name):
+    """Each view of a base of its own: the op, its arguments, which of its results, the base and the view."""
+    for func, forms in VIEWS.items():
         for args in forms:
             try:
                 made = func(BASES[name](), *args)
             except (RuntimeError, IndexError):
                 continue  # not of this rank, or not of these strides
             for slot in range(len(made)) if isinstance(made, (list, tuple)) else [None]:
-                yield pytest.param(name, func, args, slot, id=f"{name}-{func}-{args}-{slot}")
+                base = BASES[name]()
+                made = func(base, *args)
+                yield func, args, slot, base, made if slot is None else made[slot]
 
 
-CASES = list(cases())
-
-
-def view_of(base, func, args, slot):
-    made = func(base, *args)
-    return made if slot is None else made[slot]
+@contextlib.contextmanager
+def noted(*case):
+    """The error says of which case it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"of {case}")
+        raise
 
 
 def assert_lens(function, base, view):
@@ -91,23 +97,23 @@ def assert_lens(function, base, view):
     torch.testing.assert_close(function.inverse(emit, before, function.forward(emit, before)).fake, before.fake)
 
 
-@pytest.mark.parametrize(("name", "func", "args", "slot"), CASES)
-def test_by_where_the_elements_are(name, func, args, slot):
-    base = BASES[name]()
-    view = view_of(base, func, args, slot)
-    function = by_geometry(Geometry.of(base, base.storage_offset()), Geometry.of(view, view.storage_offset()))
-    assert_lens(function, base, view)
+@pytest.mark.parametrize("name", BASES)
+def test_by_where_the_elements_are(name):
+    for func, args, slot, base, view in views_of(name):
+        with noted(func, args, slot):
+            function = by_geometry(Geometry.of(base, base.storage_offset()), Geometry.of(view, view.storage_offset()))
+            assert_lens(function, base, view)
 
 
-@pytest.mark.parametrize(("name", "func", "args", "slot"), CASES)
-def test_by_op_and_arguments(name, func, args, slot):
-    base = BASES[name]()
-    view = view_of(base, func, args, slot)
-    function = view_inverses.by_own_inverse(func, args, base) or by_op(func, args, slot, base, view)
-    if function is None:
-        assert name == "empty" or func is aten.unfold.default  # the first is never written; see `strided` for the other
-    else:
-        assert_lens(function, base, view)
+@pytest.mark.parametrize("name", BASES)
+def test_by_op_and_arguments(name):
+    for func, args, slot, base, view in views_of(name):
+        with noted(func, args, slot):
+            function = view_inverses.by_own_inverse(func, args, base) or by_op(func, args, slot, base, view)
+            # the empty one is never written; see `strided` for the other
+            assert function or name == "empty" or func is aten.unfold.default
+            if function:
+                assert_lens(function, base, view)
 
 
 @pytest.mark.parametrize(("size", "stride", "shift"), [((2, 2), (2, 1), 1), ((3,), (4,), 0), ((2, 3), (1, 7), 5)])

@@ -133,6 +133,7 @@ def assert_right_or_refused(place, writer, use):
         assert torch.equal(result, other(x + i)), (i, result)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("place", PLACES)
 @torch.no_grad()

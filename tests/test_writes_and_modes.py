@@ -50,6 +50,7 @@ EVERY = [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark
 """One in so many of the cases, which are others for the next reshape."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", RESHAPES)
 def test_another_shape_in_place(name, every):
@@ -121,6 +122,7 @@ class Net(nn.Module):
         return x * 2, t.sum() if returned else x.sum()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("second", SECOND)
 def test_what_covers_a_tensor_with_a_gradient(target, second):
@@ -222,6 +224,7 @@ FLAGS = [*itertools.product((False, True), (False, True))]
 """Whether the target is returned, and whether autograd is on."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("every", [pytest.param(2, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changed", CHANGED)
 @pytest.mark.parametrize("memory", MEMORY)
@@ -294,6 +297,7 @@ MEMORY_GIVEN = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("last", [lambda x, y: None, lambda x, y: x.mul_(2), lambda x, y: y.add_(3)])
 @pytest.mark.parametrize("change", MEMORY_GIVEN)
 def test_a_tensor_gets_the_memory_of_another(change, last):
@@ -345,6 +349,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dynamic", [None, {"x": {0: torch.export.Dim.AUTO}}])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", RETURNS_INPUT)
