@@ -311,7 +311,7 @@ def test_a_module_that_is_added_where_the_forward_goes_through_all(go):
     model = net(go)
     tr = st.trace(model, (X,))
     model.extra = nn.Linear(4, 4)
-    refused(tr, differs("extra: missing when traced and Linear now"))
+    refused(tr, differs("_modules['extra']: missing when traced and Linear now"))
 
 
 def test_settings_of_backends():

@@ -142,7 +142,7 @@ class CallCode:
     """Python code in which each object is a constant with a number for its name: no text of a user is in it."""
 
     def __init__(self) -> None:
-        self.constants: dict[str, Any] = {"__name__": __name__}  # whose variables are none of the model's
+        self.constants: dict[str, Any] = {}
 
     def constant(self, x: Any) -> str:
         """The name of an object."""

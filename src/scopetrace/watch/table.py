@@ -193,9 +193,7 @@ class StateReads:
             outer = "" if saved is None else saved.name
             name = f"{outer}.{key}".removeprefix("self.").lstrip(".")
             if key == ALL_SUBMODULES:
-                outer = name.rpartition(".")[0]
-                submodules = At(module.__dict__, "_modules")
-                yield Guard.of(f"the submodules of {outer or 'the model'}", submodules, path, frames)
+                yield Guard.of(name, At(module.__dict__, key), path, frames)
                 continue
             if key in MODULE_TABLES:
                 self._members.update({id(t): t for t in module.__dict__[key].values() if t is not None})
