@@ -1599,3 +1599,11 @@ def test_attention_of_any_number_of_dimensions(name, tmp_path):
     inputs = {i.name: x.numpy() for i, x in zip(session.get_inputs(), args, strict=True)}
     for found, expected in zip(session.run(None, inputs), forward(*args), strict=True):
         torch.testing.assert_close(torch.from_numpy(found), expected)
+
+
+def test_a_model_that_takes_no_random_numbers():
+    """Columns of a table, some of which are numbers of rows: `x` has both, as floats."""
+    table = nn.Embedding(3, 2)
+    tr = st.trace(lambda x: table(x[:, 0].long()) * x[:, 1:], (torch.tensor([[2.0, 0.5]] * 16),))
+    with pytest.raises(st.errors.OnnxVerificationError, match="raises on all random inputs: index out of range"):
+        tr.to_onnx(verify=True)
