@@ -248,6 +248,7 @@ def test_istft():
     torch.testing.assert_close(st.trace(model, (x,))(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:functools.partial will be a method")  # in Python 3.14
 def test_a_forward_that_is_a_partial():
     y = torch.randn(4)
     model = module_of(functools.partial(lambda x, y: x + y, y=y))

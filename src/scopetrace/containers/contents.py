@@ -18,6 +18,7 @@ import collections
 import contextlib
 import contextvars
 import functools
+import itertools
 import operator
 import queue
 import random
@@ -173,6 +174,8 @@ def _position(x: Any) -> Any:
     if isinstance(x, types.GeneratorType):
         frame = x.gi_frame
         return MISSING if frame is None else (frame.f_lasti, snapshot(frame.f_locals))
+    if isinstance(x, itertools.count):  # Python 3.12 warns of `__reduce__`
+        return repr(x)
     try:
         _, *parts = x.__reduce__()
     except Exception:  # it cannot be pickled, as a file, or an iterator of a DataLoader
