@@ -221,8 +221,9 @@ def _run_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _owner(cls: type) -> type | None:
     """The class that defines the `forward` of `cls`, if it can be replaced."""
     base = next((base for base in cls.__mro__ if "forward" in vars(base)), torch.nn.Module)
-    forward = vars(base).get("forward")  # a functools.partial is not bound to the module
-    is_method = callable(forward) and hasattr(forward, "__get__") and not issubclass(cls, torch.jit.ScriptModule)
+    forward = vars(base).get("forward")
+    is_bound = hasattr(forward, "__get__") and not isinstance(forward, functools.partial)
+    is_method = callable(forward) and is_bound and not issubclass(cls, torch.jit.ScriptModule)
     return base if is_method and base is not torch.nn.Module else None
 
 
