@@ -1082,3 +1082,24 @@ def test_a_count_that_is_asked_for_by_a_path_is_baked_in_and_one_in_a_text_is_no
     with pytest.raises(st.SideEffectError, match=r"config\.n was 1 and became 2"):
         asks(X)
     torch.testing.assert_close(names(X)["n. of rows"], X + 1)
+
+
+@pytest.mark.parametrize(
+    "result", [lambda n, y: (y, n), lambda n, y: {"y": y, "step": n * 2}, lambda n, y: {f"step {n}": y}]
+)
+def test_a_number_that_the_forward_counts_and_gives_is_right_for_one_call(result):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n = 0
+
+        def forward(self, x):
+            self.n += 1
+            return result(self.n, x * 2)
+
+    model = Counts()
+    tr = st.trace(model, (X,))
+    assert [effect.baked_in for effect in tr.side_effects] == [True]
+    tr(X)
+    with pytest.raises(st.errors.SideEffectError, match=r"self\.n was 0 and became 1"):
+        tr(X)

@@ -1670,3 +1670,62 @@ def test_a_check_compares_gradients_and_leaves_them_as_they_are():
     trace.graph_module.recompile()
     with pytest.raises(st.CheckError, match=r"gradient of model\.|gradient of _tensor_constant"):
         trace.check(args)
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("kind", ["one", "twice", "eager first", "zeroed"])
+def test_a_call_of_another_trace_in_a_step_adds_to_gradients(kind, has_gradient):
+    model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+
+    def backward(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    def step(x, inner):
+        if kind == "zeroed":
+            model.zero_grad()
+        first = (backward if kind == "eager first" else inner)(x)
+        return first if kind == "one" else first + inner(x * 2)
+
+    def prepare(has_gradient):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if has_gradient else None
+
+    inner = st.trace(backward, (x,))
+    prepare(has_gradient)
+    tr = st.trace(lambda x: step(x, inner), (x,))
+    for is_there in {has_gradient, has_gradient if kind == "zeroed" else not has_gradient}:
+        gradients = []
+        for run in (lambda x: step(x, backward), tr, tr):
+            prepare(is_there)
+            run(x)
+            gradients.append(model.weight.grad)
+        torch.testing.assert_close(gradients[1:], gradients[:1] * 2)
+
+
+def test_a_call_of_another_trace_in_a_step_reads_the_gradients_of_the_step():
+    model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+
+    def backward(x):
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    def update():
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad)
+
+    backward(x)
+    before = [p.detach().clone() for p in model.parameters()]
+    inner = st.trace(update, ())
+    tr = st.trace(lambda x: (backward(x), inner())[1], (x,))
+    tr(x * 2)
+    traced = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p, old in zip(model.parameters(), before, strict=True):
+            p.copy_(old)
+    backward(x * 2)
+    update()
+    torch.testing.assert_close(traced, [p.detach() for p in model.parameters()])

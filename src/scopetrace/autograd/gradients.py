@@ -187,14 +187,19 @@ class GradientRecorder:
         example = self._values.examples.get(value)
         return value.real if value.real is not None else t if example is None else example
 
-    def _add(self, t: torch.Tensor, gradient: torch.Tensor, *, create_graph: bool) -> None:
+    def on_added(self, t: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A call of another trace adds to the `grad` of a leaf; the hooks of that have run in its program."""
+        self._add(self.differentiated(t), gradient, create_graph=gradient.requires_grad, runs_hooks=False)
+
+    def _add(self, t: torch.Tensor, gradient: torch.Tensor, *, create_graph: bool, runs_hooks: bool = True) -> None:
         """Add to the `grad` of a leaf; a tensor that the forward made has its own."""
         outside = self._outside(t)
         if outside is t:
             if not t.retains_grad:
                 with torch.set_grad_enabled(create_graph):
                     t.grad = self._sum(t.grad, gradient, t, create_graph=create_graph)
-            run_after_accumulation(t)
+            if runs_hooks:
+                run_after_accumulation(t)
             return
         entry = self._of(t)
         if not entry.is_known and outside.grad is not None:
@@ -204,7 +209,8 @@ class GradientRecorder:
                 entry.there = outside.grad
         with torch.set_grad_enabled(create_graph):
             self._add_to(entry, gradient, create_graph=create_graph)
-        run_after_accumulation(entry.tensor)
+        if runs_hooks:
+            run_after_accumulation(entry.tensor)
 
     def _add_to(self, entry: _Gradient, gradient: torch.Tensor, *, create_graph: bool = False) -> None:
         current = self._sum(entry.current, gradient, entry.value.fake, create_graph=create_graph)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.gradients import Leaf
 from scopetrace._compat.tensors import buffers_of, parameters_of
 
 
@@ -18,14 +19,11 @@ def submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def give_gradient(t: torch.Tensor, gradient: torch.Tensor, *, adds: bool) -> None:
-    """Bind the `grad` of a tensor, or add to it as autograd does: in place, but where gradients flow through it."""
-    if not adds or t.grad is None:
-        t.grad = gradient
-    elif gradient.requires_grad:
-        t.grad = t.grad + gradient
+    """Bind the `grad` of a tensor, or add to it as autograd does."""
+    if adds:
+        Leaf.add(t, gradient)
     else:
-        with torch.no_grad():
-            t.grad += gradient
+        t.grad = gradient
 
 
 def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
@@ -38,7 +36,7 @@ def look_up(module: torch.nn.Module, name: str) -> torch.Tensor | None:
     """A tensor of a module, or the gradient of one, `weight.grad`."""
     if name.endswith(".grad"):
         t = getattr(module, name.removesuffix(".grad"), None)
-        return None if t is None else t.grad
+        return None if t is None else Leaf.grad(t)
     table = table_of(module, name)
     return None if table is None else table[name]
 

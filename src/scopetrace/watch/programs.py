@@ -15,7 +15,8 @@ import torch
 
 from scopetrace._compat.ops import eager, is_random
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.structure import leaves
+from scopetrace.containers.stand_ins import plain
+from scopetrace.containers.structure import leaves, leaves_with_path
 from scopetrace.ir.tape import Op, ProgramTape, Tape, Value
 
 LITERAL = "_tensor_constant"
@@ -135,10 +136,19 @@ class _Match:
         of_first, of_second = (leaves(tape.outputs, (Value, *Symbolic)) for tape in (first, second))
         if len(of_first) != len(of_second) or not self._same(of_first, of_second):
             return False
+        if _plain_results(first) != _plain_results(second):
+            return False
         writes = [tape.attribute_writes if isinstance(tape, ProgramTape) else [] for tape in (first, second)]
         written = [[(write.path, write.value) for write in of_tape] for of_tape in writes]
         by_path = dict(written[0])
         return all(path in by_path and self._same(by_path[path], value) for path, value in written[1])
+
+
+def _plain_results(tape: Tape) -> list[tuple[str, str]]:
+    """The numbers and texts that a program gives beside its tensors, and the keys that lead to them and to these."""
+    outputs = tape.result if isinstance(tape, ProgramTape) else ()
+    found = [(path, plain(x)) for path, x in leaves_with_path(outputs)]
+    return [(path, repr(x) if isinstance(x, (bool, int, float, complex, str, bytes)) else "") for path, x in found]
 
 
 def _are_equal_tensors(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
