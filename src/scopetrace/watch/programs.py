@@ -147,8 +147,8 @@ class _Match:
 def _plain_results(tape: Tape) -> list[tuple[str, str]]:
     """The numbers and texts that a program gives beside its tensors, and the keys that lead to them and to these."""
     outputs = tape.result if isinstance(tape, ProgramTape) else ()
-    found = [(path, plain(x)) for path, x in leaves_with_path(outputs)]
-    return [(path, repr(x) if isinstance(x, (bool, int, float, complex, str, bytes)) else "") for path, x in found]
+    values = [(path, plain(x)) for path, x in leaves_with_path(outputs)]
+    return [(path, repr(x) if isinstance(x, (bool, int, float, complex, str, bytes)) else "") for path, x in values]
 
 
 def _are_equal_tensors(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
