@@ -201,20 +201,18 @@ class Leaf:
     """What a call of a trace does to the leaves of autograd's graph; a trace around that call takes its place."""
 
     @staticmethod
-    def grad(t: torch.Tensor) -> torch.Tensor | None:
-        """What a program reads that begins with a `grad`."""
-        return t.grad
-
-    @staticmethod
-    def add(t: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to `grad` as autograd does: in place, but where gradients flow through it."""
+    def grad(t: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The `grad` of a leaf. `more` is added to it before as autograd does: in place, if no gradient flows there."""
+        if more is None:
+            return t.grad
         if t.grad is None:
-            t.grad = gradient
-        elif gradient.requires_grad:
-            t.grad = t.grad + gradient
+            t.grad = more
+        elif more.requires_grad:
+            t.grad = t.grad + more
         else:
             with torch.no_grad():
-                t.grad += gradient
+                t.grad += more
+        return t.grad
 
 
 def _report_gradients(torch_calls: Interception, listener: Any) -> None:
@@ -228,10 +226,7 @@ def _report_gradients(torch_calls: Interception, listener: Any) -> None:
             return t  # whatever it is: it is set to None next
         takes = code is not None and (code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS))
         asked = takes or not asker().startswith(NOT_THE_MODEL)
-        return recorded_or(ask, t, *args) if asked else ask(t, *args)
-
-    def recorded_or(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
-        recorded = listener.gradients.get(t)
+        recorded = listener.gradients.get(t) if asked else NotImplemented
         return ask(t, *args) if recorded is NotImplemented else recorded
 
     def set_grad(_: Callable[..., Any], t: torch.Tensor, new: Any = None) -> None:
@@ -249,8 +244,7 @@ def _report_gradients(torch_calls: Interception, listener: Any) -> None:
     for func in (grad.__set__, grad.__delete__):
         torch_calls.on(func, set_grad, torch_calls.in_forward)
     torch_calls.replace(torch.optim.Optimizer, "zero_grad", zero_grad, torch_calls.in_forward)
-    torch_calls.replace(Leaf, "grad", recorded_or, torch_calls.in_forward)
-    torch_calls.replace(Leaf, "add", lambda _, *args: listener.gradients.on_added(*args), torch_calls.in_forward)
+    torch_calls.replace(Leaf, "grad", lambda *args: listener.gradients.on_leaf(*args), torch_calls.in_forward)
 
 
 _ZERO_GRAD = torch.nn.Module.zero_grad.__code__

@@ -84,6 +84,7 @@ REPLACED = {
         torch.overrides.has_torch_function torch.nn.functional.has_torch_function
         torch.nn.functional.has_torch_function_unary torch.nn.functional.has_torch_function_variadic""",
     "Python 3.12 tells an instance of a Protocol": f"typing.{STATIC_LOOKUP}",
+    "a call of another trace reads a gradient, or adds to it": "scopetrace._compat.gradients.Leaf.grad",
     "torch's own, of a mode that is active": "torch.utils._python_dispatch._is_in_torch_dispatch_mode",
 }
 """By reason, the names. Some are there in some versions of torch only, or where a module is imported."""

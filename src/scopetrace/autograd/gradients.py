@@ -187,9 +187,12 @@ class GradientRecorder:
         example = self._values.examples.get(value)
         return value.real if value.real is not None else t if example is None else example
 
-    def on_added(self, t: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A call of another trace adds to the `grad` of a leaf; the hooks of that have run in its program."""
-        self._add(self.differentiated(t), gradient, create_graph=gradient.requires_grad, runs_hooks=False)
+    def on_leaf(self, ask: Callable[..., Any], t: torch.Tensor, more: torch.Tensor | None = None) -> Any:
+        """A call of another trace reads a `grad`, or adds to it; the hooks of the leaf have run in its program."""
+        if more is None:
+            recorded = self.get(t)
+            return ask(t) if recorded is NotImplemented else recorded
+        self._add(self.differentiated(t), more, create_graph=more.requires_grad, runs_hooks=False)
 
     def _add(self, t: torch.Tensor, gradient: torch.Tensor, *, create_graph: bool, runs_hooks: bool = True) -> None:
         """Add to the `grad` of a leaf; a tensor that the forward made has its own."""

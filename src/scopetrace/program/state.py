@@ -21,7 +21,7 @@ def submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
 def give_gradient(t: torch.Tensor, gradient: torch.Tensor, *, adds: bool) -> None:
     """Bind the `grad` of a tensor, or add to it as autograd does."""
     if adds:
-        Leaf.add(t, gradient)
+        Leaf.grad(t, gradient)
     else:
         t.grad = gradient
 
