@@ -66,7 +66,7 @@ def test_a_tensor_gets_the_memory_of_another(first, second, part):
             continue
         torch.testing.assert_close(found, expected, msg=f"{gets}, {write}, {result}: {expected[1]}, {found[1]}")
         served += 1
-    assert served >= 2
+    assert served >= 3
 
 
 def test_of_a_graph():

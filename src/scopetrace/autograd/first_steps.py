@@ -38,7 +38,11 @@ class FirstState(NamedTuple):
 
 
 def begun(first: Run, again: Callable[[], Run]) -> Run:
-    """The recording of the later steps. Raises the error of a FirstState where the first step computes other things."""
+    """The recording of the later steps, which `again` makes; the optimizers keep the state that these begin with.
+
+    Raises the error of a FirstState where the first step computes other things; then the optimizers have no state, as
+    after any other error.
+    """
     begins, places = _Begins(first), list[Place]()
     try:
         for optimizer, entries, error in first.first_states:
@@ -56,7 +60,7 @@ def begun(first: Run, again: Callable[[], Run]) -> Run:
         run = again()
         if run.first_states or not begins.lead_to(run):
             raise first.first_states[0].error
-    except BaseException:
+    except BaseException:  # an interrupt too leaves the optimizer as it was
         for place in reversed(places):
             place.put(MISSING)
         raise
