@@ -324,7 +324,7 @@ class _Snapshots:
         return {f".{key}": self.of(item) for key, item in extra_attributes(x).items()}
 
 
-_BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset, torch.Size, types.CodeType})
+_BY_EQUALITY = frozenset({int, bool, str, bytes, torch.Size, torch.device, types.CodeType})
 """Classes of values that are the same if they are equal."""
 
 
@@ -352,11 +352,11 @@ def same(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
     if kind is types.FunctionType:  # as that of a GraphModule that is compiled again
         parts = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
         return all(same(x, y, known) for x, y in zip(parts(a), parts(b), strict=True))
+    if kind in _BY_EQUALITY:  # outside of `try`, which would take the exception of an alarm for one of theirs
+        return bool(a == b)
     try:
-        if kind in _BY_EQUALITY:
-            return bool(a == b)
         is_equal = not isinstance(a, torch.Tensor) and bool(a == b or a != a)
-        return is_equal and repr(a) == repr(b)
+        return is_equal and (issubclass(kind, (set, frozenset)) or repr(a) == repr(b))
     except Exception:  # objects of others may raise anything, as tables of numbers do
         return False
 
