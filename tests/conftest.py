@@ -81,6 +81,13 @@ def pytest_runtest_setup(item):
         pytest.skip("no time is left")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kept_apart():
+    """What the tests of other files have left, as imports, is not looked at by the garbage collector in those of one."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """The same random numbers in whichever order tests run."""

@@ -187,7 +187,7 @@ def outcome(run, *args):
 ASKED = [q for line in QUESTIONS.splitlines() for q in line.split("  ") if q]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize(("number", "question"), [*enumerate(ASKED)], ids=ASKED)
 @pytest.mark.filterwarnings("ignore")

@@ -120,7 +120,7 @@ WRITE = ["statistics", "written_and_read", "written", "bound_anew", "kept", "sum
 OTHERS = ["written_later", "bound_later", "handed_over", "with_other_dropout"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", [*WRITE, *OTHERS])
 def test_what_backward_would_do_again_is_refused_where_it_may_run(kind, use_reentrant):

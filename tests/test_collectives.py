@@ -41,7 +41,7 @@ def test_a_result_that_nobody_reads_stays_for_the_other_ranks():
     assert "all_reduce" in ops(tr)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_equal_to_eager_on_one_rank(name):
     run = PROGRAMS[name]

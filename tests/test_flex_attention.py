@@ -186,6 +186,7 @@ class Program(nn.Module):
         return self.run(q, k, v)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("functions", [(), True])
 @pytest.mark.parametrize("name", ["both", "more results"])
 def test_onnx(name, functions):

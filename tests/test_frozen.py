@@ -80,7 +80,7 @@ def results_equal(a, b):
     return equal(a, b) and a.requires_grad == b.requires_grad
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("freeze", [by_module, by_parameter, by_attribute])
 @pytest.mark.parametrize(
     ("thaws", "critic_first", "to_none"),

@@ -226,7 +226,7 @@ def check(program, kinds, make):
         assert_like_eager(program, made, inputs(kinds, seed))
 
 
-@settings(max_examples=60, **options)
+@settings(max_examples=30, **options)
 @given(programs, kinds)
 def test_traces_do_what_eager_does(program, kinds):
     check(program, kinds, lambda fn, args: st.trace(fn, copy_inputs(args)))

@@ -28,11 +28,11 @@ def assert_none_wrong(programs, most_refused):
 
 
 def test_drawn_programs():
-    assert_none_wrong((drawn_program(0, n) for n in range(40)), 0.2)
+    assert_none_wrong((drawn_program(0, n) for n in range(20)), 0.2)
 
 
 def test_short_programs():
-    assert_none_wrong((short_program(0, n) for n in range(60)), 0.3)
+    assert_none_wrong((short_program(0, n) for n in range(30)), 0.3)
 
 
 @pytest.mark.slow

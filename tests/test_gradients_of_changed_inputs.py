@@ -74,7 +74,7 @@ def forward_of(change, results):
     return forward
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_computed_input_is_changed(change):
     example, refused = (torch.ones(2, 3, requires_grad=True).clone(),), 0

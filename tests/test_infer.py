@@ -385,7 +385,7 @@ def test_an_elementwise_op_returns_a_new_tensor():
     assert min(found.values()) > 20
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("func", [*rules.RULES, *ELEMENTWISE, *WHERE], ids=str)
 def test_a_rule_holds_at_all_sizes(func):
     answers: Counter[bool] = Counter()

@@ -150,6 +150,7 @@ def error_of(run, *args):
     return None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OF_ONE_DTYPE)
 def test_tensors_of_several_dtypes_are_refused_where_eager_refuses_them(name):
     function, *sizes = OF_ONE_DTYPE[name]

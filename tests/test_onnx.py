@@ -1057,6 +1057,7 @@ def test_a_cumulative_product(x, dim, dtype):
         st.trace(Product(), (x,), dynamic_shapes=({0: "n", 1: "m"},)).to_onnx(functions=True, verify=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("offset", "dims"), [(0, (0, 1)), (1, (-1, -2)), (-2, (0, 2)), (2, (0, 1))])
 def test_a_write_to_a_diagonal(offset, dims, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -88,6 +88,7 @@ class DiT(nn.Module):
         return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
+@pytest.mark.slow
 def test_diffusion_transformer():
     torch.manual_seed(0)
     batch, height, words = Dim("batch"), Dim("height"), Dim("words")

@@ -154,7 +154,7 @@ def problems(op, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("every", [28, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [56, pytest.param(7, marks=pytest.mark.slow)])
 def test_ops_do_what_eager_does(every, form):
     """Each so manyth op of the list, for time."""
     found = {}

@@ -355,7 +355,7 @@ DIMS = BATCH, 2 * BATCH
 IN_TEST_ALL = [pytest.param(name, DIMS[i % 2 - 1], marks=pytest.mark.slow) for i, name in enumerate(SIZED)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "dim"), [*((name, DIMS[i % 2]) for i, name in enumerate(SIZED)), *IN_TEST_ALL])
 def test_dynamic_sizes(name, dim):
     torch.manual_seed(0)

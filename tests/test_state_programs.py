@@ -11,7 +11,7 @@ HOLDERS = sorted(state_programs.HOLDERS)
 @pytest.mark.parametrize(
     "programs",
     [
-        pytest.param(range(30), id="few"),
+        pytest.param(range(15), id="few"),
         pytest.param(range(1000, 1400), id="many", marks=pytest.mark.slow),
         pytest.param(range(2000, 7000), id="others", marks=pytest.mark.exhaustive),
     ],

@@ -119,6 +119,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("func", ARGUMENTS, ids=str)
 def test_a_view_is_that_of_eager(func, monkeypatch):
     monkeypatch.delenv("SCOPETRACE_CHECK")  # the comparison with fake tensors would take minutes

@@ -105,6 +105,7 @@ def in_groups(params):
     return [{"params": params[:2], "lr": 0.05}, {"params": params[2:]}]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
 @pytest.mark.parametrize("rule", RULES)
 def test_from_the_first_step_on_and_later(rule, steps_before):
