@@ -245,7 +245,8 @@ def refusals() -> set[str]:
 
 
 def test_every_refusal_of_a_mutation_is_explained():
-    listed = set(re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "mutation.md").read_text(), flags=re.MULTILINE))
+    cells = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "mutation.md").read_text(), flags=re.MULTILINE)
+    listed = {message for cell in cells for message in cell.split("<br>")}
     assert refusals()
     assert refusals() - listed == set()
 
