@@ -383,9 +383,19 @@ def test_random_numbers_come_in_the_memory_order_of_eager(draw):
         assert_like_eager(run, st.trace(run, args), args)
 
 
-def test_batch_norm_with_cumulative_averages_reads_how_many_batches_there_were():
-    with pytest.raises(st.DataDependentError, match=r"batchnorm.*float"):
-        st.trace(nn.BatchNorm1d(4, momentum=None), (torch.randn(3, 4),))
+def test_batch_norm_with_cumulative_averages():
+    def make():
+        torch.manual_seed(0)
+        return nn.BatchNorm1d(4, momentum=None)
+
+    eager, traced = make(), make()
+    tr = st.trace(traced, (torch.randn(3, 4),))
+    assert torch.nn.BatchNorm1d.forward is type(eager).forward and traced.num_batches_tracked == 0
+    for _ in range(3):  # the share of a batch is another one each time
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(tr(x), eager(x))
+        torch.testing.assert_close(list(traced.buffers()), list(eager.buffers()))
+    assert {m.name for m in tr.mutations} == {"num_batches_tracked", "running_mean", "running_var"}
 
 
 def test_what_a_call_is_given_belongs_to_its_parent():

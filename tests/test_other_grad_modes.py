@@ -125,6 +125,7 @@ FUNCTIONS = {
 }
 MODULES = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "BatchNorm1d without momentum": lambda: nn.BatchNorm1d(4, momentum=None),
     "BatchNorm1d without weights": lambda: nn.BatchNorm1d(4, affine=False),
     "BatchNorm1d in eval": lambda: nn.BatchNorm1d(4).eval(),
     "BatchNorm1d twice": lambda: (lambda n: nn.Sequential(n, nn.ReLU(), n))(nn.BatchNorm1d(4)),

@@ -27,6 +27,7 @@ from torch._functorch import eager_transforms, vmap
 from torch._higher_order_ops import utils
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import (
     _get_overridable_functions,
     _get_tensor_methods,
@@ -194,12 +195,13 @@ def _call_impl(observer: Any, is_observed: Condition) -> Callable[..., Any]:
 
 def _forward(outer: Callable[..., Any], observer: Any, is_observed: Condition, method: str) -> Callable[..., Any]:
     """The `forward` of a module, reported as a call of `method`: mostly when the module itself was not called."""
+    run = _batch_norm if outer is _BatchNorm.forward else outer
 
     @functools.wraps(outer)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not is_observed():
             return outer(self, *args, **kwargs)
-        return observer.on_call(self, method, outer, args, kwargs)
+        return observer.on_call(self, method, run, args, kwargs)
 
     forward._scopetrace_original = outer  # type: ignore[attr-defined]
     return forward
@@ -406,6 +408,33 @@ def _report_object_collectives(torch_calls: Interception, observer: Any) -> None
 
     if torch.distributed.is_available():
         torch_calls.replace(torch.distributed.distributed_c10d, "_get_object_coll_device", after(device))
+
+
+# Batch norm ----------------------------------------------------------------------------------------------------------
+
+
+def _batch_norm(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """BatchNorm with `momentum=None` in training reads its number of batches as a Python float.
+
+    In a trace that float would be a constant. This computes the same running statistics with tensors.
+    """
+    averages = norm.training and norm.momentum is None and norm.track_running_stats
+    if averages and norm.num_batches_tracked is not None:
+        return _cumulative_average(norm, input)
+    return _BatchNorm.forward(norm, input)
+
+
+def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a batch norm whose running statistics are the averages over all batches."""
+    norm._check_input_dim(input)
+    assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
+    norm.num_batches_tracked.add_(1)
+    mean, var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+    out = torch.nn.functional.batch_norm(input, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)
+    share = norm.num_batches_tracked.reciprocal().to(mean.dtype)
+    norm.running_mean.lerp_(mean, share)
+    norm.running_var.lerp_(var, share)
+    return out
 
 
 # Higher-order ops ----------------------------------------------------------------------------------------------------
