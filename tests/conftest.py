@@ -83,7 +83,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True, scope="module")
 def kept_apart():
-    """What the tests of other files have left, as imports, is not looked at by the garbage collector in those of one."""
+    """What the tests of other files have left, as imports, is not looked at by the garbage collector in these."""
     gc.collect()
     gc.freeze()
 

@@ -4,6 +4,7 @@ import array
 import collections
 import copy
 import functools
+import itertools
 import logging
 import queue
 import weakref
@@ -320,10 +321,45 @@ def test_the_order_of_entries():
     tr = st.trace(lambda d: next(iter(d.values())) * 2, ({"a": X, "b": y},))
     assert torch.equal(tr({"a": y, "b": X}), y * 2)
     refused(tr, "in the order of the trace", {"b": X, "a": y}, error=st.errors.InputMismatchError)
-    refused(tr, "", collections.OrderedDict(a=X, b=y), error=st.errors.InputMismatchError)
+    refused(tr, "OrderedDict", collections.OrderedDict(a=X, b=y), error=st.errors.InputMismatchError)
     tr = st.trace(lambda x, k=None, **more: x * next(iter(more.values())), (X,), {"a": X, "b": y, "k": X})
     tr(X, k=X, a=X, b=y)
     refused(tr, r"order of \*\*kwargs was \['a', 'b'\]", X, k=X, b=X, a=y, error=st.errors.InputMismatchError)
+
+
+def by_key(self, x, batch, **more):
+    y = x * batch["scale"] + more["shift"] if "scale" in batch else x
+    return y if batch.get("mask") is None else y * batch["mask"]
+
+
+def passed_on(self, x, batch, **more):
+    return by_key(self, x, {**batch}, **more)
+
+
+def in_an_order_of_its_own(self, x, batch, **more):
+    return torch.stack([batch[name] for name in sorted(batch)]).cumsum(0)[0] * x
+
+
+def as_they_come(self, x, batch, **more):
+    return torch.stack([*batch.values()]).cumsum(0)[0] * x + next(iter(more.values()))
+
+
+@pytest.mark.parametrize("forward", [by_key, passed_on, in_an_order_of_its_own, as_they_come])
+def test_entries_in_another_order(forward, tmp_path):
+    """The first call in an order records the forward in both; what came of it holds for the next."""
+    args, kwargs = (X, {"scale": X * 2, "mask": X * 3}), {"shift": X * 4, "extra": X * 5}
+    tr, (x, scale, mask, shift, extra) = st.trace(net(forward), args, kwargs), torch.randn(5, 2, 4).unbind()
+    tr.save(tmp_path / "trace")
+    for batch, more in itertools.product(
+        ({"scale": scale, "mask": mask}, {"mask": mask, "scale": scale}),
+        ({"shift": shift, "extra": extra}, {"extra": extra, "shift": shift}),
+    ):
+        for trace in (tr, tr, st.load(tmp_path / "trace")):
+            if [*batch, *more] == [*args[1], *kwargs] or (forward is not as_they_come and trace is tr):
+                assert torch.equal(trace(x, batch, **more), forward(None, x, batch, **more))
+            else:
+                with pytest.raises(st.errors.InputMismatchError, match="order"):
+                    trace(x, batch, **more)
 
 
 # What forward registers ----------------------------------------------------------------------------------------------

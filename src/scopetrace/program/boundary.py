@@ -32,6 +32,7 @@ from scopetrace.ir.write_back import GraphInput, StateRef, resolved
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
 from scopetrace.program.arguments import MISMATCHES, CallCode, ExpectedArguments, SizeSlot, TensorSlot, output_template
+from scopetrace.program.entry_order import EntryOrder
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
 from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import Sharing
@@ -109,11 +110,7 @@ class CallBoundary:
             inputs = None
         is_as_traced = inputs is not None
         if inputs is None:
-            args, kwargs = self.in_traced_form(args, kwargs)
-            more = [name for name in kwargs if name in self.more_keywords]
-            if more != self.more_keywords and len(more) == len(self.more_keywords):
-                order = f"{self.more_keywords} when traced and {more} now"
-                raise InputMismatchError(f"the order of **kwargs was {order}; pass them in that of the trace")
+            args, kwargs = self._order.arguments(*self.in_traced_form(args, kwargs))
             tensors, numbers = self.expected.match(args, kwargs)
             inputs = [*tensors, *numbers]
             if self.tape.sizes is not None:
@@ -131,6 +128,11 @@ class CallBoundary:
         if self._sharing is not None:
             self._sharing.check(inputs, self.state.held)
         return inputs
+
+    @functools.cached_property
+    def _order(self) -> EntryOrder:
+        forward = None if self._objects else self.forward  # it would change a copy
+        return EntryOrder(forward, self.expected, self.more_keywords)
 
     @functools.cached_property
     def _compared(self) -> Callable[..., list[Any] | None]:
