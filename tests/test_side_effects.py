@@ -48,6 +48,10 @@ class State:
     def __init__(self):
         self.n = 0
 
+    def count(self):
+        self.n += 1
+        return self.n
+
 
 class Slotted:
     __slots__ = ("n",)
@@ -209,6 +213,31 @@ def writes_a_default(self, x, seen=[]):  # noqa: B006
     return x * len(seen)
 
 
+def wrapped(function):
+    def wrapper(self, x):
+        return function(self, x)
+
+    return wrapper
+
+
+@wrapped
+def adds_one(self, x):
+    return x + 1
+
+
+@wrapped
+def counts_under_a_wrapper(self, x):
+    TABLE["n"] += 1
+    return adds_one(self, x)
+
+
+COUNT = State().count
+
+
+def counts_by_a_bound_method(self, x):
+    return x * COUNT()
+
+
 def writes_itself(self, x):
     writes_itself.n += 1
     return x * writes_itself.n
@@ -267,6 +296,8 @@ CASES = [
     (writes_a_global_by_name, ["globals()['CALLS'] was 0 and became 5"], False),
     (keeps_in_a_global, ["SEEN was [] and became [a tensor [2, 4]]"], False),
     (reads_a_global_table, ["TABLE['n'] was 0 and became 1"], True),
+    (counts_under_a_wrapper, ["TABLE['n'] was 0 and became 1"], False),
+    (counts_by_a_bound_method, ["count.__self__.n was 0 and became 1"], True),
     (writes_a_default, ["a default argument of writes_a_default was [] and became [1]"], True),
     (writes_itself, ["writes_itself.n was 0 and became 1"], True),
     (draws, ["random was in one state and became in another"], True),

@@ -1,12 +1,11 @@
-"""The functions that a forward may run, and the variables that these name.
+"""The functions that code leads to by names, and the variables that these name.
 
 Data flow:
-    callable, classes of modules, hooks -> the code of functions -> names in it -> globals, closures, classes
+    functions, classes, objects -> the code of functions -> names in it -> globals, closures, classes
     -> more functions, until there are none; not those of torch and of Python's library
-    what the variables hold -> `Contents`, so that it can be compared and put back after the forward
-
-This finds more functions than run. It says what is copied before the forward; what a call is checked for comes from the
-functions that ran (`guards.variables`).
+    what the variables hold -> `visit`, which says what functions, classes and objects are in it
+    before a forward: from the callable, by all names -> what is copied, to be compared and put back after it
+    after it: from the functions that ran, some steps far -> what a call is checked for
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
-from scopetrace.containers.contents import MEMO, Place, content_of, is_library, is_users_class
+from scopetrace.containers.contents import MEMO, Place, is_library, is_users_class
 from scopetrace.containers.structure import weak_cache
 
 
@@ -29,11 +28,11 @@ class Names(NamedTuple):
 
     all: frozenset[str]
     """Its globals and attributes, and texts that may be names of attributes for `getattr`."""
-    globals: frozenset[str]
+    globals: tuple[str, ...]
     """The globals that it reads."""
-    bound: frozenset[str]
+    bound: tuple[str, ...]
     """The globals that it binds or deletes."""
-    dotted: frozenset[tuple[str, str]]
+    dotted: tuple[tuple[str, str], ...]
     """The attributes that it reads of globals: `("config", "SCALE")`."""
     compares_objects: bool
     """Whether it asks for identity: `x is y`, but not `x is None`."""
@@ -70,9 +69,11 @@ def names_of(code: types.CodeType) -> Names:
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return Names(
         frozenset(names).union(*(n.all for n in inner)),
-        frozenset(filter(str.isidentifier, reads)).union(*(n.globals for n in inner)),  # pytest adds `@pytest_ar`
-        frozenset(binds).union(*(n.bound for n in inner)),
-        frozenset(dotted).union(*(n.dotted for n in inner)),
+        tuple(
+            sorted(set(filter(str.isidentifier, reads)).union(*(n.globals for n in inner)))
+        ),  # pytest adds `@pytest_ar`
+        tuple(sorted(binds.union(*(n.bound for n in inner)))),
+        tuple(sorted(dotted.union(*(n.dotted for n in inner)))),
         False in compares or "id" in reads or any(n.compares_objects for n in inner),
         True in compares or any(n.compares_bools for n in inner),
     )
@@ -88,117 +89,158 @@ _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 Visit = Callable[..., None]
 
 
+DEPTH = 2
+"""How far from the first functions methods of classes, and functions in containers, are followed. Functions that are
+named themselves are followed at any distance."""
+_NEVER = sys.maxsize
+"""The distance of functions that are known, and not followed."""
+
+
+class Variable(NamedTuple):
+    """A global, an attribute of a Python module or function, or a variable of an enclosing function."""
+
+    name: str
+    """As in source: `SCALE`, `config.SCALE`."""
+    place: Place
+    function: types.FunctionType
+    """The first that names it."""
+
+
 class Reach:
     """Follows names from functions and classes.
 
     `visit` gets each object that a variable holds: its name, the object, None, and the place that holds it.
     """
 
-    def __init__(self, visit: Visit) -> None:
-        self._visit = visit
-        self.functions: dict[types.CodeType, types.FunctionType] = {}
-        """By code, the functions that may run."""
-        self.variables: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-        """The globals that they name: the table and the name."""
-        self.cells: dict[int, tuple[str, types.CellType]] = {}
-        """By id, the variables of enclosing functions, with their names."""
-        self.classes: dict[type, None] = {}
-        """The users' classes whose attributes they may write to."""
-        self.names: set[str] = set()
+    def __init__(self, visit: Visit, names: Iterable[str] = (), depth: int = _NEVER) -> None:
+        """`names` are those of methods that may run, whatever code names.
+
+        `depth` is how far from the first functions those are that may name methods.
+        """
+        self._visit, self._depth = visit, depth
+        self.functions: dict[int, types.FunctionType] = {}
+        """By id, all that are known."""
+        self.followed: dict[int, types.FunctionType] = {}
+        """By id, those that may run."""
+        self.variables: dict[tuple[int, Any], Variable] = {}
+        """By place, what they name."""
+        self.classes: dict[type, bool] = {}
+        """The classes that they may use; whether code names one, and may make one, rather than to have one."""
+        self.names = {*names}
         """What they name."""
+        self.by_getters: set[str] = set()
+        """Those of the names that are in an `operator.attrgetter`."""
+        self.bases: dict[type, bool] = {}
+        """As `classes`, with those that they inherit from."""
         self._unnamed: dict[str, list[tuple[Any, int]]] = {}
         """By name, the methods of the classes that no function has named so far."""
         self._pending: dict[int, list[types.FunctionType]] = collections.defaultdict(list)
-        """The functions that are to be followed, by how far from the forward they are named."""
+        """The functions that are to be followed, by how far from the first ones they are named."""
 
-    def follow(self) -> int | None:
-        """Follow the functions that are nearest to the forward. How far what they name is from it; None for no more."""
-        depth = min(self._pending, default=_NEVER)
-        if depth == _NEVER:
-            return None
-        for function in self._pending.pop(depth):
-            self._follow(function, depth + 1)
-        return depth + 1
+    def follow(self, held: Callable[[], Sequence[Any]], depth: int = 0) -> None:
+        """Follow all functions, the nearest first.
 
-    def function_of(self, code: types.CodeType) -> types.FunctionType | None:
-        """The function that has run some code, as far as it is known; a method may have a computed name."""
-        unnamed = (unwrapped(function) for function, _ in self._unnamed.get(code.co_name, ()))
-        return self.functions.get(code) or next((f for f in unnamed if getattr(f, "__code__", None) is code), None)
+        `held` gives what `visit` has come by since it was asked before: functions, classes and objects in containers;
+        at first those that are at `depth`.
+        """
+        while True:
+            while items := held():
+                for x in items:
+                    self.add(x, _never_if_far(depth))
+            if not self._pending:
+                return
+            depth = min(self._pending)
+            for function in self._pending.pop(depth):
+                self._follow(function, depth + 1)
+            depth += 1
 
-    def add_held(self, x: Any, depth: int) -> None:
-        """A function or class that a container holds."""
-        self.add(x, _never_if_far(depth))
+    def by_code(self) -> dict[int, types.FunctionType]:
+        """By id of code that is known, a function that has it; a method may have a computed name."""
+        unnamed = [unwrapped(function) for methods in self._unnamed.values() for function, _ in methods]
+        known = (*unnamed, *reversed(self.functions.values()))
+        return {id(f.__code__): f for f in known if isinstance(f, types.FunctionType)}
 
     def add(self, x: Any, depth: int = 0) -> None:
-        """A function, method, partial or class that is named; nothing is done for other objects."""
-        while isinstance(x, functools.partial):
+        """A function, method, partial or class that is named; of another object, its class."""
+        kind = type(x)  # isinstance may call a `__getattr__` of users
+        if issubclass(kind, functools.partial):
             self._visit("partial", (*x.args, *x.keywords.values()))
-            x = x.func
-        x = getattr(x, "__func__", x) if isinstance(x, (types.MethodType, staticmethod, classmethod)) else x
-        if isinstance(x, MEMO):
-            self._visit("a memo", x)
-        if isinstance(x, property):
-            for accessor in (x.fget, x.fset):
-                self.add(accessor, depth)
-        elif isinstance(x, type):
+            self.add(x.func, depth)
+        elif issubclass(kind, types.MethodType):
+            self._visit(f"{getattr(x, '__name__', 'a method')}.__self__", x.__self__)
+            self.add(x.__func__, depth)
+        elif issubclass(kind, type):
             self.add_class(x, depth)
-        elif isinstance(x, operator.attrgetter):  # code that names attributes in C
-            self._name(names_by(x))
-        elif isinstance(inner := unwrapped(x), types.FunctionType):
-            self._add_function(inner, depth)
-        elif inner is not x:  # a module under torch.compile
-            self._visit(getattr(x, "__name__", type(x).__name__), inner)
+        elif kind is operator.attrgetter:  # code that names attributes in C
+            self.by_getters |= (names := names_by(x))
+            self._name(names, depth)
+        elif kind not in (types.FunctionType, MEMO):
+            self.add_class(kind, depth, is_named=False)
+        else:
+            if kind is MEMO:
+                self._visit("a memo", x)
+            if isinstance(inner := unwrapped(x), types.FunctionType):
+                self._add_function(inner, depth)
+            elif inner is not x:  # a module under torch.compile
+                self._visit(x.__name__, inner)
 
-    def add_class(self, kind: type, depth: int = 0) -> None:
-        """The methods of a class that some function names, and special ones, as operators."""
+    def add_class(self, kind: type, depth: int = 0, *, is_named: bool = True) -> None:
+        """The methods of a class that some function names, and special ones, as operators.
+
+        Those of all attributes, as `__init__`, where code names the class.
+        """
         depth = _never_if_far(depth)
+        if self.classes.get(kind, -1) >= is_named or (depth == _NEVER and not is_named):
+            return
+        self.classes[kind] = is_named
         for base in kind.__mro__:
-            if base in self.classes or not is_users_class(base):
+            if self.bases.get(base, -1) >= is_named or not is_users_class(base):
                 continue
-            self.classes[base] = None
+            self.bases[base] = is_named
             for name, member in vars(base).items():
-                functions, is_special = functions_of(member), name[:2] == "__"
+                functions, is_special = functions_of(member), name[:2] == "__" and name not in _AT_DEFINITION
                 for function in functions:
-                    if is_special or name in self.names or name == "forward":
+                    if name in self.names or (is_special and (is_named or name not in OF_ALL_ATTRIBUTES)):
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
-                if not (functions or is_special or callable(member) or hasattr(type(member), "__get__")):
+                if not (functions or name[:2] == "__" or callable(member) or hasattr(type(member), "__get__")):
                     self._visit(f"{base.__name__}.{name}", member, None, Place(base, name))
 
-    def _name(self, names: set[str] | frozenset[str]) -> None:
+    def _name(self, names: Set[str], depth: int) -> None:
+        if depth > self._depth:
+            return
         new = names - self.names
         self.names |= new
         for name in new & self._unnamed.keys():
-            for function, depth in self._unnamed.pop(name, ()):
-                self.add(function, depth)
+            for function, of_class in self._unnamed.pop(name, ()):
+                self.add(function, max(of_class, depth))
 
     def _add_function(self, function: types.FunctionType, depth: int) -> None:
-        if function.__code__ not in self.functions and not is_library(home_of(function)):
-            self.functions[function.__code__] = function
+        if id(function) in self.followed or is_library(home_of(function)):
+            return
+        self.functions[id(function)] = function
+        if depth != _NEVER:
+            self.followed[id(function)] = function
             self._pending[depth].append(function)
 
     def _follow(self, function: types.FunctionType, depth: int) -> None:
+        """Look at the globals that a function names, attributes of Python modules and functions, and its variables."""
         code, table = function.__code__, function.__globals__
         names = names_of(code)
-        self._name(names.all)
-        for name in names.bound | (names.globals & table.keys()):
-            if (id(table), name) not in self.variables:
-                self.variables[id(table), name] = table, name
-                if name in table:
-                    self._look_at(name, table[name], depth, Place(table, name))
+        self._name(names.all, depth)
+        present = [name for name in names.globals if name in table]
+        variables = [(name, Place(table, name)) for name in (*names.bound, *present)]
         for name, attribute in names.dotted:
-            module = table.get(name)
-            if isinstance(module, types.ModuleType) and not is_library(module.__name__):
-                namespace = vars(module)
-                if attribute in namespace and (id(namespace), attribute) not in self.variables:
-                    self.variables[id(namespace), attribute] = namespace, attribute
-                    value, place = namespace[attribute], Place(namespace, attribute)
-                    self._look_at(f"{module.__name__}.{attribute}", value, depth, place)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-            if id(cell) not in self.cells:
-                self.cells[id(cell)] = name, cell
-                self._look_at(name, content_of(cell), depth, Place(cell, "cell_contents"))
+            owner = table.get(name)
+            if isinstance(owner, (types.ModuleType, types.FunctionType)) and not is_library(home_of(owner)):
+                variables += [(f"{name}.{attribute}", Place(vars(owner), attribute))] * (attribute in vars(owner))
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+        variables += [(name, Place(cell, "cell_contents")) for name, cell in cells]
+        for name, place in variables:
+            if place.id not in self.variables:
+                self.variables[place.id] = Variable(name, place, function)
+                self._look_at(name, place.current(), depth, place)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._look_at(f"a default argument of {function.__name__}", default, depth)
 
@@ -210,15 +252,14 @@ class Reach:
             self._visit(name, value, None, place)
 
 
-_DEPTH = 2
-"""How far from the forward methods of classes, and functions in containers, are followed. Functions that are named
-themselves are followed at any distance."""
-_NEVER = sys.maxsize
-"""The distance of functions that are known, and not followed."""
+OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
+"""Methods that name all attributes of an object, and seldom run on one that was there."""
+_AT_DEFINITION = frozenset({"__init_subclass__", "__set_name__", "__class_getitem__"})
+"""Methods that run where a class is defined or named in an annotation, and in no forward."""
 
 
 def _never_if_far(depth: int) -> int:
-    return depth if depth <= _DEPTH else _NEVER
+    return depth if depth <= DEPTH else _NEVER
 
 
 def names_by(getter: operator.attrgetter[Any]) -> set[str]:

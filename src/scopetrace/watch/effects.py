@@ -21,7 +21,6 @@ from scopetrace._compat.tensors import parameters_of, tags_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
     Change,
-    Place,
     changed_attributes,
     form_of,
     is_another_object,
@@ -32,7 +31,7 @@ from scopetrace.containers.contents import (
 from scopetrace.containers.stand_ins import plain
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.guards.reach import Reach
+from scopetrace.guards.reach import Reach, Variable
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value
 from scopetrace.record.builder import place_of
@@ -55,7 +54,7 @@ class EffectWatch:
         """`inputs` are the tensors among the arguments, with their names, as the forward gets them."""
         self._model = model
         self._contents = model.contents
-        self.reach = Reach(self._contents.add)
+        self.reach = Reach(self._contents.add, ("forward",))
         self.objects: list[tuple[str, Any]] = []
         """Objects with attributes among the arguments, with their names."""
         for name, argument in arguments:
@@ -80,10 +79,9 @@ class EffectWatch:
         self._follow(fn)
         if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
             self._follow_hooks()
-        variables = [(f"globals()[{name!r}]", Place(table, name)) for table, name in self.reach.variables.values()]
-        variables += [(f"closure {name}", Place(cell, "cell_contents")) for name, cell in self.reach.cells.values()]
-        self._variables = [(name, place, place.current()) for name, place in variables]
-        self._holders += [(kind.__name__, kind, dict(vars(kind))) for kind in self.reach.classes]
+        named = [(_in_words(v), v.place) for v in self.reach.variables.values()]
+        self._variables = [(name, place, place.current()) for name, place in named if name]
+        self._holders += [(kind.__name__, kind, dict(vars(kind))) for kind in self.reach.bases]
         self._holders += [
             (f.__name__, f, dict(tags) if (tags := vars(f)) else _NO_TAGS) for f in self.reach.functions.values()
         ]
@@ -97,7 +95,7 @@ class EffectWatch:
             self.reach.add_class(type(owner))
         for kind in {type(module): None for module in self._model.modules}:
             self.reach.add_class(kind)
-        self._follow_contents()
+        self.reach.follow(self._held)
 
     def _follow_hooks(self) -> None:
         """What hooks on the gradients of tensors from outside may run, and the objects that they may write to."""
@@ -106,21 +104,16 @@ class EffectWatch:
         for t in {id(t): t for t in (*self._model.tensors, *of_objects, *inside)}.values():
             for hook in hooks_of(t)[0]:
                 self._contents.add("a hook on a gradient", hook)
-        self._follow_contents()
+        self.reach.follow(self._held)
 
-    def _follow_contents(self) -> None:
-        """Follow the functions, classes and modules to which contents lead, until there are none."""
+    def _held(self) -> list[Any]:
+        """The functions and classes to which contents lead, and the classes of modules."""
         contents = self._contents
-        depth: int | None = 0
-        while depth is not None:
-            while contents.functions or contents.modules or contents.classes:
-                classes, contents.classes = contents.classes, {}
-                functions, contents.functions = contents.functions, []
-                modules, contents.modules = contents.modules, []
-                inner = [m for name, module in modules for m in self._model.save_outside(name, module)]
-                for x in dict.fromkeys((*classes, *map(type, inner), *functions)):
-                    self.reach.add_held(x, depth)
-            depth = self.reach.follow()
+        classes, contents.classes = contents.classes, {}
+        functions, contents.functions = contents.functions, []
+        modules, contents.modules = contents.modules, []
+        inner = [m for name, module in modules for m in self._model.save_outside(name, module)]
+        return [*dict.fromkeys((*classes, *map(type, inner), *functions))]
 
     def restore(self) -> list[Change]:
         """Put all back as it was, and say what had changed: by value, or to another object that equals the old one."""
@@ -143,6 +136,14 @@ class EffectWatch:
                 is_class = isinstance(holder, type)
                 changes = changed_attributes(name, holder, before, current, holder if is_class else vars(holder))
                 yield from (change for change in changes if not (is_class and change.attribute[:2] == "__"))
+
+
+def _in_words(variable: Variable) -> str:
+    """What a variable is called; nothing for the attribute of a function, which is saved with that."""
+    owner, key = variable.place
+    if isinstance(owner, types.CellType):
+        return f"closure {variable.name}"
+    return f"globals()[{key!r}]" if "__name__" in owner else ""
 
 
 def is_change(change: Change) -> bool:

@@ -30,11 +30,11 @@ import torch
 from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Condition
 from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace.containers.contents import (
+    ATOMS,
     ATTRIBUTES,
     MEMO,
     Change,
     Place,
-    content_of,
     form_of,
     is_another_object,
     is_library,
@@ -44,7 +44,7 @@ from scopetrace.containers.contents import (
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR, AttributeWatch
-from scopetrace.guards.reach import Reach, functions_of, home_of, names_by, names_of, unwrapped
+from scopetrace.guards.reach import DEPTH, OF_ALL_ATTRIBUTES, Reach, names_of
 from scopetrace.ir.guards import (
     ALL_MODULES,
     MODULE_TABLES,
@@ -141,8 +141,8 @@ class StateReads:
         Of variables, whether any of the code that ran does.
         """
         read = self._read.get((id(change.holder), change.attribute))
-        codes = self._ran.codes if read is None else [code for code, _ in walk_frames(read[2][0])[-1:]]
-        return is_another_object(change.old, change.new) and any(names_of(code).compares_objects for code in codes)
+        compares = self._ran.comparing is not None if read is None else _compares_objects(read[2][0])
+        return compares and is_another_object(change.old, change.new)
 
     # ---------------------------------------------------------------- after the forward
 
@@ -176,7 +176,7 @@ class StateReads:
 
     def _of_ties(self, ran: RanFunctions) -> Iterator[Guard]:
         """Which parameters and buffers are one tensor, where code asks for identity."""
-        if any(names_of(code).compares_objects for code in ran.codes):
+        if ran.comparing is not None:
             name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
             yield Guard.of(name, Asked(_shared, (self._places_of_members(),)), path)
 
@@ -266,7 +266,7 @@ class StateReads:
         An input that is a tensor of the model, which the forward takes from there too, is one value with it.
         """
         tape = self._builder.tape
-        code = next((code for code in ran.codes if names_of(code).compares_objects), None)
+        code = ran.comparing
         taken = set(map(id, tape.attributes.values()))
         examples = self._examples if code is not None else [t for t in self._examples if id(t) in taken]
         of_model = dict.fromkeys(filter(None, map(self._model.owner, examples)))
@@ -331,101 +331,69 @@ class StateReads:
 
 
 class RanFunctions:
-    """The functions that ran, since ops and calls were in them, and what they read of variables."""
+    """The functions that ran, since ops and calls were in them, and what they read of variables.
+
+    Those that they name may have run too: where no op was in one, nobody saw whether it ran.
+    """
 
     def __init__(
         self, fn: Any, tape: RecordedTape, ran: Ran, reach: Reach, held: Sequence[Any], hooks: Sequence[Any]
     ) -> None:
-        """`ran` is the code in which ops and calls were; `held` the attributes that were read; `hooks` ran too."""
-        forwards = [getattr(call.module_type, "forward", None) for call in tape.calls if call.module is not None]
-        known = [_function_of(x) for x in (fn, *hooks, *forwards) if issubclass(type(x), _CALLABLE)]
-        ran = {**ran, **{id(f.__code__): (f.__code__, f.__globals__) for f in known if f is not None}}
-        self.functions = functions_that_ran(ran, reach)
-        """By code, those of users."""
-        self._reach, self._tape = reach, tape
-        self._by_getters = set[str]()
-        self.inner = self._named_by(held)
-        """Functions of users that these name, which may have run too; several may have one code."""
-        self.codes = dict.fromkeys((*self.functions, *(function.__code__ for function in self.inner)))
-        inner = (f.__code__ for f in self.inner if f.__name__ not in _OF_ALL_ATTRIBUTES)
-        names = self._by_getters.union(*(names_of(code).all for code in (*self.functions, *inner)))
+        """`ran` is the code in which ops and calls were; `held` the attributes that were read; `hooks` ran too.
+
+        `reach` has followed what may run.
+        """
+        self._called = dict.fromkeys(type(call.module) for call in tape.calls if call.module is not None)
+        holding = list[Any]()  # what variables hold, with what is in it; a method here would be a reference cycle
+        self.reach = Reach(functools.partial(_hold, holding), depth=DEPTH)
+        known = reach.by_code()
+        for x in (fn, *hooks, *(getattr(kind, "forward", None) for kind in self._called)):
+            self.reach.add(x)
+        for code, table in ran.values():
+            if table and not is_library(table.get("__name__")):
+                cells = tuple([types.CellType() for _ in code.co_freevars])  # those of one that nobody names
+                self.reach.add(known.get(id(code)) or types.FunctionType(code, table, closure=cells))
+        first = [*self.reach.followed.values()]
+        _hold(holding, "", [*held])
+        for kind in self._called:
+            self.reach.add_class(kind, 1, is_named=False)
+        self.reach.follow(functools.partial(_take_all, holding), 1)
+        self.functions = [*self.reach.followed.values()]
+        """Those of users; several may have one code."""
+        codes = {id(f.__code__): f.__code__ for f in self.functions}
+        self.comparing = next((code for code in codes.values() if names_of(code).compares_objects), None)
+        """Code that asks for identity."""
+        self._codes, self._named = codes.keys(), {name for code in codes.values() for name in names_of(code).all}
+        naming = [*first, *(f for f in self.functions if f.__name__ not in OF_ALL_ATTRIBUTES)]
+        names = self.reach.by_getters.union(*(names_of(f.__code__).all for f in naming))
         self.names = None if names & {"vars", "__dict__"} else frozenset(names)
         """Of objects with attributes, those that code names which may have run; None where it may take all."""
 
-    def _named_by(self, held: Sequence[Any]) -> list[types.FunctionType]:
-        """Functions that those which ran name: by variables and attributes, and what these hold.
-
-        A method counts where its class is that of something held, or is named, and some of the code names it.
-        """
-        known = {id(function): function for function in self.functions.values()}
-        new, values, level = known, [*held], 0
-        called = [call.module_type for call in self._tape.calls if call.module is not None]
-        kinds = dict.fromkeys(filter(None, called), False)
-        """The classes of what is held, and whether code names them: then it may make one."""
-        while new or not level:
-            values += [x for function in new.values() for x in _named(function)]
-            is_near, level = level < _LEVELS, level + 1  # any further, only what is named itself
-            items = [*itertools.chain.from_iterable(map(_with_items, values))] if is_near else values
-            functions = [_function_of(x) for x in items if issubclass(type(x), _CALLABLE)]
-            if is_near:
-                self._by_getters.update(*(names_by(x) for x in items if type(x) is operator.attrgetter))
-                kinds |= dict.fromkeys(map(type, items), False)
-            kinds |= {x: True for x in items if isinstance(x, type)}
-            if is_near:
-                names = self._by_getters.union(*(names_of(function.__code__).all for function in new.values()))
-                functions += [f for kind, is_named in kinds.items() for f in _methods(kind, names, is_named=is_named)]
-            users = [f for f in functions if f is not None and not is_library(home_of(f))]
-            new, values = {id(f): f for f in users if id(f) not in known}, []
-            known |= new
-        self._kinds = kinds
-        return [*known.values()][len(self.functions) :]
-
     def guards(self, path: str) -> Iterator[Guard]:
         """What the functions read of variables."""
-        functions = [*self.functions.values(), *self.inner]
-        if functions:
-            yield Guard.of("functions", OfFunctions(tuple(functions)), path)
-        known = set[tuple[int, str]]()
-        for function in functions:
-            frames = ((), ((function.__code__, function.__code__.co_firstlineno),))
-            for name, source in self._variables_of(function):
-                if source.place.id not in known and _is_state(source.current(NO_CALL)):
-                    known.add(source.place.id)
-                    yield Guard.of(name, source, path, frames, self.names)
-                    yield from _of_identity(name, source, frames, path)
+        if self.functions:
+            yield Guard.of("functions", OfFunctions(tuple(self.functions)), path)
+        for name, place, function in self.reach.variables.values():
+            source, frames = At(*place), ((), ((function.__code__, function.__code__.co_firstlineno),))
+            if _is_state(source.current(NO_CALL)):
+                yield Guard.of(name, source, path, frames, self.names)
+                yield from _of_identity(name, source, frames, path)
         yield from self._of_classes(path)
-        names = {name for code in self.codes for name in names_of(code).all}
-        for name in [name for name in OTHER_SETTINGS if name.rpartition(".")[2] in names]:
+        for name in [name for name in OTHER_SETTINGS if name.rpartition(".")[2] in self._named]:
             yield Guard.of(name, Flag(name), path)
-
-    @staticmethod
-    def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, At]]:
-        """The globals that a function names, attributes of Python modules and functions, and variables around it."""
-        table, names = function.__globals__, names_of(function.__code__)
-        for name in sorted(names.globals & table.keys()):
-            yield name, At(table, name)
-        for name, attribute in sorted(names.dotted):
-            owner = table.get(name)
-            if not isinstance(owner, (types.ModuleType, types.FunctionType)) or is_library(home_of(owner)):
-                continue
-            if attribute in vars(owner):
-                yield f"{name}.{attribute}", At(vars(owner), attribute)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            yield name, At(cell, "cell_contents")
 
     def _of_classes(self, path: str) -> Iterator[Guard]:
         """Attributes of users' classes that code which ran names, and methods that ran."""
-        names = {name for code in self.codes for name in (*names_of(code).all, code.co_name)}
-        called = {type(call.module): None for call in self._tape.calls if call.module is not None}
-        called = {kind: None for kind in called if not issubclass(kind, torch.fx.GraphModule)}  # made at its first call
+        names = self._named.union(f.__code__.co_name for f in self.functions)
+        called = [kind for kind in self._called if not issubclass(kind, torch.fx.GraphModule)]  # made at its first call
         for kind, name in itertools.product(called, ("forward", "__call__")):
             yield Guard.of(f"{kind.__name__}.{name}", At(kind, name), path)
-        for kind in filter(is_users_class, self._kinds):
+        for kind in filter(is_users_class, self.reach.classes):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
                 code = getattr(getattr(member, "__func__", member), "__code__", None)
                 is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
-                may_run = is_value or code in self.codes or (code is not None and kind in called)
+                may_run = is_value or id(code) in self._codes or (code is not None and kind in called)
                 if may_run and is_users_class(base):
                     yield Guard.of(f"{kind.__name__}.{name}", At(kind, name), path, names=self.names)
 
@@ -433,46 +401,20 @@ class RanFunctions:
 def _of_identity(name: str, source: Source, frames: Frames, path: str) -> Iterator[Guard]:
     """That a place holds the object that it held, where the code that read it compares objects: `self.mode is A`."""
     x = source.current(NO_CALL)
-    if form_of(type(x)) is ATTRIBUTES and any(names_of(code).compares_objects for code, _ in walk_frames(frames)[-1:]):
+    if form_of(type(x)) is ATTRIBUTES and _compares_objects(frames):
         yield Guard(f"{name} as the object it was", True, Asked(_holds, (source, x)), frames, path)
+
+
+def _compares_objects(frames: Frames) -> bool:
+    return any(names_of(code).compares_objects for code, _ in walk_frames(frames)[-1:])
 
 
 def _holds(source: Source, x: Any) -> bool:
     return source.current(NO_CALL) is x
 
 
-def _named(function: types.FunctionType) -> list[Any]:
-    """What the globals hold that a function names, the variables around it, and its defaults."""
-    variables = [function.__globals__.get(name) for name in names_of(function.__code__).globals]
-    return [*variables, *map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
-
-
-def functions_that_ran(ran: Ran, reach: Reach) -> dict[types.CodeType, types.FunctionType]:
-    """By code, the functions of users. Those too far from the forward for `reach` are followed now.
-
-    A function with variables of another one around it is known where those that ran name it.
-    """
-    functions = dict[types.CodeType, types.FunctionType]()
-    left = [(code, table) for code, table in ran.values() if table and not is_library(table.get("__name__"))]
-    while True:
-        functions |= {code: f for code, _ in left if (f := reach.function_of(code)) is not None}
-        left = [(code, table) for code, table in left if code not in functions]
-        far = [types.FunctionType(code, table) for code, table in left if not code.co_freevars]
-        if not far:
-            return functions
-        for function in far:
-            reach.add(function)
-        reach.follow()
-
-
-_LEVELS = 2
-"""How far functions are followed that others name: where no op was in one, nobody saw whether it ran."""
 _BY_TABLE = frozenset({"parameters", "named_parameters", "buffers", "named_buffers", "state_dict"})
 """Methods of nn.Module that go through the tables of parameters and buffers."""
-_OF_ALL_ATTRIBUTES = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__getstate__"})
-"""Methods that name all attributes of an object, and seldom run on one that was there."""
-_AT_DEFINITION = frozenset({"__init_subclass__", "__set_name__", "__class_getitem__"})
-"""Methods that run where a class is defined or named in an annotation, and in no forward."""
 
 
 def _is_state(value: Any) -> bool:
@@ -484,39 +426,23 @@ def _is_state(value: Any) -> bool:
     return value is not MISSING
 
 
-_CALLABLE = (types.FunctionType, types.MethodType, MEMO, functools.partial)
+def _hold(holding: list[Any], _: str, x: Any, __: Any = None, place: Place | None = None) -> None:
+    """Add what a variable holds, with what is in it; nothing for the attribute of a class."""
+    if place is None or not isinstance(place.owner, type):
+        holding += [item for item in _with_items(x) if type(item) not in ATOMS and type(item) is not MEMO]
 
 
-def _function_of(x: Any) -> types.FunctionType | None:
-    """The function that runs where one of `_CALLABLE` is called, if it is written in Python."""
-    while isinstance(x, functools.partial):
-        x = x.func
-    x = unwrapped(getattr(x, "__func__", x))
-    return x if isinstance(x, types.FunctionType) else None
-
-
-def _methods(kind: type, names: Set[str], *, is_named: bool) -> list[types.FunctionType | None]:
-    """The methods of a class of users that may run: those of `names`, and special ones, as `__call__`.
-
-    Those of all attributes, as `__init__`, where code names the class.
-    """
-    methods = list[types.FunctionType | None]()
-    for base in filter(is_users_class, kind.__mro__) if is_users_class(kind) else ():
-        left_out = _AT_DEFINITION if is_named else _AT_DEFINITION | _OF_ALL_ATTRIBUTES
-        special = [name for name in vars(base) if name[:2] == "__" and name not in left_out]
-        for name in (*special, *sorted(vars(base).keys() & names)):
-            methods += map(_function_of, functions_of(vars(base)[name]))
-    return methods
+def _take_all(holding: list[Any]) -> list[Any]:
+    items = holding.copy()
+    holding.clear()
+    return items
 
 
 def _with_items(x: Any) -> Iterator[Any]:
     """`x`, and what is in it if it is a list, a dict, or an object with attributes."""
     yield x
-    if type(x) in (list, tuple):
-        for item in x:
-            yield from item if type(item) is list else (item,)
-    elif (form := form_of(type(x))) is not None and form.entries:
-        yield from form.read(x).values()
+    if (form := form_of(type(x))) is not None and (form.entries or type(x) in (list, tuple)):
+        yield from form.read(x).values() if form.entries else x
 
 
 def _shared(places: Sequence[_Held]) -> tuple[str, ...]:
