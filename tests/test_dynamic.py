@@ -131,6 +131,14 @@ def test_a_guard_of_the_forward_is_a_rule_for_calls():
         tr(torch.randn(4))
 
 
+@pytest.mark.parametrize("number", [lambda n: int(n * 0.5), lambda n: int(n**0.5), lambda n: int(n / 2)])
+def test_a_whole_number_made_of_a_size_is_a_rule_for_calls(number):
+    tr = st.trace(lambda x: x * number(x.shape[0]), (torch.ones(8, 4),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert torch.equal(tr(torch.ones(8, 4)), torch.full((8, 4), float(number(8))))
+    with pytest.raises(InputMismatchError, match=r"dimension 0 is 20: the trace holds for .*write math.trunc\(n\)"):
+        tr(torch.ones(20, 4))
+
+
 def test_a_derived_dim_must_be_of_its_form():
     tr = st.trace(lambda x: x * 2, (torch.randn(6),), dynamic_shapes=({0: 2 * Dim("half")},))
     tr.check((torch.randn(10),))

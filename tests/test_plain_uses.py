@@ -48,6 +48,20 @@ def described():
     return model
 
 
+def with_property():
+    """A module with a property of its class."""
+    model = net(lambda s, x: x * s.scale)
+    type(model).scale = property(lambda s: 2.0)
+    return model
+
+
+def tagged():
+    """A module whose weight has an attribute of users."""
+    model = net(lambda s, x: s.fc(x) * (2.0 if getattr(s.fc.weight, "kind", "") == "scaled" else 1.0))
+    model.fc.weight.kind = "scaled"
+    return model
+
+
 def replaced(owner, name, value):
     return lambda m: setattr(owner(m), name, value)
 
@@ -70,6 +84,12 @@ CHANGES = {
         lambda: net(lambda s, x: x * vars(s.c)["k"], c=types.SimpleNamespace(k=2.0)),
         replaced(lambda m: m.c, "k", 3.0),
         r"c\.k",
+    ),
+    "a property": (with_property, replaced(type, "scale", property(lambda s: 3.0)), r"Net\.scale"),
+    "an attribute of a weight": (
+        tagged,
+        replaced(lambda m: m.fc.weight, "kind", "plain"),
+        r"fc\.weight\.kind: 'scaled' ",
     ),
     "a descriptor": (described, replaced(lambda m: m, "_scale", 3.0), "_scale, which"),
     "a computed attribute": (

@@ -81,7 +81,7 @@ from scopetrace.record.dynamic_shapes import (
 )
 from scopetrace.record.explanations import errors_explained, explained
 from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
-from scopetrace.record.leaks import refuse_leak
+from scopetrace.record.leaks import refuse_hidden, refuse_leak
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, named_arguments
 from scopetrace.record.nodes import NodeRunner
@@ -485,6 +485,9 @@ class Recording:
         """Append the placeholders: the tensors in order, then the dynamic numbers, and set the tape's arguments."""
         tape, taken = self.tape, set[str]()
         leaves = self._leaves_of(arguments)
+        for path, leaf in leaves:
+            if not _may_vary(leaf):
+                refuse_hidden(leaf, path)
         dynamic = None
         if dynamic_shapes:
             named, variadic = arguments_of(self.model.forward, args, kwargs)

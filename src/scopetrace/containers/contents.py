@@ -254,9 +254,12 @@ def extra_attributes(x: Any) -> dict[str, Any]:
         or not issubclass(kind, _WITH_MORE)
         or issubclass(kind, (collections.OrderedDict, StandIn))
     ):
-        return {}
+        return _NONE
     attributes = own_dict(x)
-    return {} if attributes is x else attributes  # a dict that is its own `__dict__`
+    return _NONE if attributes is x else attributes  # a dict that is its own `__dict__`
+
+
+_NONE: dict[str, Any] = {}
 
 
 # By value -------------------------------------------------------------------------------------------------------------
@@ -539,7 +542,7 @@ class Contents:
                 inner = Place(x, entry) if form.entries else None
                 self.add(part, item, x if form.entries == "." and entry else holder, inner)
         more = extra_attributes(x)
-        if more:
+        if more is not _NONE:
             self._saved[id(more)] = _ObjectSnapshot(name, holder, x, dict(more), _EXTRA, [])
             for key, item in more.items():
                 self.add(f"{name}.{key}", item, x)

@@ -20,6 +20,7 @@ forward did to the arguments is undone, and the forward is recorded again.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -35,11 +36,13 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
+from scopetrace.containers.stand_ins import StandIn
 from scopetrace.errors import ExportError, InputMismatchError
 
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 STATEFUL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """What a program belongs to, also where it is an argument: a call takes these objects and no others."""
+_WITH_ORDER_OR_DEFAULT = (collections.OrderedDict, collections.defaultdict, torch.Size)
 _NOT_PLAIN = (*STATEFUL, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 _RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # in the code that torch.fx generates
@@ -118,7 +121,7 @@ def container_type(x: Any) -> type:
 def is_object(x: Any) -> bool:
     """Whether a container of a template is an instance of a class, rather than a list, tuple, dict or the like."""
     kind = container_type(x)
-    if issubclass(kind, (list, tuple, dict)):
+    if issubclass(kind, (list, tuple, dict)) and (is_registered(kind) or not isinstance(x, OpaqueContainer)):
         return False
     return isinstance(x, OpaqueContainer) or is_registered(kind) or dataclasses.is_dataclass(kind)
 
@@ -126,7 +129,7 @@ def is_object(x: Any) -> bool:
 def object_classes(x: Any, object_types: Collection[type] = ()) -> set[type]:
     """The classes of the containers in a value of the user that are objects."""
     containers = (part for _, part, children in walk(x, object_types) if children is not None)
-    return {type(part) for part in containers if not isinstance(part, (list, tuple, dict))}
+    return {type(part) for part in containers} - {list, tuple, dict}
 
 
 def map_structure(
@@ -235,10 +238,20 @@ def flattened(x: Any, object_types: Collection[type] = ()) -> tuple[type, Any, C
         keyed = node.flatten_with_keys_fn(x)[0] if node.flatten_with_keys_fn else enumerate(items)
         keys = [str(key) if node.flatten_with_keys_fn else f"[{key}]" for key, _ in keyed]
         return kind, None if pytree.is_namedtuple_class(kind) else context, list(zip(keys, items, strict=True))
-    if dataclasses.is_dataclass(x) and not isinstance(x, (type, dict, list, set)):  # those hold items too
+    if _is_dataclass(kind):
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if hasattr(x, f.name)}
         return kind, {}, [(f".{name}", item) for name, item in {**fields, **getattr(x, "__dict__", {})}.items()]
-    return (kind, None, [(f".{name}", item) for name, item in vars(x).items()]) if kind in object_types else None
+    return (kind, *opened_object(x)) if kind in object_types else None
+
+
+def opened_object(x: Any) -> tuple[Any, Children]:
+    """Context and children of a plain object: items, if its class derives from list, tuple or dict, and attributes."""
+    is_own_dict = vars(x) is x  # as in `self.__dict__ = self`
+    attributes = [] if is_own_dict else [(f".{name}", item) for name, item in vars(x).items()]
+    if isinstance(x, dict):
+        return ([*dict.keys(x)], is_own_dict), [*((f"[{key!r}]", item) for key, item in dict.items(x)), *attributes]
+    items = enumerate(x) if isinstance(x, (list, tuple)) else ()
+    return None, [*((f"[{i}]", item) for i, item in items), *attributes]
 
 
 def open_container(x: Any, object_types: Collection[type] = ()) -> Children | None:
@@ -253,11 +266,11 @@ def is_registered(kind: type) -> bool:
 
 
 def is_plain_object(x: Any) -> bool:
-    """Whether `x` is no container and consists of its attributes alone, so that they suffice to make it again."""
+    """Whether `x` is no container of pytree, and its attributes, and items, suffice to make it again."""
     kind: Any = type(x)
-    if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, *_NUMBERS, *_NOT_PLAIN)):
+    if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, StandIn, *_NUMBERS, *_NOT_PLAIN)):
         return False
-    if is_registered(kind) or dataclasses.is_dataclass(kind):
+    if is_registered(kind) or _is_dataclass(kind) or issubclass(kind, _WITH_ORDER_OR_DEFAULT):
         return False
     try:
         _empty(kind)
@@ -266,9 +279,15 @@ def is_plain_object(x: Any) -> bool:
     return True
 
 
+def _is_dataclass(kind: type) -> bool:
+    """Whether its fields are all that an instance holds."""
+    return dataclasses.is_dataclass(kind) and not issubclass(kind, (dict, list, set))
+
+
 def _empty(kind: type) -> Any:
-    """An instance without attributes."""
-    return (types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
+    """An instance without attributes and items."""
+    bases = (types.SimpleNamespace, list, tuple, dict, object)
+    return next(base for base in bases if issubclass(kind, base)).__new__(kind)
 
 
 def close_container(like: Any, items: list[Any]) -> Any:
@@ -282,8 +301,17 @@ def close_instance(template: Any, items: list[Any]) -> Any:
     """As `close_container`; of an unregistered class an instance, not an OpaqueContainer."""
     if not isinstance(template, OpaqueContainer) or is_registered(template.kind):
         return close_container(template, items)
-    new = _empty(template.kind)
-    new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
+    kind, parts = template.kind, [*zip(template.keys, items, strict=True)]
+    inside = [item for key, item in parts if key[0] == "["]
+    new: Any = tuple.__new__(kind, inside) if issubclass(kind, tuple) else _empty(kind)
+    if issubclass(kind, list):
+        list.extend(new, inside)
+    elif issubclass(kind, dict):
+        keys, is_own_dict = template.context
+        dict.update(new, zip(keys, inside, strict=True))
+        if is_own_dict:
+            object.__setattr__(new, "__dict__", new)
+    new.__dict__.update({key[1:]: item for key, item in parts if key[0] == "."})
     return new
 
 
@@ -307,8 +335,8 @@ def _unflattened(kind: type, context: Any, keys: list[str], items: list[Any]) ->
     if pytree.is_namedtuple_class(kind):
         return tuple.__new__(kind, items)  # the class's own __new__ may look at the items, as PackedSequence's does
     node = _pytree_node(kind)
-    if node is None and dataclasses.is_dataclass(kind):
-        new = object.__new__(kind)
+    if node is None and _is_dataclass(kind):
+        new: Any = object.__new__(kind)
         for key, item in zip(keys, items, strict=True):
             object.__setattr__(new, key[1:], item)
         return new
@@ -393,16 +421,21 @@ def match_constant(old: Any, new: Any, path: str) -> None:
     traced, current = _short(old), _short(new)
     text: Any = type(old).__repr__
     if traced == current and text is not object.__repr__:  # which shows addresses
-        traced, current = (_cut(" ".join(repr(x).split())) for x in (old, new))
+        with contextlib.suppress(Exception):
+            traced, current = (_cut(" ".join(repr(x).split())) for x in (old, new))
+    by_identity = "or pass the same object" if callable(old) else "pass the same object, or make its class a dataclass"
+    equality: Any = type(old).__eq__
+    is_by_identity = type(old) is type(new) and equality is object.__eq__
     raise InputMismatchError(
         f"{path} was {traced} when traced and is {'another one' if traced == current else current} now: "
-        "Python values are fixed in a trace; trace again with this one, or pass it as a tensor"
+        "Python values are fixed in a trace; trace again with this one, "
+        + (by_identity if is_by_identity else "or pass it as a tensor")
     )
 
 
 def _short(x: Any) -> str:
-    text = repr(x) if type(x) in _PLAIN else getattr(x, "__name__", f"a {type(x).__name__}")
-    return _cut(text)
+    name = getattr(x, "__name__", "") if callable(x) else ""  # others may have a `__getattr__` that raises anything
+    return _cut(repr(x) if type(x) in _PLAIN else str(name) or f"a {type(x).__name__}")
 
 
 def _cut(text: str) -> str:
@@ -455,7 +488,7 @@ def parts_of(x: Any) -> list[Any]:
     opened = open_container(x)
     if opened is not None:
         return [child for _, child in opened]
-    return list(vars(x).values()) if is_plain_object(x) else []
+    return [child for _, child in opened_object(x)[1]] if is_plain_object(x) else []
 
 
 # What the forward puts into its arguments --------------------------------------------------------------------------
@@ -600,4 +633,6 @@ def apply_effects(effects: list[Effect], containers: list[Any]) -> None:
                 object.__setattr__(x, key[1:], item)
         else:
             vars(x).clear()
+            vars(x).update(vars(effect.content))
+        if isinstance(x, (list, dict)) and hasattr(x, "__dict__") and vars(x) is not x:
             vars(x).update(vars(effect.content))

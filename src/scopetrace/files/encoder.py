@@ -237,7 +237,11 @@ class Encoder:
                 named = x.__module__, x.__qualname__
             if look_up(*named) is x:
                 return {"named": [*named, kind.__name__]}
-        elif is_plain_object(x) and not self._only_shown and all(map(_is_describable, vars(x).values())):
+        elif (
+            not (self._only_shown or isinstance(x, (list, tuple, dict)))
+            and is_plain_object(x)
+            and all(map(_is_describable, vars(x).values()))
+        ):
             return {"object": [self.class_row(type(x)), self.data(vars(x)), short_repr(x)]}
         return self._no_form(x)
 

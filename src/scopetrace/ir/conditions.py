@@ -124,7 +124,8 @@ class SizeRules:
         for condition in self.assumptions():
             if condition.free_symbols <= values.keys() and not evaluated(condition, values):
                 sizes_text = ", ".join(f"{self._place(s)} is {values[s]}" for s in condition.free_symbols)
-                raise InputMismatchError(f"{sizes_text}: the trace holds for {self._say(condition)}; trace again")
+                hint = ", or write math.trunc(n) for int(n), which fixes it" if "TruncToInt" in str(condition) else ""
+                raise InputMismatchError(f"{sizes_text}: the trace holds for {self._say(condition)}; trace again{hint}")
 
     def all_hold(self) -> Callable[[Sequence[torch.Tensor], Sequence[int]], bool]:
         """Whether `check` raises nothing, as a function that torch.compile traces if the rules are of simple kinds."""
@@ -252,7 +253,7 @@ class SizeRules:
             problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {expr}"
             hint = (
                 f"write {expr} for it in dynamic_shapes, or Dim.AUTO to let the model decide; "
-                "or take the number from the tensor's shape in the model"
+                "or compute with x.size(0), as by n ** 0.5 for math.sqrt(n), math.trunc(n / 2) for int(n / 2)"
             )
         else:
             problem = f"{self._place(symbol)} must always be {self._say(expr)} in this model"

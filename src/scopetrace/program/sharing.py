@@ -104,12 +104,11 @@ class Sharing:
         def place(i: int) -> MemoryRange:
             if i in self._whole:
                 return WHOLE
-            return place_of(values[i].fake, values[i].offset) if i < count else place_of(tensors[i - count])
+            return place_of(traced[i].fake, traced[i].offset)
 
         self._matters = matters
-        tensors = [tape.attributes[name] for name in self._state]
-        storages = [*((0, v.storage) for v in values), *((1, storage_id(t)) for t in tensors)]
-        self._traced = self._pairs(storages, place)
+        traced = [*values, *(state[name] for name in self._state)]
+        self._traced = self._pairs([(i < count, v.storage) for i, v in enumerate(traced)], place)
         self.matters = bool(changed or self._written) or len({id(v.fake) for v in values}) < count
         """Whether tensors of a call can lie otherwise than the program allows."""
 

@@ -30,6 +30,7 @@ from scopetrace.containers.structure import (
     is_plain_object,
     leaves_with_path,
     map_structure,
+    opened_object,
     tensor_holders,
 )
 from scopetrace.errors import LeafPatternError, RandomStateError
@@ -408,9 +409,10 @@ class Templates:
             return x
         if id(x) not in self._noted:
             self._noted[id(x)] = x  # for those inside of it that lead back to it
-            keys, values = [f".{name}" for name in vars(x)], [*vars(x).values()]
+            context, children = opened_object(x)
+            keys, values = [key for key, _ in children], [child for _, child in children]
             items = map_structure(self._known, values, torch.Tensor, self._object_types, self._note)
-            self._noted[id(x)] = _Undecided(x, OpaqueContainer(kind, None, keys, items))
+            self._noted[id(x)] = _Undecided(x, OpaqueContainer(kind, context, keys, items))
         return self._noted[id(x)]
 
     def _known(self, t: torch.Tensor) -> Any:

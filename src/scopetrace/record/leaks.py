@@ -61,6 +61,17 @@ def refuse_leak(x: Any, path: str, *, is_result: bool) -> None:
     raise OpaqueOutputError(problem, hint=hint)
 
 
+def refuse_hidden(x: Any, path: str) -> None:
+    """Raise OpaqueOutputError where a leaf of the arguments is a container, as a set, with tensors in it."""
+    is_mapping = isinstance(x, (dict, types.MappingProxyType))
+    items = x.values() if is_mapping else x if isinstance(x, (list, tuple, Set, ValuesView)) else ()
+    if any(isinstance(item, torch.Tensor) for item in items):
+        raise OpaqueOutputError(
+            f"the argument {path} is a {type(x).__name__} with tensors in it, which a trace cannot open",
+            hint="pass a list, tuple or dict, or register its class with torch.utils._pytree.register_pytree_node",
+        )
+
+
 def _leak(x: Any, parts: Callable[[Any], Iterable[Any]]) -> Any:
     """A tensor of the trace, or its storage, to which an object leads; `parts` are what one refers to."""
     pending, seen = [x], {id(x): x}

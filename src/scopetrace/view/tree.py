@@ -531,7 +531,7 @@ def _object_text(x: Any) -> str:
         return str(x)
     if isinstance(x, Symbolic):
         return number_text(x)
-    if isinstance(x, type) or hasattr(x, "__qualname__"):
+    if callable(x) and hasattr(x, "__qualname__"):  # the `__getattr__` of other objects may raise anything
         return str(x.__qualname__)
     return f"<{type(x).__name__}>" if isinstance(x, torch.nn.Module) else short_repr(x)
 

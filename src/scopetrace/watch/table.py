@@ -29,6 +29,7 @@ import torch
 
 from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Condition
 from scopetrace._compat.sources import SCOPETRACE, is_users
+from scopetrace._compat.tensors import tags_of
 from scopetrace.containers.contents import (
     ATOMS,
     ATTRIBUTES,
@@ -44,7 +45,7 @@ from scopetrace.containers.contents import (
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
 from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR, AttributeWatch
-from scopetrace.guards.reach import DEPTH, OF_ALL_ATTRIBUTES, Reach, names_of
+from scopetrace.guards.reach import DEPTH, OF_ALL_ATTRIBUTES, Reach, functions_of, names_of, unwrapped
 from scopetrace.ir.guards import (
     ALL_MODULES,
     MODULE_TABLES,
@@ -289,7 +290,7 @@ class StateReads:
         yield Guard("which arguments are tensors of the model", which, places[1], frames, path)
 
     def _of_members(self, held: Sequence[_Held]) -> Iterator[Guard]:
-        """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
+        """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes; tags.
 
         `held` are the plain attributes that were read.
         """
@@ -303,11 +304,13 @@ class StateReads:
             names, places = zip(*tied, strict=True)
             yield Guard(f"{' and '.join(names)} as one tensor", True, tied_source(places), (), root)
         for key, t in self._members.items():
-            owner = model.owner(t)
-            if key in used or owner is None:
+            if (owner := model.owner(t)) is None:
                 continue
             fqn, holder, attribute = owner
-            yield Guard.of(fqn, OfTensor(holder, attribute, "metadata"), root)
+            if key not in used:
+                yield Guard.of(fqn, OfTensor(holder, attribute, "metadata"), root)
+            for tag in [tag for tag in tags_of(t) if self.names is None or tag in self.names] if vars(t) else ():
+                yield Guard.of(f"{fqn}.{tag}", OfTensor(holder, attribute, f".{tag}"), root, names=self.names)
 
     def _tied(self, used: Set[int], held: Sequence[_Held]) -> Iterator[list[_Held]]:
         """Where each tensor of the model is that several places hold, if its id is in `used`."""
@@ -391,9 +394,9 @@ class RanFunctions:
         for kind in filter(is_users_class, self.reach.classes):
             members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
             for name, (base, member) in members.items():
-                code = getattr(getattr(member, "__func__", member), "__code__", None)
+                codes = {id(getattr(unwrapped(f), "__code__", None)) for f in functions_of(member)}
                 is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
-                may_run = is_value or id(code) in self._codes or (code is not None and kind in called)
+                may_run = is_value or not codes.isdisjoint(self._codes) or (bool(codes) and kind in called)
                 if may_run and is_users_class(base):
                     yield Guard.of(f"{kind.__name__}.{name}", At(kind, name), path, names=self.names)
 
