@@ -366,7 +366,7 @@ class RanFunctions:
         codes = {id(f.__code__): f.__code__ for f in self.functions}
         self.comparing = next((code for code in codes.values() if names_of(code).compares_objects), None)
         """Code that asks for identity."""
-        self._codes, self._named = codes.keys(), {name for code in codes.values() for name in names_of(code).all}
+        self._codes, self._named = {*codes}, {name for code in codes.values() for name in names_of(code).all}
         naming = [*first, *(f for f in self.functions if f.__name__ not in OF_ALL_ATTRIBUTES)]
         names = self.reach.by_getters.union(*(names_of(f.__code__).all for f in naming))
         self.names = None if names & {"vars", "__dict__"} else frozenset(names)
