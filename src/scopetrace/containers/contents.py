@@ -517,8 +517,8 @@ class Contents:
         """The modules on the way, with their names; they are not entered."""
         self.tensors: list[tuple[str, torch.Tensor]] = []
         """The tensors on the way, with their names."""
-        self.classes: dict[type, None] = {}
-        """The classes of the objects with attributes."""
+        self.instances: dict[type, Any] = {}
+        """By class, an object with attributes."""
 
     def add(self, name: str, x: Any, holder: Any = None, place: Place | None = None) -> None:
         """Save what `x`, which a place holds, has in it, and what its items and attributes have."""
@@ -536,7 +536,7 @@ class Contents:
         content = form.read(x)
         self._saved[id(x)] = _ObjectSnapshot(name, holder, x, content, form, places)
         if form.entries == ".":
-            self.classes[kind] = None
+            self.instances[kind] = x
         for entry, item, part in _items(name, content, form):
             if type(item) not in ATOMS:
                 inner = Place(x, entry) if form.entries else None
@@ -571,7 +571,7 @@ class Contents:
 
     def clear(self) -> None:
         """Break reference cycles: forget everything."""
-        for kept in (self._saved, self.functions, self.modules, self.tensors, self.classes):
+        for kept in (self._saved, self.functions, self.modules, self.tensors, self.instances):
             kept.clear()
 
     def restore(self) -> list[Change]:

@@ -200,7 +200,7 @@ class Reach:
             for name, member in vars(base).items():
                 functions, is_special = functions_of(member), name[:2] == "__" and name not in _AT_DEFINITION
                 for function in functions:
-                    if name in self.names or (is_special and (is_named or name not in OF_ALL_ATTRIBUTES)):
+                    if is_named if name in OF_ALL_ATTRIBUTES else is_special or name in self.names:
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
@@ -212,7 +212,7 @@ class Reach:
             return
         new = names - self.names
         self.names |= new
-        for name in new & self._unnamed.keys():
+        for name in (new - OF_ALL_ATTRIBUTES) & self._unnamed.keys():
             for function, of_class in self._unnamed.pop(name, ()):
                 self.add(function, max(of_class, depth))
 

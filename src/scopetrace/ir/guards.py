@@ -127,8 +127,11 @@ class InTables(Source):
 
 def source_in(module: torch.nn.Module, key: str) -> At | InTables:
     """Where a module has an attribute, without asking the module for it: its properties compute, and may keep it."""
-    tables = [module.__dict__, *[t for t in map(module.__dict__.get, MODULE_TABLES) if isinstance(t, dict)]]
-    return next((At(t, key) for t in tables if key in t), InTables(tuple(tables), key))
+    plain = module.__dict__
+    if key in plain:
+        return At(plain, key)
+    tables = [t for t in map(plain.get, MODULE_TABLES) if isinstance(t, dict)]
+    return next((At(t, key) for t in tables if key in t), None) or InTables((plain, *tables), key)
 
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")

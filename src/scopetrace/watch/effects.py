@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 import types
@@ -63,7 +62,7 @@ class EffectWatch:
                 if form_of(type(leaf)) is ATTRIBUTES:
                     self.objects.append((path, leaf))
             for kind in object_classes(argument, object_types):
-                self.reach.add_class(kind)
+                self.reach.add_class(kind, is_named=False)
         numpy = getattr(sys.modules.get("numpy"), "random", None)
         for name, module in (("random", random), ("numpy.random", numpy)):
             if module is not None:
@@ -91,10 +90,8 @@ class EffectWatch:
         self.reach.add(fn)
         owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
         self._contents.add("self", owner)
-        if not isinstance(owner, (torch.nn.Module, types.FunctionType, functools.partial)):
-            self.reach.add_class(type(owner))
-        for kind in {type(module): None for module in self._model.modules}:
-            self.reach.add_class(kind)
+        for x in (owner, *{type(module): module for module in self._model.modules}.values()):
+            self.reach.add(x)
         self.reach.follow(self._held)
 
     def _follow_hooks(self) -> None:
@@ -107,13 +104,13 @@ class EffectWatch:
         self.reach.follow(self._held)
 
     def _held(self) -> list[Any]:
-        """The functions and classes to which contents lead, and the classes of modules."""
+        """The functions to which contents lead, and an object of each class."""
         contents = self._contents
-        classes, contents.classes = contents.classes, {}
+        instances, contents.instances = contents.instances, {}
         functions, contents.functions = contents.functions, []
         modules, contents.modules = contents.modules, []
-        inner = [m for name, module in modules for m in self._model.save_outside(name, module)]
-        return [*dict.fromkeys((*classes, *map(type, inner), *functions))]
+        instances |= {type(m): m for name, module in modules for m in self._model.save_outside(name, module)}
+        return [*instances.values(), *functions]
 
     def restore(self) -> list[Change]:
         """Put all back as it was, and say what had changed: by value, or to another object that equals the old one."""

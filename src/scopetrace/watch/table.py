@@ -392,13 +392,17 @@ class RanFunctions:
         for kind, name in itertools.product(called, ("forward", "__call__")):
             yield Guard.of(f"{kind.__name__}.{name}", At(kind, name), path)
         for kind in filter(is_users_class, self.reach.classes):
-            members = {k: (base, x) for base in reversed(kind.__mro__) for k, x in vars(base).items() if k in names}
-            for name, (base, member) in members.items():
-                codes = {id(getattr(unwrapped(f), "__code__", None)) for f in functions_of(member)}
-                is_value = not hasattr(type(member), "__get__") and name[:2] != "__"
-                may_run = is_value or not codes.isdisjoint(self._codes) or (bool(codes) and kind in called)
-                if may_run and is_users_class(base):
+            bases = {name: base for base in reversed(kind.__mro__) for name in sorted(vars(base).keys() & names)}
+            for name, base in bases.items():
+                if is_users_class(base) and self._may_count(name, vars(base)[name], is_called=kind in called):
                     yield Guard.of(f"{kind.__name__}.{name}", At(kind, name), path, names=self.names)
+
+    def _may_count(self, name: str, member: Any, *, is_called: bool) -> bool:
+        """Whether code may have read an attribute of a class, or run a method."""
+        if name[:2] != "__" and not hasattr(type(member), "__get__"):
+            return True
+        codes = [id(getattr(unwrapped(f), "__code__", None)) for f in functions_of(member)]
+        return (is_called and bool(codes)) or not self._codes.isdisjoint(codes)
 
 
 def _of_identity(name: str, source: Source, frames: Frames, path: str) -> Iterator[Guard]:
