@@ -298,7 +298,7 @@ CASES = [
     (reads_a_global_table, ["TABLE['n'] was 0 and became 1"], True),
     (counts_under_a_wrapper, ["TABLE['n'] was 0 and became 1"], False),
     (counts_by_a_bound_method, ["count.__self__.n was 0 and became 1"], True),
-    (writes_a_default, ["a default argument of writes_a_default was [] and became [1]"], True),
+    (writes_a_default, ["seen was [] and became [1]"], True),
     (writes_itself, ["writes_itself.n was 0 and became 1"], True),
     (draws, ["random was in one state and became in another"], True),
     (draws_and_forgets, ["random was in one state and became in another"], True),
