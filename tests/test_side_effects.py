@@ -297,7 +297,7 @@ CASES = [
     (keeps_in_a_global, ["SEEN was [] and became [a tensor [2, 4]]"], False),
     (reads_a_global_table, ["TABLE['n'] was 0 and became 1"], True),
     (counts_under_a_wrapper, ["TABLE['n'] was 0 and became 1"], False),
-    (counts_by_a_bound_method, ["count.__self__.n was 0 and became 1"], True),
+    (counts_by_a_bound_method, ["COUNT.__self__.n was 0 and became 1"], True),
     (writes_a_default, ["seen was [] and became [1]"], True),
     (writes_itself, ["writes_itself.n was 0 and became 1"], True),
     (draws, ["random was in one state and became in another"], True),

@@ -161,16 +161,16 @@ class Reach:
         known = (*unnamed, *reversed(self.functions.values()))
         return {id(f.__code__): f for f in known if isinstance(f, types.FunctionType)}
 
-    def add(self, x: Any, depth: int = 0) -> None:
+    def add(self, x: Any, depth: int = 0, name: str = "") -> None:
         """A function, method, partial or class that is named; of another object, its class."""
         kind = type(x)  # isinstance may call a `__getattr__` of users
         if issubclass(kind, functools.partial):
             arguments = itertools.chain(_parameters_of(x.func), map("args[{}]".format, itertools.count()))
-            for name, value in (*zip(arguments, x.args, strict=False), *x.keywords.items(), ("func", x.func)):
-                self._visit(name, value)
-            self.add(x.func, depth)
+            for parameter, value in (*zip(arguments, x.args, strict=False), *x.keywords.items(), ("func", x.func)):
+                self._visit(parameter, value)
+            self.add(x.func, depth, "func")
         elif issubclass(kind, types.MethodType):
-            self._visit(f"{getattr(x, '__name__', 'a method')}.__self__", x.__self__)
+            self._visit(f"{name or getattr(x.__func__, '__name__', 'method')}.__self__", x.__self__)
             self.add(x.__func__, depth)
         elif issubclass(kind, type):
             self.add_class(x, depth)
@@ -207,7 +207,7 @@ class Reach:
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
-                if not (functions or name[:2] == "__" or callable(member) or hasattr(type(member), "__get__")):
+                if not (functions or name[:2] == "__" or hasattr(type(member), "__get__")):
                     self._visit(f"{base.__name__}.{name}", member, None, Place(base, name))
 
     def _name(self, names: Set[str], depth: int) -> None:
@@ -251,7 +251,7 @@ class Reach:
     def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
-            self.add(value, depth)
+            self.add(value, depth, name)
         elif not isinstance(value, types.ModuleType):
             self._visit(name, value, None, place)
 

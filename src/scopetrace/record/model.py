@@ -3,7 +3,7 @@
 Data flow:
     callable -> the modules that it can reach -> fully qualified names of modules, parameters and buffers
     the attributes of each module, saved -> after the forward: which were bound to other tensors, and all put back
-    objects with names -> Snapshot.add, which follows items and attributes -> a copy of the content of each
+    objects with names -> Contents.add, which follows items and attributes -> a copy of the content of each
     after the forward -> restore -> a Change for each entry that differed
 
 Lists, dicts, sets and deques and their subclasses, objects with attributes, arrays of NumPy, and random generators of
@@ -31,7 +31,6 @@ from scopetrace.containers.contents import (
     Place,
     attributes_and_slots,
     changed_entries,
-    is_users_class,
     same_entries,
     write_dict,
 )
@@ -95,7 +94,7 @@ class Model:
         if self.root is not None:
             self._visit("", self.root, set())
         else:
-            for name, module in _reachable(fn, arguments):
+            for name, module in _reachable(fn, arguments).items():
                 self._visit(name, module, set())
 
     def _visit(self, fqn: str, module: torch.nn.Module, path: set[int]) -> None:
@@ -319,44 +318,22 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return "function" if name == "<lambda>" else name
 
 
-def _reachable(fn: Any, arguments: Sequence[tuple[str, Any]]) -> list[tuple[str, torch.nn.Module]]:
+def _reachable(fn: Any, arguments: Sequence[tuple[str, Any]]) -> dict[str, torch.nn.Module]:
     """The modules that a function can reach by name, itself and by the functions that it refers to."""
-    reached: dict[str, torch.nn.Module] = {}
-
-    def visit(name: str, x: Any, *_: Any) -> None:
-        for path, module in _modules_in(name, x):
-            names = itertools.chain([path], map(f"{path}_{{}}".format, itertools.count(1)))
-            next(unique for unique in names if reached.setdefault(unique, module) is module)
-
-    for name, x in arguments:
-        visit(re.sub(r"\[(\w+)\]", r".\1", name), x)  # `models[0]` as `models.0`
+    contents, reached = Contents(), dict[str, torch.nn.Module]()
     owner, function = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, fn)
-    for name, x in attributes_and_slots(owner).items() if not isinstance(owner, functools.partial) else ():
-        visit(name, x)
-    visit("func", getattr(fn, "__wrapped__", None))  # as of a trace
-    reach = Reach(visit)
+    attributes = () if isinstance(owner, functools.partial) else attributes_and_slots(owner).items()
+    for name, x in (*arguments, *attributes, ("func", getattr(fn, "__wrapped__", None))):  # the last as of a trace
+        contents.add(name, x)
+    reach = Reach(contents.add)
     reach.add(function)
     reach.follow(list)
-    return [*reached.items()]
-
-
-def _modules_in(name: str, x: Any, depth: int = 2) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules in lists, dicts and users' objects, with names as of submodules."""
-    if isinstance(x, torch.nn.Module):
-        yield name, x
-    elif depth and (items := _named_items(x)):
-        for key, item in items:
-            yield from _modules_in(f"{name}.{key}", item, depth - 1)
-
-
-def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:
-    if type(x) in (list, tuple):
-        return enumerate(x)
-    if type(x) is dict:
-        return [(key, item) for key, item in x.items() if isinstance(key, str) and key.isidentifier()]
-    if isinstance(x, (type, torch.Tensor, dict, list, tuple)) or not is_users_class(type(x)):
-        return ()
-    return attributes_and_slots(x).items()
+    for name, module in contents.modules:
+        path = re.sub(r"\['?(\w+)'?\]", r".\1", name.replace(".__self__", ""))  # `models[0]` as `models.0`
+        names = itertools.chain([path], map(f"{path}_{{}}".format, itertools.count(1)))
+        if re.fullmatch(r"\w+(\.\w+)*", path):
+            next(unique for unique in names if reached.setdefault(unique, module) is module)
+    return reached
 
 
 # What a forward calls its arguments ----------------------------------------------------------------------------------

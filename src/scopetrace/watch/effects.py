@@ -88,11 +88,9 @@ class EffectWatch:
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
+        if not isinstance(fn, functools.partial):
+            self._contents.add("self", fn.__self__ if isinstance(fn, types.MethodType) else fn)
         self.reach.add(fn)
-        owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
-        self._contents.add("self", owner)
-        if not isinstance(owner, (torch.nn.Module, types.FunctionType, functools.partial)):
-            self.reach.add_class(type(owner))
         for kind in {type(module): None for module in self._model.modules}:
             self.reach.add_class(kind)
         self.reach.follow(self._held)
