@@ -317,6 +317,28 @@ def test_modules_among_the_arguments_are_named_after_them(given):
     assert torch.equal(tr(*modules, x, **kwargs), run(*modules, x, **kwargs))
 
 
+class Holder:
+    net = nn.Linear(4, 4)
+
+
+BOUND, DEEP = nn.Linear(4, 4).forward, [[collections.deque([nn.Linear(4, 4)])]]
+VARIABLES = {
+    "Holder.net": (lambda x: Holder.net(x), Holder.net),
+    "BOUND": (lambda x: BOUND(x), BOUND.__self__),
+    "DEEP.0.0.0": (lambda x: DEEP[0][0][0](x), DEEP[0][0][0]),
+}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_modules_of_a_function_are_named_after_its_variables(name):
+    run, module = VARIABLES[name]
+    x = torch.randn(2, 4)
+    tr = st.trace(run, (x,))
+    assert next(node.target for node in tr.graph_module.graph.nodes if node.op == "get_attr") == f"{name}.weight"
+    module.weight = nn.Parameter(torch.ones(4, 4))
+    assert torch.equal(tr(x), run(x))
+
+
 def leaves(*given):
     """The linear layers in arguments."""
     found = torch.utils._pytree.tree_leaves(given)

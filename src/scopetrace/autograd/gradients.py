@@ -288,7 +288,7 @@ class GradientRecorder:
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
         outside, owner = self._outside(entry.value.fake), self._model.owner(entry.tensor)
-        before, name = outside.grad, self._model.variables.get(id(entry.tensor)) or entry.name
+        before, name = outside.grad, self._model.name_of_variable(entry.tensor) or entry.name
         place: Source = HasGradient(entry.tensor) if owner is None else OfTensor(*owner[1:], "has_grad")
         if entry.index is not None:
             place = OfInput(entry.index, "has_grad")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import itertools
 import operator
 import sys
 import types
@@ -160,14 +161,16 @@ class Reach:
         known = (*unnamed, *reversed(self.functions.values()))
         return {id(f.__code__): f for f in known if isinstance(f, types.FunctionType)}
 
-    def add(self, x: Any, depth: int = 0) -> None:
+    def add(self, x: Any, depth: int = 0, name: str = "") -> None:
         """A function, method, partial or class that is named; of another object, its class."""
         kind = type(x)  # isinstance may call a `__getattr__` of users
         if issubclass(kind, functools.partial):
-            self._visit("partial", (*x.args, *x.keywords.values()))
-            self.add(x.func, depth)
+            arguments = itertools.chain(_parameters_of(x.func), map("args[{}]".format, itertools.count()))
+            for parameter, value in (*zip(arguments, x.args, strict=False), *x.keywords.items(), ("func", x.func)):
+                self._visit(parameter, value)
+            self.add(x.func, depth, "func")
         elif issubclass(kind, types.MethodType):
-            self._visit(f"{getattr(x, '__name__', 'a method')}.__self__", x.__self__)
+            self._visit(f"{name or getattr(x.__func__, '__name__', 'method')}.__self__", x.__self__)
             self.add(x.__func__, depth)
         elif issubclass(kind, type):
             self.add_class(x, depth)
@@ -204,7 +207,7 @@ class Reach:
                         self.add(function, depth)
                     else:
                         self._unnamed.setdefault(name, []).append((function, depth))
-                if not (functions or name[:2] == "__" or callable(member) or hasattr(type(member), "__get__")):
+                if not (functions or name[:2] == "__" or hasattr(type(member), "__get__")):
                     self._visit(f"{base.__name__}.{name}", member, None, Place(base, name))
 
     def _name(self, names: Set[str], depth: int) -> None:
@@ -241,13 +244,14 @@ class Reach:
             if place.id not in self.variables:
                 self.variables[place.id] = Variable(name, place, function)
                 self._look_at(name, place.current(), depth, place)
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._look_at(f"a default argument of {function.__name__}", default, depth)
+        defaults = zip(reversed(_parameters_of(function)), reversed(function.__defaults__ or ()), strict=False)
+        for name, default in (*defaults, *(function.__kwdefaults__ or {}).items()):
+            self._look_at(name, default, depth)
 
     def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
         """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
-            self.add(value, depth)
+            self.add(value, depth, name)
         elif not isinstance(value, types.ModuleType):
             self._visit(name, value, None, place)
 
@@ -260,6 +264,12 @@ _AT_DEFINITION = frozenset({"__init_subclass__", "__set_name__", "__class_getite
 
 def _never_if_far(depth: int) -> int:
     return depth if depth <= DEPTH else _NEVER
+
+
+def _parameters_of(function: Any) -> tuple[str, ...]:
+    """The names of positional parameters; none of a method, or of what is not written in Python."""
+    is_function = isinstance(function, types.FunctionType)
+    return function.__code__.co_varnames[: function.__code__.co_argcount] if is_function else ()
 
 
 def names_by(getter: operator.attrgetter[Any]) -> set[str]:

@@ -3,7 +3,7 @@
 Data flow:
     callable -> the modules that it can reach -> fully qualified names of modules, parameters and buffers
     the attributes of each module, saved -> after the forward: which were bound to other tensors, and all put back
-    objects with names -> Snapshot.add, which follows items and attributes -> a copy of the content of each
+    objects with names -> Contents.add, which follows items and attributes -> a copy of the content of each
     after the forward -> restore -> a Change for each entry that differed
 
 Lists, dicts, sets and deques and their subclasses, objects with attributes, arrays of NumPy, and random generators of
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.fx
@@ -30,12 +31,11 @@ from scopetrace.containers.contents import (
     Place,
     attributes_and_slots,
     changed_entries,
-    content_of,
-    is_users_class,
     same_entries,
     write_dict,
 )
 from scopetrace.guards.attributes import BOOKKEEPING, current_attributes, is_watchable
+from scopetrace.guards.reach import Reach
 from scopetrace.ir.guards import HOOKS, MODULE_TABLES
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
@@ -60,7 +60,6 @@ _PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attrib
 _HOOK_TABLES = (*HOOKS, *(name for name in sorted(BOOKKEEPING) if name.endswith(("_with_kwargs", "_always_called"))))
 """The tables of a module that have its hooks, and how these are called."""
 _NOT_OWN = BOOKKEEPING | {"forward"}
-T = TypeVar("T")
 
 
 class Model:
@@ -68,13 +67,12 @@ class Model:
 
     An `nn.Module` has its own names (`named_modules`), a bound method those of its module. For any other callable, the
     modules among its arguments and in its closure, globals, defaults and partial arguments are named after their
-    variables, and those of the functions that it refers to.
+    variables, and so are those of the functions that it refers to; of two with one name the second is `model_1`.
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Sequence[tuple[str, Any]] = ()) -> None:
         """`arguments` are those of the call that is traced, with their names."""
         self.root, self.forward = _unwrap(fn)
-        self._fn = self.forward.forward if isinstance(self.forward, torch.nn.Module) else fn
         self.kind = root_class(self.root) if isinstance(self.root, torch.fx.GraphModule) else None
         """Of a graph, the class of the module that it came from."""
         self.type_name = _name_of(fn) if self.root is None else (self.kind or type(self.root)).__name__
@@ -96,7 +94,7 @@ class Model:
         if self.root is not None:
             self._visit("", self.root, set())
         else:
-            for name, module in _reachable(fn, torch.nn.Module, arguments):
+            for name, module in _reachable(fn, arguments).items():
                 self._visit(name, module, set())
 
     def _visit(self, fqn: str, module: torch.nn.Module, path: set[int]) -> None:
@@ -139,11 +137,9 @@ class Model:
         if owner is not None:
             self.state_names[id(t)] = f"{owner[0]}_{key}"
 
-    @functools.cached_property
-    def variables(self) -> dict[int, str]:
-        """By id, the names in source of tensors that are in no module: `w`, `scales[0]`."""
-        tensors = _reachable(self._fn, torch.Tensor)
-        return {id(t): re.sub(r"\.(\d+)", r"[\1]", path) for path, t in reversed(tensors)}
+    def name_of_variable(self, t: torch.Tensor) -> str | None:
+        """The name in source of a tensor that is in no module: `w`, `scales[0]`; None for one that nobody names."""
+        return next((name for name, held in self.contents.tensors if held is t), None)
 
     def names_of_tensors(self, tensors: Iterable[torch.Tensor]) -> list[str]:
         """The first fqns of tensors of the model."""
@@ -322,70 +318,22 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return "function" if name == "<lambda>" else name
 
 
-def _reachable(fn: Any, kind: type[T], arguments: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, T]]:
-    """The modules, or tensors, that a function can reach by name, itself and by the functions that it refers to."""
-    named = ((re.sub(r"\[(\w+)\]", r".\1", name), x) for name, x in arguments)  # `models[0]` as `models.0`
-    reached = {path: each for name, x in named for path, each in _items_of_kind(name, x, kind)}
-    functions, known = [("", fn)], {id(fn)}
-    for around, function in functions:  # which grows meanwhile
-        for name, x in _variables(function):
-            if type(x) is types.FunctionType and is_users_class(x) and id(x) not in known:
-                known.add(id(x))
-                functions.append((f"{around}{name}.", x))
-            for path, each in _items_of_kind(name, x, kind):
-                if reached.setdefault(path, each) is not each:
-                    reached.setdefault(around + path, each)
-    return [*reached.items()]
-
-
-def _variables(fn: Any) -> list[tuple[str, Any]]:
-    """What a function can reach by name, or the attributes of a callable object."""
-    variables: list[tuple[str, Any]] = []
-    if isinstance(fn, functools.partial):
-        names = _parameters(fn.func)
-        variables += [(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(fn.args)]
-        variables += fn.keywords.items()
-        fn = fn.func
-    fn = getattr(fn, "__wrapped__", fn)
-    code = getattr(fn, "__code__", None)
-    if isinstance(fn, torch.nn.Module):
-        variables.append(("func", fn))
-    elif code is None:
-        variables += attributes_and_slots(fn).items()
-    else:
-        variables += [
-            (name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)
-        ]
-        defaults = fn.__defaults__ or ()
-        variables += zip(_parameters(fn)[::-1], defaults[::-1], strict=False)
-        variables += (fn.__kwdefaults__ or {}).items()
-        variables += [(name, fn.__globals__.get(name)) for name in code.co_names]
-    variables += attributes_and_slots(fn.__self__).items() if isinstance(fn, types.MethodType) else ()
-    return variables
-
-
-def _parameters(fn: Any) -> list[str]:
-    code = getattr(fn, "__code__", None)
-    return [] if code is None or isinstance(fn, types.MethodType) else [*code.co_varnames[: code.co_argcount]]
-
-
-def _items_of_kind(name: str, x: Any, kind: type[T], depth: int = 2) -> Iterator[tuple[str, T]]:
-    """The modules, or tensors, in lists, dicts and users' objects, with names as of submodules."""
-    if isinstance(x, kind):
-        yield name, x
-    elif depth and not isinstance(x, torch.nn.Module) and (items := _named_items(x)):
-        for key, item in items:
-            yield from _items_of_kind(f"{name}.{key}", item, kind, depth - 1)
-
-
-def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:
-    if type(x) in (list, tuple):
-        return enumerate(x)
-    if type(x) is dict:
-        return [(key, item) for key, item in x.items() if isinstance(key, str) and key.isidentifier()]
-    if isinstance(x, (type, torch.Tensor, dict, list, tuple)) or not is_users_class(type(x)):
-        return ()
-    return attributes_and_slots(x).items()
+def _reachable(fn: Any, arguments: Sequence[tuple[str, Any]]) -> dict[str, torch.nn.Module]:
+    """The modules that a function can reach by name, itself and by the functions that it refers to."""
+    contents, reached = Contents(), dict[str, torch.nn.Module]()
+    owner, function = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, fn)
+    attributes = () if isinstance(owner, functools.partial) else attributes_and_slots(owner).items()
+    for name, x in (*arguments, *attributes, ("func", getattr(fn, "__wrapped__", None))):  # the last as of a trace
+        contents.add(name, x)
+    reach = Reach(contents.add)
+    reach.add(function)
+    reach.follow(list)
+    for name, module in contents.modules:
+        path = re.sub(r"\['?(\w+)'?\]", r".\1", name.replace(".__self__", ""))  # `models[0]` as `models.0`
+        names = itertools.chain([path], map(f"{path}_{{}}".format, itertools.count(1)))
+        if re.fullmatch(r"\w+(\.\w+)*", path):
+            next(unique for unique in names if reached.setdefault(unique, module) is module)
+    return reached
 
 
 # What a forward calls its arguments ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Data flow:
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import types
@@ -87,11 +88,11 @@ class EffectWatch:
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
+        if not isinstance(fn, functools.partial):
+            self._contents.add("self", fn.__self__ if isinstance(fn, types.MethodType) else fn)
         self.reach.add(fn)
-        owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
-        self._contents.add("self", owner)
-        for x in (owner, *{type(module): module for module in self._model.modules}.values()):
-            self.reach.add(x)
+        for module in {type(module): module for module in self._model.modules}.values():
+            self.reach.add(module)
         self.reach.follow(self._held)
 
     def _follow_hooks(self) -> None:

@@ -151,7 +151,8 @@ class StateReads:
         """The table; `changes` are what the forward changed. To be called when the model is as it was before."""
         changed = {(id(change.holder), change.attribute) for change in changes if change.attribute}
         tape, held = self._builder.tape, list[_Held]()
-        values = [module.__dict__.get(key) for module, key, _ in self._read.values()]
+        taken = self._taken_modules()
+        values = [*taken.values(), *(module.__dict__.get(key) for module, key, _ in self._read.values())]
         hooks = [guard for guard in tape.guards if guard.source.kind == "hooks"]
         values += [x for _, x in self._objects] + [getattr(fn, "__self__", fn)]
         run = [x for guard in hooks for part in guard.value for x in (part if type(part) is list else [part])]
@@ -161,7 +162,7 @@ class StateReads:
         for guard in hooks:
             guard.value, guard.names = snapshot(guard.value, self.names), self.names
         self._called = self._called_modules()
-        self._used = self._called | self._taken_modules()
+        self._used = self._called | taken
         attributes = list(self._attributes(held))
         path, variables = tape.root.path, list(ran.guards(tape.root.path))
         objects = [*self._objects]
@@ -347,8 +348,8 @@ class RanFunctions:
         `reach` has followed what may run.
         """
         self._called = dict.fromkeys(type(call.module) for call in tape.calls if call.module is not None)
-        holding = list[Any]()  # what variables hold, with what is in it; a method here would be a reference cycle
-        self.reach = Reach(functools.partial(_hold, holding), depth=DEPTH)
+        opened = _Opened()
+        self.reach = Reach(opened.add, depth=DEPTH)
         known = reach.by_code()
         for x in (fn, *hooks, *(getattr(kind, "forward", None) for kind in self._called)):
             self.reach.add(x)
@@ -357,10 +358,11 @@ class RanFunctions:
                 cells = tuple([types.CellType() for _ in code.co_freevars])  # those of one that nobody names
                 self.reach.add(known.get(id(code)) or types.FunctionType(code, table, closure=cells))
         first = [*self.reach.followed.values()]
-        _hold(holding, "", [*held])
+        for x in held:
+            opened.add("", x)
         for kind in self._called:
             self.reach.add_class(kind, 1, is_named=False)
-        self.reach.follow(functools.partial(_take_all, holding), 1)
+        self.reach.follow(opened.take, 1)
         self.functions = [*self.reach.followed.values()]
         """Those of users; several may have one code."""
         codes = {id(f.__code__): f.__code__ for f in self.functions}
@@ -433,23 +435,32 @@ def _is_state(value: Any) -> bool:
     return value is not MISSING
 
 
-def _hold(holding: list[Any], _: str, x: Any, __: Any = None, place: Place | None = None) -> None:
-    """Add what a variable holds, with what is in it; nothing for the attribute of a class."""
-    if place is None or not isinstance(place.owner, type):
-        holding += [item for item in _with_items(x) if type(item) not in ATOMS and type(item) is not MEMO]
+class _Opened:
+    """Gets what variables hold, and gives it with what is in it, each object once."""
 
+    def __init__(self) -> None:
+        self._new, self._known = list[Any](), dict[int, Any]()
 
-def _take_all(holding: list[Any]) -> list[Any]:
-    items = holding.copy()
-    holding.clear()
-    return items
+    def add(self, _: str, x: Any, __: Any = None, place: Place | None = None) -> None:
+        """Open an object; nothing is done for the attribute of a class."""
+        if id(x) not in self._known and (place is None or not isinstance(place.owner, type)):
+            self._known[id(x)] = x
+            self._new += [item for item in _with_items(x) if type(item) not in ATOMS and type(item) is not MEMO]
+
+    def take(self) -> list[Any]:
+        """What is new since it was asked before."""
+        new, self._new = self._new, []
+        return new
 
 
 def _with_items(x: Any) -> Iterator[Any]:
-    """`x`, and what is in it if it is a list, a dict, or an object with attributes."""
+    """`x`, and what is in it if it is a list, a dict, or an object with attributes; also in lists and dicts there."""
     yield x
     if (form := form_of(type(x))) is not None and (form.entries or type(x) in (list, tuple)):
-        yield from form.read(x).values() if form.entries else x
+        for item in form.read(x).values() if form.entries else x:
+            yield item
+            if type(item) in (list, dict):  # no classes of a dict, which may be a register of many
+                yield from item if type(item) is list else [x for x in item.values() if type(x) is types.FunctionType]
 
 
 def _shared(places: Sequence[_Held]) -> tuple[str, ...]:
