@@ -576,6 +576,16 @@ def test_an_enum_as_argument(kind, tmp_path):
             program.module()(x, [kind.B])
 
 
+def test_a_size_as_argument():
+    """It is a container of numbers, as pytree has it."""
+    grid = module_of(lambda self, theta, size: nn.functional.affine_grid(theta, size, align_corners=False))
+    args = (torch.ones(1, 2, 3), torch.Size((1, 3, 4, 4)))
+    ep = st.trace(grid, args).to_exported_program()
+    assert_close(ep.module()(*args), grid(*args))
+    with pytest.raises(AssertionError, match=r"size\[3\] == 4"):
+        ep.module()(args[0], torch.Size((1, 3, 4, 5)))
+
+
 def test_an_opaque_object_as_argument():
     @dataclasses.dataclass(frozen=True)
     class Settings(OpaqueBase):
