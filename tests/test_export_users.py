@@ -299,6 +299,13 @@ def test_a_parameter_of_a_subclass():
     assert torch.equal(ep.module()(torch.ones(3)), model(torch.ones(3)))
 
 
+def test_an_argument_of_a_subclass_is_refused_and_stays_as_it_was():
+    x = CustomTensorPlainOut(torch.ones(3), torch.ones(3))
+    with pytest.raises(st.errors.UnsupportedOpError, match="the argument x is a CustomTensorPlainOut"):
+        st.trace(module_of(lambda self, x: x.mul_(2).sum()), (x,))
+    assert torch.equal(x.elem1, torch.ones(3))
+
+
 # Metadata ------------------------------------------------------------------------------------------------------------
 
 
