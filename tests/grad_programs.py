@@ -62,6 +62,7 @@ INPUTS = {
     "detached_and_leaf": [f"y = ({GRID}).requires_grad_(grad)", "x = y.detach()[1:]"],
     "derived_and_detached": [f"s = ({GRID}).requires_grad_(grad)", "x = s * 1", "y = x.detach()"],
     "plain_and_detached": [f"x = {GRID}", "y = x.detach()"],
+    "detached_by_set": [f"y = ({GRID}).requires_grad_(grad) * 1", "x = y + 1", "with torch.no_grad(): x.set_(y)"],
     "leaf_slice": [f"s = ({GRID}).requires_grad_(grad)", "x = s[1:]"],
     "expanded": [f"s = ({GRID}).requires_grad_(grad)", "x = (s * 1)[:1].expand(4, 6)"],
     "complex": [f"x = torch.complex({GRID}, ({GRID}) + 1).requires_grad_(grad)"],

@@ -277,3 +277,40 @@ def check(case):
 def test_a_function_does_what_it_does_in_eager_or_is_refused(start):
     right = [check(case) for case in CASES[start::EVERY]]
     assert sum(right) > len(right) / 4
+
+
+class Split(torch.autograd.Function):
+    """Its backward asks for numbers of a tensor that the forward has made."""
+
+    @staticmethod
+    def forward(ctx, x, sizes):
+        ctx.save_for_backward(sizes + 1)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (sizes,) = ctx.saved_tensors
+        first, second = g.split(sizes.tolist())
+        return torch.cat([first * 3, second * 5]), None
+
+
+def test_backward_reads_numbers_of_what_forward_saved():
+    x = torch.ones(5, requires_grad=True)
+    tr = st.trace(lambda x, sizes: Split.apply(x, sizes), (x, torch.tensor([0, 3])))
+    for sizes in ([0, 3], [2, 1]):
+        args = x, torch.tensor(sizes)
+        ours, theirs = (torch.autograd.grad(f(*args).sum(), x)[0] for f in (tr, Split.apply))
+        assert torch.equal(ours, theirs), f"{sizes}: {ours} for {theirs}"
+
+
+def test_a_specialized_backward_has_no_numbers_of_what_forward_saved():
+    class Shown(Split):
+        @staticmethod
+        def backward(ctx, g):
+            return g * int(ctx.saved_tensors[0][0]), None
+
+    def forward(x):
+        return Shown.apply(x, x.long()[:2])
+
+    with pytest.raises(st.DataDependentError, match="made in the forward of a torch"):
+        st.trace(forward, (torch.ones(5, requires_grad=True),), specialize=True)

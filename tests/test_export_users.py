@@ -299,6 +299,13 @@ def test_a_parameter_of_a_subclass():
     assert torch.equal(ep.module()(torch.ones(3)), model(torch.ones(3)))
 
 
+def test_an_argument_of_a_subclass_is_refused_and_stays_as_it_was():
+    x = CustomTensorPlainOut(torch.ones(3), torch.ones(3))
+    with pytest.raises(st.errors.UnsupportedOpError, match="the argument x is a CustomTensorPlainOut"):
+        st.trace(module_of(lambda self, x: x.mul_(2).sum()), (x,))
+    assert torch.equal(x.elem1, torch.ones(3))
+
+
 # Metadata ------------------------------------------------------------------------------------------------------------
 
 
@@ -574,6 +581,16 @@ def test_an_enum_as_argument(kind, tmp_path):
         torch.testing.assert_close(program.module()(x, [kind.A]), x + 1)
         with pytest.raises(AssertionError, match="Guard failed"):
             program.module()(x, [kind.B])
+
+
+def test_a_size_as_argument():
+    """It is a container of numbers, as pytree has it."""
+    grid = module_of(lambda self, theta, size: nn.functional.affine_grid(theta, size, align_corners=False))
+    args = (torch.ones(1, 2, 3), torch.Size((1, 3, 4, 4)))
+    ep = st.trace(grid, args).to_exported_program()
+    assert_close(ep.module()(*args), grid(*args))
+    with pytest.raises(AssertionError, match=r"size\[3\] == 4"):
+        ep.module()(args[0], torch.Size((1, 3, 4, 5)))
 
 
 def test_an_opaque_object_as_argument():

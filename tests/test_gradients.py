@@ -374,6 +374,11 @@ REFUSED = {
         ["y[0] = self.p", "a = x * 2"],
         ("a",),
     ),
+    "a write into memory of two inputs, each with gradients of its own": (
+        "detached_by_set",
+        [("torch.no_grad()", "x.mul_(2)"), "a = x * y"],
+        ("a",),
+    ),
     "an input that changes its shape under inference mode, beside one that shares its memory": (
         "derived_base_and_view",
         ["y[1::2].zero_()", ("torch.inference_mode()", "y.swapaxes_(0, -1)"), "a = x * 2"],

@@ -609,3 +609,23 @@ def test_a_deque_among_the_arguments_that_changes():
     torch.testing.assert_close(tr(x, given), forward(x, expected))
     torch.testing.assert_close(list(given), list(expected))
     assert given.maxlen == 2
+
+
+def test_an_attribute_is_set_back_past_a_descriptor_that_adds_up():
+    class Sum:
+        def __set__(self, owner, value):
+            vars(owner)["n"] += value
+
+    class Account:
+        n = Sum()
+
+        def __init__(self):
+            vars(self)["n"] = 1
+
+    def forward(x, account):
+        account.n = 2
+        return x + account.n
+
+    account = Account()
+    st.trace(forward, (torch.ones(2), account))
+    assert vars(account) == {"n": 1}

@@ -536,6 +536,12 @@ class Recording:
             )
         sizes = None if dynamic is None else dynamic.sizes_of(real, path, len(self.tape.inputs))
         if sizes is None:
+            cls: Any = type(real)
+            if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(real, FakeTensor):
+                raise UnsupportedOpError(  # its Python would get real tensors, and write to them
+                    f"the argument {path} is a {cls.__name__}, a tensor subclass that takes ops in Python",
+                    hint="pass plain tensors, such as those that it consists of",
+                )
             fake = self.factory.from_real(real)
         else:
             fake = self.factory.symbolic(real, sizes, symbolic_strides(real, sizes))

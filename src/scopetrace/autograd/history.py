@@ -43,10 +43,10 @@ def refuse_lost_history(values: ValueTable, results: list[Value]) -> None:
     tape = values.builder.tape
     _refuse_lost_hooks(values.builder, results)
     _refuse_lost_gradients(values, results)
-    for op in _writes_to_detached_inputs(tape, values.examples):
-        if op.grad and op.tracked:
+    for op, several in _writes_kept_apart(tape, values.examples):
+        if (several and tape.grad) or (op.grad and op.tracked):
             raise UnsupportedOpError(
-                "a tensor that requires grad is written into memory that inputs share, one of which is detached",
+                "memory is written that inputs share which autograd keeps apart, such as x and x.detach()",
                 **place_of(op),
                 hint="clone() one of the inputs, or trace under torch.no_grad()",
             )
@@ -149,7 +149,7 @@ def note_plain_leaves(values: ValueTable) -> None:
     tape = values.builder.tape
     for leaf, op in _without_hidden_gradients(tape):
         note_leaf(tape, leaf, op)
-    for op in () if tape.grad else _writes_to_detached_inputs(tape, values.examples):
+    for op, _ in () if tape.grad else _writes_kept_apart(tape, values.examples):
         note_leaf(tape, root_of(op.writes[0]), op)
 
 
@@ -189,10 +189,14 @@ def _without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
             yield from ((leaf, op) for leaf, bit in bits.items() if hidden & bit)
 
 
-def _writes_to_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
-    """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`."""
+def _writes_kept_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[tuple[Op, bool]]:
+    """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`.
+
+    Each with whether several of these require grad.
+    """
     for op in tape.ops:
         for written in op.writes:
             sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
-            if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:
-                yield op
+            apart = {id(t if (base := base_of(t)) is None else base): t.requires_grad for t in sharing}
+            if len(apart) > 1:
+                yield op, sum(apart.values()) > 1

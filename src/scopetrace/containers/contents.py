@@ -466,9 +466,12 @@ class Place(NamedTuple):
         elif issubclass(kind, dict):
             base = _base_of(owner)
             base.pop(owner, key, None) if value is MISSING else base.__setitem__(owner, key, value)
-        else:  # not by methods of its class
+        else:  # not by methods of its class, nor by those of descriptors there
             base = next(base for base in (type, threading.local, object) if issubclass(kind, base))
-            if value is not MISSING:
+            table = own_dict(owner) if base is object and kind.__dictoffset__ else {}
+            if value is not MISSING and key in table:
+                dict.__setitem__(table, key, value)
+            elif value is not MISSING:
                 base.__setattr__(owner, key, value)
             elif key in attributes_and_slots(owner):
                 base.__delattr__(owner, key)

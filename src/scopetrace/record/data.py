@@ -268,7 +268,12 @@ class ExampleRun:
         work = list(wanted)
         while work:
             a, before = work.pop()
-            for i in self._deciding(a):
+            deciding = self._deciding(a)
+            if isinstance(a, Value) and not any(i < before for i in deciding):  # its body is no longer on the tape
+                if may is not None:
+                    return None
+                raise NoRealValue("it was made in the forward of a torch.autograd.Function, whose backward reads it")
+            for i in deciding:
                 if i >= before or i in positions or (may is None and i in self._done):
                     continue
                 op = self._tape.ops[i]
