@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -190,6 +190,19 @@ def tracing_state() -> TracingState | None:
     """
     stack: list[TracingState] | None = getattr(_active, "stack", None)
     return stack[-1] if stack else None
+
+
+def is_recorded() -> bool:
+    """Whether a forward runs in this thread that is recorded."""
+    state = tracing_state()
+    return state is not None and state.listener is not None
+
+
+def tell_recorder(guards: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Tell the recorder of that forward, if there is one, of a call of another trace, and what it depends on."""
+    state = tracing_state()
+    if state is not None and state.listener is not None:
+        state.listener.on_trace(guards, inputs)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,8 @@ Location = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
 _Held = tuple[str, Place]
 """The name of an entry in a table of a module that holds a tensor, and where it is."""
-_RECORDER = tuple([str(Path(__file__).parents[1] / room) + os.sep for room in ("record", "watch", "guards")])
+_ROOMS = ("record", "watch", "guards", "program", "ir", "containers")
+_RECORDER = tuple([str(Path(__file__).parents[1] / room) + os.sep for room in _ROOMS])
 _SKIPPED = BOOKKEEPING.difference(MODULE_TABLES) | {"forward"}
 _BOOKKEEPERS = {
     vars(torch.nn.Module)[name].__code__
@@ -456,7 +457,8 @@ def functions_that_ran(ran: Ran, reach: Reach) -> dict[types.CodeType, types.Fun
     A function with variables of another one around it is known where those that ran name it.
     """
     functions = dict[types.CodeType, types.FunctionType]()
-    left = [(code, table) for code, table in ran.values() if table and not is_library(table.get("__name__"))]
+    others = [(code, table) for code, table in ran.values() if not code.co_filename.startswith(SCOPETRACE)]
+    left = [(code, table) for code, table in others if table and not is_library(table.get("__name__"))]
     while True:
         functions |= {code: f for code, _ in left if (f := reach.function_of(code)) is not None}
         left = [(code, table) for code, table in left if code not in functions]
