@@ -108,6 +108,21 @@ def test_a_block_of_the_outer_one_that_switches_autograd():
         tr(X)
 
 
+def test_a_step_with_an_optimizer_is_refused_inside_of_another_trace():
+    fc = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(fc.parameters(), lr=0.1)
+
+    def step(x):
+        fc(x).sum().backward()
+        optimizer.step()
+        return x
+
+    tr = st.trace(step, (X,))
+    with pytest.raises(st.UnsupportedOpError, match="a traced training step is called inside of another trace"):
+        st.trace(lambda x: tr(x) + 1, (X,))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_the_text_of_what_it_read_names_no_code_of_scopetrace():
     inner = st.trace(Scaled(), (X,))
     text = str(st.trace(lambda x: inner(x) + 1, (X,)).specializations)
