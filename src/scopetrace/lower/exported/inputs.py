@@ -86,7 +86,7 @@ def flat_arguments(tape: FunctionalTape, names: list[str]) -> tuple[list[tuple[s
 def flat_template(x: Any, path: str = "") -> list[tuple[str, Any]]:
     """The leaves of a template with their paths, as pytree has them: it does not open what is not registered."""
     is_leaf = is_object(x) and not is_registered(container_type(x))
-    children = None if is_leaf else open_container(x)
+    children = None if is_leaf else open_container(tuple(x) if type(x) is torch.Size else x)
     if children is None:
         return [(path, x)]
     return [leaf for key, child in children for leaf in flat_template(child, path + key)]
