@@ -124,7 +124,7 @@ def test_hundreds_of_modules_inside_each_other():
     tr = st.trace(model, (X,))
     tr(X)
     next(m for m in model.modules() if isinstance(m, nn.Linear)).register_forward_hook(print)
-    with pytest.raises(StateMismatchError, match="forward hooks of 0"):
+    with pytest.raises(StateMismatchError, match="forward hooks of module 0"):
         tr(X)
 
 

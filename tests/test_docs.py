@@ -274,7 +274,7 @@ def functions_entered(forward):
 
     def profile(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(source):
+        if event == "call" and code.co_filename.startswith(source) and code.co_filename.endswith(".py"):
             entered.append((code.co_filename.removeprefix(source), code.co_qualname))
 
     model = type("Net", (torch.nn.Module,), {"forward": forward})()

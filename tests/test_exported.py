@@ -497,6 +497,11 @@ def test_a_result_that_nobody_needs_stays():
     torch.testing.assert_close(unflattened.mha(X, X, X), model.mha(X, X, X))
 
 
+def test_a_size_among_the_arguments():
+    x, size = torch.ones(2, 4), torch.Size([4, 2])
+    assert st.trace(torch.reshape, (x, size)).to_exported_program().module()(x, size).shape == size
+
+
 def test_values_that_pass_beside_arguments_take_the_signature_away():
     found = signatures(signed(Aside(), X))
     assert [name for name, text in found.items() if text is None] == ["put", "take", "take.0"]

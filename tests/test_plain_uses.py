@@ -85,7 +85,11 @@ CHANGES = {
         replaced(lambda m: m.c, "k", 3.0),
         r"c\.k",
     ),
-    "a property": (with_property, replaced(type, "scale", property(lambda s: 3.0)), r"Net\.scale"),
+    "a property": (
+        with_property,
+        replaced(type, "scale", property(lambda s: 3.0)),
+        r"Net\.scale: <property object> when",
+    ),
     "an attribute of a weight": (
         tagged,
         replaced(lambda m: m.fc.weight, "kind", "plain"),
@@ -150,7 +154,7 @@ CHANGES = {
     "the class": (
         lambda: nn.Sequential(nn.ReLU()),
         replaced(lambda m: m[0], "__class__", nn.Tanh),
-        "class of 0: ReLU when traced and Tanh now",
+        "class of module 0: ReLU when traced and Tanh now",
     ),
     "bytes": of_kind(lambda: bytearray(b"a"), lambda c: c[0], lambda c: c.__setitem__(0, 5)),
     "an array": of_kind(lambda: array.array("f", [2.0]), lambda c: c[0], lambda c: c.__setitem__(0, 5.0)),

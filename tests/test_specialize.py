@@ -354,3 +354,8 @@ def test_a_list_of_a_buffer_that_decides():
     model[0].sizes.fill_(5)
     with pytest.raises(st.InputMismatchError, match="specialized"):
         tr(torch.ones(3))
+
+
+def test_a_tensor_made_of_tensors_is_a_stack():
+    with pytest.raises(st.errors.DataDependentError, match=r"write torch.stack\(\[x, y\]\) in place of torch.tensor"):
+        st.trace(lambda x: torch.tensor([x.sum(), x.mean()]), (torch.ones(3),))

@@ -25,7 +25,7 @@ def prefixes(directory: Path, *parts: str) -> tuple[str, ...]:
 TORCH_DIRECTORY = Path(torch.__file__).parent
 
 TORCH = prefixes(TORCH_DIRECTORY)
-SYMPY = prefixes(Path(sympy.__file__).parent)
+SYMPY = prefixes(Path(sympy.__file__).parents[1], "sympy/", "mpmath/")
 SCOPETRACE = prefixes(Path(__file__).parents[1])
 
 NOT_THE_MODEL = (*TORCH, *SYMPY, *SCOPETRACE)

@@ -451,7 +451,8 @@ class GradientRecorder:
             name, key = type(changed[0][0]).__name__, changed[0][2]
             self._refuse(
                 f"the step changes a setting of {name}, {key!r}, by which it has stepped",
-                "change it after each call of the trace, which reads what is there then",
+                f"keep it in the state of a parameter, as optimizer.state[p][{key!r}]; or change it after each call of "
+                "the trace, which reads what is there then",
                 f"{name}.param_groups",
             )
 

@@ -18,7 +18,9 @@ import torch
 from scopetrace._compat.gradients import counts_as_stepped, first_state, is_torchs
 from scopetrace._compat.ops import eager
 from scopetrace._compat.shape_env import evaluated
+from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.contents import Place
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.guards import CallInputs, Source
 
 
@@ -51,6 +53,12 @@ class Number(Source):
     def current(self, call: CallInputs) -> str:
         """`a number`, or the class of what is there in its place."""
         value: Any = self.value()
+        if isinstance(value, Symbolic):
+            raise UnsupportedOpError(
+                "a traced training step is called inside of another trace, which has the numbers of its optimizer too",
+                op=f"{type(self.optimizer).__name__}.step",
+                hint="call it outside, or trace the function that makes the step in place of its trace",
+            )
         counts_as_stepped(self.optimizer)
         if not isinstance(value, Real if self.tensor.is_floating_point() else int):
             return type(value).__name__

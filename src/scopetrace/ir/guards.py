@@ -178,6 +178,7 @@ class OfModules(Source):
         """What differs first, and what it was and is."""
         name = next(name for name in (*traced, *current) if not same(traced.get(name), current.get(name)))
         old, new, of = traced.get(name), current.get(name), name if name != "self" else "the model"
+        of = f"module {of}" if of[0].isdigit() else of
         if self.aspect == "classes":
             return f"class of {of}", getattr(old, "__name__", "missing"), getattr(new, "__name__", "missing")
         old, new = old or {}, new or {}

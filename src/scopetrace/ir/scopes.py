@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -192,6 +192,19 @@ def tracing_state() -> TracingState | None:
     return stack[-1] if stack else None
 
 
+def is_recorded() -> bool:
+    """Whether a forward runs in this thread that is recorded."""
+    state = tracing_state()
+    return state is not None and state.listener is not None
+
+
+def tell_recorder(guards: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Tell the recorder of that forward, if there is one, of a call of another trace, and what it depends on."""
+    state = tracing_state()
+    if state is not None and state.listener is not None:
+        state.listener.on_trace(guards, inputs)
+
+
 @contextlib.contextmanager
 def activate(state: TracingState) -> Iterator[None]:
     """Make `state` the tracing state of this thread while the block runs."""
@@ -294,12 +307,8 @@ _MACHINERY = (
         *("_dynamo/eval_frame.py", "nn/modules/module.py"),
     ),
 )
-_FAKES = prefixes(
-    TORCH_DIRECTORY,
-    *("__init__.py", "fx/experimental/", "_subclasses/", "utils/_stats.py"),
-    *("_meta_registrations.py", "_prims_common/", "_prims/", "_refs/", "_decomp/"),
-)
-"""Where torch runs an op on fake tensors, or asks for the value of a symbol, below the code that needs it."""
+_MODULES = prefixes(TORCH_DIRECTORY, "nn/")
+"""The code of torch that stands for a line of users where only its modules call each other."""
 
 
 def is_hidden(filename: str) -> bool:
@@ -378,13 +387,13 @@ def source_of(frames: Frames) -> str | None:
 def user_line(frames: list[Frame]) -> str | None:
     """The innermost line outside torch and scopetrace, as `model.py:12, in forward: return self.fc(x)`.
 
-    The innermost of all where there is no such line; None without frames.
+    That in a module of torch where there is no such line, else the innermost of all; None without frames.
     """
     if not frames:
         return None
     shown = [f for f in frames if not is_hidden(f[0].co_filename)]
     users = [f for f in shown if not f[0].co_filename.startswith(TORCH) and not is_of_python(f[0].co_filename)]
-    code, line = (users or [f for f in shown if not f[0].co_filename.startswith(_FAKES)] or shown or frames)[-1]
+    code, line = (users or [f for f in shown if f[0].co_filename.startswith(_MODULES)] or shown or frames)[-1]
     source = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")
 

@@ -161,7 +161,7 @@ class CallCode:
 
     def function(self, parameters: str, body: str) -> Callable[..., Any]:
         """A function of these parameters."""
-        exec(compile(f"def call({parameters}): {body}", "<call of a trace>", "exec"), self.constants)
+        exec(compile(f"def call({parameters}): {body}", f"{__file__}, a call", "exec"), self.constants)
         function: Callable[..., Any] = self.constants.pop("call")
         return function
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def mismatch(guard: Guard, value: Any, current: Any) -> InputMismatchError:
 def _text(value: Any) -> str:
     if isinstance(value, torch.nn.Module):
         return type(value).__name__
-    text = short(value) if isinstance(value, torch.Tensor) else " ".join(repr(value).split())
+    text = short(value) if isinstance(value, torch.Tensor) else re.sub(r" at 0x\w+", "", " ".join(repr(value).split()))
     return text if len(text) < 80 else f"{text[:76]} ..."
 
 

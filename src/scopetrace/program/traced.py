@@ -51,7 +51,7 @@ from scopetrace.errors import (
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.guards import in_a_file
-from scopetrace.ir.scopes import Scope, innermost_common
+from scopetrace.ir.scopes import Scope, innermost_common, is_recorded
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, checks_enabled, forward_of
 from scopetrace.ir.verify import verify
@@ -459,6 +459,8 @@ class TracedProgram:
             if problem is not None:
                 raise ScopetraceError(problem)
             return self.__dict__["plain_call"](args, kwargs)
+        if is_recorded():
+            return self.run(self.graph_module, *args, **kwargs)
         return self._call(args, kwargs)
 
     @_built

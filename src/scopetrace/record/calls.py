@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from scopetrace.containers.structure import (
 )
 from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
+from scopetrace.ir.guards import Guard
 from scopetrace.ir.scopes import Scope, scope
 from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_names, several
 from scopetrace.ir.tape import Call
@@ -113,6 +114,11 @@ class CallRecorder:
         if self._leaves and is_named(call, self._leaves):
             return self._run_leaf(call, run, args, kwargs)
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
+
+    def on_trace(self, guards: Sequence[Guard], inputs: Sequence[Any]) -> None:
+        """Another trace is called, and has compared these inputs and what else it depends on."""
+        for guard in guards:
+            self._reads.on_guard(guard, inputs)
 
     def on_nodes(
         self, fqn: str, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_kept: bool, run: Callable[[], Any]

@@ -189,6 +189,8 @@ def _way_out(error: BaseException) -> str:
     asked_by = {frame.f_code.co_name for frame in frames} | {
         str(frame.f_globals.get("__name__")).rpartition(".")[0] for frame in frames
     }
+    if "its data is not allocated yet" in str(error):
+        return f"write torch.stack([x, y]) in place of torch.tensor([x, y]); {_SPECIALIZE}"
     if ".numpy() is not supported" in str(error):
         return f"write it with torch's functions, or as a torch.library.custom_op; {_SPECIALIZE}"
     return next((hint for name, hint in _WAYS_OUT.items() if name in asked_by), _BRANCH)

@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import NO_CALL, Flag, Guard, OfInput, OfTensor, Source
+from scopetrace.ir.guards import NO_CALL, CallInputs, Flag, Guard, OfInput, OfTensor, Source, WhichInputs
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
@@ -94,6 +94,22 @@ class ReadRecorder:
             frames = self._builder.frames() if frames is None else frames
             path = self._builder.state.current_scope.path if path is None else path
             self._guards.append(Guard(name, value, source, frames, path))
+
+    def on_guard(self, guard: Guard, inputs: Sequence[Any]) -> None:
+        """What another trace depends on, which was called with these inputs, this one does too."""
+        source = guard.source
+        if isinstance(source, OfInput) and source.fact in ("layout", "storage_offset"):
+            self.on_layout(offset=source.fact == "storage_offset")
+        elif isinstance(source, OfInput):
+            t = inputs[source.index]
+            self.on_fact(t, source.fact, source.args, questions.fact_of(t, source.fact, source.args))
+        elif source.kind == "input":  # which of them are one object
+            which, call = WhichInputs(), CallInputs((), {}, [v.fake for v in self._builder.tape.inputs])
+            self.note_once("which arguments are one tensor", which.current(call), which)
+        elif isinstance(source, Flag):
+            self.on_flag(source.function, source.args, guard.value)
+        elif guard not in self._guards:
+            self._guards.append(guard)
 
     # ---------------------------------------------------------------- questions to torch
 

@@ -77,7 +77,8 @@ Location = tuple[Frames, str]
 """Where something was read: the frames, and the path of the scope."""
 _Held = tuple[str, Place]
 """The name of an entry in a table of a module that holds a tensor, and where it is."""
-_RECORDER = tuple([str(Path(__file__).parents[1] / room) + os.sep for room in ("record", "watch", "guards")])
+_ROOMS = ("record", "watch", "guards", "program", "ir", "containers")
+_RECORDER = tuple([str(Path(__file__).parents[1] / room) + os.sep for room in _ROOMS])
 _SKIPPED = BOOKKEEPING.difference(MODULE_TABLES) | {"forward"}
 _BOOKKEEPERS = {
     vars(torch.nn.Module)[name].__code__
@@ -354,7 +355,8 @@ class RanFunctions:
         for x in (fn, *hooks, *(getattr(kind, "forward", None) for kind in self._called)):
             self.reach.add(x)
         for code, table in ran.values():
-            if table and not is_library(table.get("__name__")):
+            is_ours = code.co_filename.startswith(SCOPETRACE)
+            if table and not is_ours and not is_library(table.get("__name__")):
                 cells = tuple([types.CellType() for _ in code.co_freevars])  # those of one that nobody names
                 self.reach.add(known.get(id(code)) or types.FunctionType(code, table, closure=cells))
         first = [*self.reach.followed.values()]
