@@ -244,7 +244,8 @@ def all_hold(symbols: Sequence[sympy.Symbol], conditions: Iterable[Any]) -> Call
     names = {symbol: sympy.Symbol(f"n{i}", integer=True) for i, symbol in enumerate(symbols)}
     tests = [f"({python_text(sympy.sympify(condition).xreplace(names))})" for condition in conditions]
     function: Callable[..., bool] = eval(
-        f"lambda {', '.join(map(str, names.values()))}: bool({' and '.join(tests) or True})", {"math": math}
+        f"lambda {', '.join(map(str, names.values()))}: bool({' and '.join(tests) or True})",
+        {"math": math, "torch": torch},
     )
     return function
 

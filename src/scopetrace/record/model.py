@@ -251,7 +251,9 @@ class ModuleSnapshot:
         self.tables = [table.copy() if table else _EMPTY for table in self.live]
         """What `live` held."""
         self.unsaved = frozenset(module_dict.get("_non_persistent_buffers_set") or _NOTHING)
-        self.contents = {k: x for k, x in module_dict.items() if type(x) not in ATOMS and k not in _NOT_OWN} or _EMPTY
+        self.contents = {
+            k: x for k, x in module_dict.items() if type(x) not in ATOMS and k not in BOOKKEEPING
+        } or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             contents.add(f"{name}.{key}", x, module, Place(module_dict, key))
