@@ -41,8 +41,10 @@ from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredPar
 from scopetrace.ir.tape import Value
 from scopetrace.record.nodes import root_class
 
-RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""They list their parameters anew where these are others than at the last call, as under `functional_call`."""
+
+def lists_weights(module: torch.nn.Module, name: str) -> bool:
+    """Whether a recurrent layer lists its parameters there, anew where they are others, as under `functional_call`."""
+    return name in ("_flat_weights", "_flat_weight_refs") and isinstance(module, torch.nn.RNNBase)
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,9 +297,8 @@ class ModuleSnapshot:
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
-        bookkeeping = BOOKKEEPING | (RECURRENT if isinstance(self.module, torch.nn.RNNBase) else frozenset())
         for name, before, after in changed_entries(old, table):
-            if name in bookkeeping or (compiles and name[0] == "_"):
+            if name in BOOKKEEPING or lists_weights(self.module, name) or (compiles and name[0] == "_"):
                 continue
             buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
             yield Change(f"{self.name}.{name}", before, after, Place(table, name), self.module, name, buffer)
