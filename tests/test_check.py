@@ -143,6 +143,14 @@ def test_what_was_compared_is_said():
     )
 
 
+def test_an_input_with_gradients_that_the_model_writes():
+    def make():
+        return X.clone().requires_grad_() * 1  # no leaf, which eager could not write
+
+    model = lambda x: x.mul_(2).sin()  # noqa: E731
+    assert "arguments: 1 tensor" in st.trace(model, (make(),)).check((make(),))
+
+
 def test_an_object_without_tensors_is_compared_in_type():
     @dataclasses.dataclass
     class Options:

@@ -617,6 +617,25 @@ LENGTH_OPS = {
 }
 
 
+GRU, LSTM = nn.GRU(6, 5, batch_first=True, bidirectional=True), nn.LSTM(6, 5, batch_first=True, proj_size=3)
+STEPS, RNN = nn.GRU(6, 5, 2), nn.RNN(6, 5, 2, nonlinearity="relu", batch_first=True)
+LENGTH_OPS |= {
+    "gru": lambda x: GRU(x.mT),
+    "gru of steps": lambda x: STEPS(x.permute(2, 0, 1), x.new_ones(2, x.shape[0], 5)),
+    "rnn": lambda x: RNN(x.mT),
+    "lstm": lambda x: LSTM(x.mT),
+}
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_an_image_that_grows_by_a_float(mode):
+    fn = lambda x: F.interpolate(x, scale_factor=1.5, mode=mode)  # noqa: E731
+    tr = st.trace(fn, (torch.randn(1, 2, 10, 12),), dynamic_shapes=({2: "h", 3: "w"},))
+    for size in ((11, 8), (3, 2), (40, 7)):
+        x = torch.randn(1, 2, *size)
+        torch.testing.assert_close(tr(x), fn(x))
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("fn", LENGTH_OPS.values(), ids=LENGTH_OPS)
@@ -1016,3 +1035,12 @@ def test_dynamic_shapes_of_another_number_of_items_name_both():
     message = r"2 items, \[\{0: .*\}, None\], for pair, a tuple with 3, \[0\], \[1\], \[2\]: write one for each"
     with pytest.raises(st.errors.DynamicShapeError, match=message):
         st.trace(lambda pair: pair[0], ((torch.ones(3),) * 3,), dynamic_shapes={"pair": [{0: batch}, None]})
+
+
+def test_a_trace_is_as_before_where_its_decomposition_is_refused():
+    layer, x = nn.GRU(4, 3), torch.randn(7, 2, 4)
+    tr = st.trace(layer, (torch.randn(5, 2, 4),), dynamic_shapes=({0: "steps"},))
+    tr.to_onnx()  # in which torch takes other shape functions
+    with pytest.raises(DynamicShapeError, match="the model fixes it at 5"):
+        tr.decompose()
+    torch.testing.assert_close(tr(x), layer(x))

@@ -649,6 +649,34 @@ def test_a_view_of_a_changed_input_of_a_dynamic_size():
     trace.to_onnx(verify=True)
 
 
+@pytest.mark.parametrize("layer", [nn.GRU(4, 3), nn.LSTM(4, 3), nn.GRU(4, 3, 2, batch_first=True, bidirectional=True)])
+def test_recurrent_layers_of_any_length(layer):
+    trace = st.trace(layer, (torch.randn(5, 2, 4),), dynamic_shapes=({0: "a", 1: "b"},))
+    model = trace.to_onnx(verify=True)  # also on other sizes
+    assert [str(n) for n in model.graph.outputs[0].shape][:2] == ["a", "b"]
+
+
+def test_what_torch_onnx_writes_for_one_length_is_refused():
+    trace = st.trace(nn.RNN(4, 3), (torch.randn(5, 2, 4),), dynamic_shapes=({0: "a", 1: "b"},))
+    with pytest.raises(st.errors.OnnxExportError, match=r"for the sizes of the example: its input of .* became one of"):
+        trace.to_onnx()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_verify_runs_a_model_that_differentiates(is_given):
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 1)
+
+        def forward(self, x):
+            x = x if is_given else x.detach().requires_grad_()
+            energy = self.fc(x).tanh().sum()
+            return energy, -torch.autograd.grad(energy, x)[0]
+
+    st.trace(Forces(), (torch.randn(5, 3, requires_grad=is_given),)).to_onnx(verify=True)
+
+
 BATCH = ({0: torch.export.Dim("batch")},)
 
 

@@ -170,6 +170,16 @@ def test_what_the_forward_wrote_itself_is_no_read():
     assert agrees(tr, m, X)
 
 
+@pytest.mark.parametrize("name", ["weights", "_flat_weights", "_flat_weight_refs"])  # the last two are nn.LSTM's, too
+def test_a_list_that_gets_another_tensor(name):
+    model = Net(lambda m, x: x + getattr(m, name)[0])
+    setattr(model, name, [nn.Parameter(torch.ones(4))])
+    tr = st.trace(model, (X,))
+    getattr(model, name)[0] = nn.Parameter(torch.zeros(4))
+    with pytest.raises(StateMismatchError, match=rf"{name}\[0\], which the model reads"):
+        tr(X)
+
+
 @pytest.mark.parametrize(
     "layer, dims",
     [

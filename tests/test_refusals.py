@@ -63,6 +63,8 @@ REFUSALS = [
     ("poke_.default has no pure form", returns_its_argument, (torch.randn(3),)),
     ("set_ gives a tensor other memory", set_to_storage, (torch.randn(3),)),
     ("resize_ of a tensor", lambda x: x[:, ::2].resize_(2), (torch.randn(3, 4),)),
+    ("another one shares", lambda x: (y := x + 1, y.view(-1).resize_(12), y + 1)[2], (torch.randn(3),)),
+    ("another one shares", lambda x: x.detach().resize_(12)[:2], (torch.randn(3),)),
     ("outside of the tensor", lambda x: x.as_strided((4,), (1,), 0).zero_(), (GAPS,)),
     ("outside of the tensor", lambda x: x.view(torch.int32).as_strided((4,), (1,), 0).zero_(), (GAPS.detach(),)),
     ("changes its shape in place", lambda x: x.as_strided((4, 1), (1, 1), 0).t_(), (GAPS.detach(),)),
@@ -88,6 +90,11 @@ def test_it_is_refused_with_op_and_line(message, run, args):
         st.trace(run, args)
     assert error.value.op and error.value.source is not None
     st.trace(run, args, functional=False)
+
+
+def test_memory_that_grows_while_nobody_else_reads_it():
+    fn = lambda x: (x + 1)[None].resize_(12)[:3] * 2  # noqa: E731
+    torch.testing.assert_close(st.trace(fn, (torch.ones(3),))(torch.ones(3)), torch.full((3,), 4.0))
 
 
 def test_a_leaf_module_that_writes_is_refused():

@@ -531,6 +531,21 @@ def test_closures():
     }
 
 
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_forward_that_was_put_on_a_module_keeps_no_fake_tensors(is_bound):
+    seen, net = [], nn.Sequential(nn.Identity())
+
+    def forward(self, x):
+        seen.append(x)
+        return x * 2
+
+    net[0].forward = types.MethodType(forward, net[0]) if is_bound else functools.partial(forward, None)
+    tr = st.trace(net, (X,))
+    assert seen == []
+    assert [e.change for e in tr.side_effects] == ["seen was [] and became [a tensor [2, 4]]"]
+    assert net[0].forward(X) is not tr(X) and [type(x) for x in seen] == [torch.Tensor]
+
+
 def test_a_hook_that_collects_activations_keeps_no_fake_tensors():
     hits, net = [], nn.Sequential(nn.Linear(4, 4))
     net[0].register_forward_hook(lambda m, args, out: hits.append(out))

@@ -18,7 +18,7 @@ from onnxscript.rewriter import onnx_fusions, pattern
 from onnxscript.rewriter._matcher import SimplePatternMatcher
 from onnxscript.rewriter.rules.common import _no_op
 from onnxscript.rewriter.rules.common._redundant_scatter_nd import no_op_static_scatter_nd_rule
-from torch._decomp import get_decompositions
+from torch._decomp import decomposition_table, get_decompositions
 from torch._export.utils import _collect_all_valid_cia_ops
 from torch.export import decomp_utils, exported_program
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
@@ -56,8 +56,29 @@ def op_library_read_once() -> Iterator[None]:
             mock.patch.object(_registration.ONNXRegistry, "from_torchlib", staticmethod(_copy_of_registry)),
             mock.patch.object(decomp_utils, "_collect_all_valid_cia_ops", lambda: known),
             mock.patch.object(exported_program, "_collect_all_valid_cia_ops", lambda: known),
+            _any_length(),
         ):
             yield
+
+
+@contextlib.contextmanager
+def _any_length() -> Iterator[None]:
+    """Inside, torch takes the op of nn.LSTM or nn.GRU for any length; else it makes ops of each step of the example."""
+    core_aten()  # which keeps torch's own
+    with contextlib.ExitStack() as stack:
+        for op in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+            stack.callback(op._dispatch_cache.clear)
+            for table, keys in (decomposition_table, [op]), (op.py_kernels, [*op.py_kernels]):
+                stack.enter_context(mock.patch.dict(table, dict.fromkeys(keys, _steps)))
+            op._dispatch_cache.clear()
+        yield
+
+
+def _steps(x: torch.Tensor, hx: Any, weights: Any, *options: Any) -> tuple[torch.Tensor, ...]:
+    """Results of a recurrent layer without values."""
+    states = hx if isinstance(hx, list) else [hx]
+    steps = x.new_empty((*x.shape[:2], states[0].shape[-1] * (1 + options[-2])))
+    return steps, *(state.new_empty(state.shape) for state in states)
 
 
 def onnx_type(tensor: torch.Tensor) -> tuple[int, list[Any]]:

@@ -6,6 +6,8 @@ arithmetic and comparisons on these -> guards, and records of what the trace rel
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import dis
 import logging
@@ -13,7 +15,7 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -230,6 +232,17 @@ class WatchedShapeEnv(ShapeEnv):
         self.guards = []
         for condition in guards:
             self.add_guard(condition)
+
+    @contextlib.contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """What an error inside leaves as it was before."""
+        before = {name: copy.copy(x) if isinstance(x, (dict, list, set)) else x for name, x in vars(self).items()}
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            self._update_version_counter()
+            raise
 
     def take_for_more_than_one(self, size: Any, place: Origin | None = None) -> None:
         """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.

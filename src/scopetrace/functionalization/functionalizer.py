@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -494,6 +494,9 @@ class Functionalizer(TapeCopier):
             aliases.link(after, ViewMeta(before, _aten.as_strided.default, args))
             aliases.read(after, op)
             return
+        others = {v for v in (*aliases.roots, *aliases.views) if aliases.same(v) is not aliases.same(before)}
+        if not others.isdisjoint((*self._read_after(op), *self._results(), *filter(_is_outside, others))):
+            raise refusal("resize_ of a tensor whose memory another one shares (clone() it first)", op)
         row = self.emitter.run(op, _aten.reshape.default, (aliases.read(before, op), [-1]), {})
         more = self.emitter.run(op, _aten.new_zeros.default, (row, [new.numel - old.numel]), {})
         joined = self.emitter.run(op, _aten.cat.default, ([row, more],), {})
@@ -503,19 +506,23 @@ class Functionalizer(TapeCopier):
     def _resize_storage(self, op: Op) -> None:
         """Memory that no one reads afterwards needs not be freed in a graph."""
         storage = op.tensor(0).storage
-        after = self.old.ops[self.old.ops.index(op) + 1 :]
-        used = any(v.storage == storage for o in after for v in (*o.inputs(), *o.values()))
-        if (
-            used
-            or self._is_outside(self.sets[storage])
-            or storage in {v.storage for v in leaves(self.old.outputs, Value)}
-        ):
+        used = (*self._read_after(op), *leaves(self.old.outputs, Value))
+        if self._is_outside(self.sets[storage]) or any(v.storage == storage for v in used):
             raise refusal("memory is resized that is read later, or that others hold", op)
+
+    def _read_after(self, op: Op) -> Iterator[Value]:
+        """The operands of the ops that come after `op`, and their results."""
+        after = self.old.ops[self.old.ops.index(op) + 1 :]
+        return (v for o in after for v in (*o.inputs(), *o.values()))
 
     # ---------------------------------------------------------------- refusals
 
     def _is_outside(self, aliases: AliasSet) -> bool:
-        return any(r.op.kind in ("placeholder", "get_attr") for r in aliases.roots)
+        return any(map(_is_outside, aliases.roots))
+
+
+def _is_outside(root: Value) -> bool:
+    return root.op.kind in ("placeholder", "get_attr")
 
 
 _KEEPS_NOTHING = frozenset(

@@ -106,6 +106,8 @@ def outputs_by_rule(
 ) -> Outputs | None:
     """What the op returns, without keys; None where no rule knows. `inputs` are the values among the arguments."""
     fakes = [v.fake for v in inputs]
+    if func in _STEPPED:
+        return _steps(fakes, *args)
     rule = RULES.get(func, _ELEMENTWISE if is_elementwise(func) else None)
     size = None if rule is None else rule.size(*args, **kwargs)
     if rule is None or size is None:
@@ -469,6 +471,33 @@ def _index(x: Value, indices: Sequence[Value | None]) -> Sizes | None:
     if last - first + 1 == len(dims):
         return [*size[:first], *shape, *size[last + 1 :]]
     return [*shape, *[n for d, n in enumerate(size) if d not in dims]]
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+_STEPPED = frozenset({_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input})
+
+
+def _steps(
+    fakes: list[torch.Tensor], x: Value, hx: Value | list[Value], weights: Sequence[Value], *options: Any
+) -> Outputs | None:
+    """What recurrent layers give for a dynamic length or batch: torch's own makes ops of each step, for one length."""
+    *_, is_double, batch_first = options
+    (length, batch, width), dtype = _to_steps(x.fake.size(), batch_first), _float(fakes)
+    states = [tuple(v.fake.size()) for v in (hx if isinstance(hx, list) else [hx])]
+    fits = surely_equal(batch, states[0][1]) and surely_equal(width, weights[0].fake.size(1))
+    if not (fits and dtype and is_symbolic(x.fake)):
+        return None
+    size = (length, batch, states[0][2] * (1 + is_double))
+    steps, *last = (_new_tensor(n, row_major_strides(n), dtype, fakes) for n in (size, *states))
+    steps = steps._replace(size=_to_steps(size, batch_first), stride=_to_steps(steps.stride, batch_first))
+    return Outputs(tuple, (steps, *last))
+
+
+def _to_steps(numbers: Sequence[Int], batch_first: bool) -> tuple[Int, ...]:
+    """The first two of three swapped, if the batch comes first."""
+    a, b, c = numbers
+    return (b, a, c) if batch_first else (a, b, c)
 
 
 # ---------------------------------------------------------------- the table

@@ -172,7 +172,7 @@ def run_once(
 
 
 def copy_inputs(x: Any) -> Any:
-    """A deep copy that keeps shared memory, strides and `requires_grad`, of non-leaf tensors too.
+    """A deep copy that keeps shared memory, strides, `requires_grad` and whether a tensor is a leaf.
 
     Modules and optimizers stay the same objects.
     """
@@ -183,8 +183,19 @@ def copy_inputs(x: Any) -> Any:
         elif isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
             with torch.no_grad():
                 new = copy.deepcopy(leaf.detach(), memo)
-            memo[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+            memo[id(leaf)] = tracked_as(leaf, new)
     return copy.deepcopy(x, memo)
+
+
+def tracked_as(x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new`, which requires grad if `x` does, and is no leaf, so that the model may write it, if `x` is none."""
+    new.requires_grad_(x.requires_grad)
+    if x.is_leaf:
+        return new
+    with torch.enable_grad():
+        result = new.clone()
+    result.data = new  # with the memory of `new`, which it may share with others
+    return result
 
 
 # Two outcomes compared -----------------------------------------------------------------------------------------------

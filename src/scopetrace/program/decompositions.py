@@ -10,6 +10,7 @@ Data flow:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -60,11 +61,13 @@ def decomposed(tape: FunctionalTape, rule_of: RuleOf) -> FunctionalTape:
     Raises DecompositionError for a decomposition that does not do what its op does, as far as metadata say,
     DynamicShapeError for one that fixes a dynamic size.
     """
-    with building(), without_mkldnn():
-        old = dataclasses.replace(tape, decomposed=True)
-        program: FunctionalTape = _TapeDecomposer(old, None, rule_of).run()
-    if tape.sizes is not None:
-        tape.sizes.refuse_fixed()
+    sizes = tape.sizes
+    with contextlib.nullcontext() if sizes is None else sizes.env.unless_refused():
+        with building(), without_mkldnn():
+            old = dataclasses.replace(tape, decomposed=True)
+            program: FunctionalTape = _TapeDecomposer(old, None, rule_of).run()
+        if sizes is not None:
+            sizes.refuse_fixed()
     if checks_enabled():
         verify(program, "decomposition")
     return program

@@ -41,8 +41,10 @@ from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredPar
 from scopetrace.ir.tape import Value
 from scopetrace.record.nodes import root_class
 
-RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""They list their parameters anew where these are others than at the last call, as under `functional_call`."""
+
+def lists_weights(module: torch.nn.Module, name: str) -> bool:
+    """Whether a recurrent layer lists its parameters there, anew where they are others, as under `functional_call`."""
+    return name in ("_flat_weights", "_flat_weight_refs") and isinstance(module, torch.nn.RNNBase)
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +249,9 @@ class ModuleSnapshot:
         self.tables = [table.copy() if table else _EMPTY for table in self.live]
         """What `live` held."""
         self.unsaved = frozenset(module_dict.get("_non_persistent_buffers_set") or _NOTHING)
-        self.contents = {k: x for k, x in module_dict.items() if type(x) not in ATOMS and k not in _NOT_OWN} or _EMPTY
+        self.contents = {
+            k: x for k, x in module_dict.items() if type(x) not in ATOMS and k not in BOOKKEEPING
+        } or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             contents.add(f"{name}.{key}", x, module, Place(module_dict, key))
@@ -289,9 +293,8 @@ class ModuleSnapshot:
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
-        bookkeeping = BOOKKEEPING | (RECURRENT if isinstance(self.module, torch.nn.RNNBase) else frozenset())
         for name, before, after in changed_entries(old, table):
-            if name in bookkeeping or (compiles and name[0] == "_"):
+            if name in BOOKKEEPING or lists_weights(self.module, name) or (compiles and name[0] == "_"):
                 continue
             buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
             yield Change(f"{self.name}.{name}", before, after, Place(table, name), self.module, name, buffer)

@@ -69,7 +69,7 @@ from scopetrace.ir.guards import (
 from scopetrace.ir.scopes import Frames, Ran, source_of, walk_frames
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import RECURRENT, is_torchs
+from scopetrace.record.model import is_torchs, lists_weights
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch
 
@@ -121,7 +121,8 @@ class StateReads:
             asker = asker.f_back
         if code.co_filename.startswith(_RECORDER) or code in _BOOKKEEPERS:
             return False
-        if key not in self._read and name not in _SKIPPED and name not in RECURRENT and not self._is_new(module, name):
+        is_known = key in self._read or name in _SKIPPED or lists_weights(module, name)
+        if not is_known and not self._is_new(module, name):
             self._read[key] = module, name, location_of(self._builder, asker)
             self._builder.ran.setdefault(id(code), (code, asker.f_globals))
         return True
@@ -219,7 +220,8 @@ class StateReads:
             is_open = not saved.is_watched
             tables = MODULE_TABLES[:2] if is_open and not _BY_TABLE.isdisjoint(self._reach.names) else ()
             for key in (*tables, *self._reach.names & saved.module.__dict__.keys()):
-                if (is_open or hasattr(saved.kind, key)) and key not in _SKIPPED | RECURRENT and key not in saved.hooks:
+                is_skipped = key in _SKIPPED or key in saved.hooks or lists_weights(saved.module, key)
+                if (is_open or hasattr(saved.kind, key)) and not is_skipped:
                     self._read.setdefault((id(saved.module), key), (saved.module, key, ((), saved.name)))
 
     def _called_modules(self) -> dict[int, torch.nn.Module]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch.export import export
+from torch.export import Dim, export
+from torch.utils._pytree import tree_map
 
 from scopetrace._compat.shape_env import source_of_size
 from scopetrace._compat.symbols import python_text
@@ -69,7 +70,8 @@ def explain(error: DynamicShapeError, model: Any, args: Any, kwargs: Any, dynami
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+            named = tree_map(lambda d: Dim(d) if isinstance(d, str) else d, dynamic_shapes)  # those of torch.onnx
+            export(model, args, kwargs, dynamic_shapes=named)
         except Exception as theirs:
             if "torch" in type(theirs).__module__ or isinstance(theirs, (ValueError, RuntimeError)):
                 error.stands_for(theirs, str(theirs).partition("\n\nThe error above occurred")[0])

@@ -30,6 +30,7 @@ from scopetrace._compat.onnx import (
     without_misread,
 )
 from scopetrace._compat.onnx import optimize as run_optimizer
+from scopetrace._compat.symbols import to_expr
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.onnx import Table
@@ -52,6 +53,8 @@ def translate(
     results: Any = graph.output_node().args[0]
     dtypes = [ir.DataType(onnx_type(v)[0]) if isinstance(v := node_value(n), torch.Tensor) else None for n in results]
     program, table = _exported_program(root, graph), {**forms(), **ops.table}
+    inputs = [v for n in graph.find_nodes(op="placeholder") if isinstance(v := node_value(n), torch.Tensor)]
+    sizes = [to_expr(v.size()) for v in inputs]
     try:
         with op_library_read_once(), quiet():
             result = torch.onnx.export(
@@ -67,6 +70,12 @@ def translate(
                 run_optimizer(result.model, ())
     except torch.onnx.errors.OnnxExporterError as error:
         raise _explained(error, program, opset_version, table) from error
+    if (fixed := [to_expr(v.size()) for v in inputs]) != sizes:
+        was, becomes = next(pair for pair in zip(sizes, fixed, strict=True) if pair[0] != pair[1])
+        raise OnnxExportError(
+            f"torch.onnx makes ops for the sizes of the example: its input of {was} became one of {becomes}",
+            hint="trace without dynamic_shapes for it; of recurrent layers, nn.LSTM and nn.GRU take any length",
+        )
     for node, dtype, value in zip(results, dtypes, result.model.graph.outputs, strict=True):
         if dtype is not None and value.dtype is not None and value.dtype != dtype:
             raise refusal(

@@ -30,7 +30,7 @@ from scopetrace.errors import InputMismatchError, OnnxVerificationError
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.lower.onnx.assemble import Exported
 from scopetrace.lower.onnx.weights import save
-from scopetrace.program.check import run_once
+from scopetrace.program.check import run_once, tracked_as
 from scopetrace.program.traced import TracedProgram
 
 Size = Callable[[Any], int]
@@ -101,7 +101,7 @@ def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
             memory = torch.randint(0, 2, [length], generator=random)
             if shape:
                 memory.as_strided(shape, stride)[..., :1].fill_(1)
-        tensors[id(fake)] = memory.to(fake.dtype).to(fake.device).as_strided(shape, stride)
+        tensors[id(fake)] = tracked_as(fake, memory.to(fake.dtype).to(fake.device).as_strided(shape, stride))
     return _Example(tape, size, [tensors[id(value.fake)] for value in tape.inputs])
 
 
@@ -247,7 +247,7 @@ class _Comparison:
 
     def _eager(self, inputs: _Example, seed: int = 0) -> list[torch.Tensor]:
         model = self.program.model or self.program
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.program.tape.grad):  # the model may differentiate
             results: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
         return results
 
