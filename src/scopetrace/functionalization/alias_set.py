@@ -258,12 +258,13 @@ class AliasSet:
         for root in self.roots:
             if root not in self._present:
                 self._bring(root, writer)
-        names = ", ".join(r.op.name for r in self.roots)
+        names = ", ".join(r.op.name for r in self.roots if r.op.kind != "call_function")
         if len({r.fake.dtype for r in self.roots}) > 1:
-            raise refusal(f"inputs of different dtypes share the memory that is written: {names}", writer)
+            raise refusal(f"inputs of different dtypes share the memory that is written ({names})", writer)
         if len({r.requires_grad for r in self.roots}) > 1:
-            problem = "inputs share the memory that is written, and autograd tracks only some of them"
-            raise refusal(f"{problem}: {names}", writer)
+            raise refusal(
+                f"inputs share the memory that is written, and autograd tracks only some of them ({names})", writer
+            )
         if not all(geometry_of(r).exact for r in self.roots):
             raise refusal("tensors with symbolic sizes share the memory that is written", writer)
         emit = self._emitter.simplifying(writer, grad=writer.grad or self.roots[0].requires_grad)
