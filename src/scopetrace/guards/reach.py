@@ -102,7 +102,9 @@ class Variable(NamedTuple):
 
     name: str
     """As in source: `SCALE`, `config.SCALE`."""
-    place: Place
+    owner: Any
+    key: str
+    """The place that holds it."""
     function: types.FunctionType
     """The first that names it."""
 
@@ -242,7 +244,7 @@ class Reach:
         variables += [(name, Place(cell, "cell_contents")) for name, cell in cells]
         for name, place in variables:
             if place.id not in self.variables:
-                self.variables[place.id] = Variable(name, place, function)
+                self.variables[place.id] = Variable(name, *place, function)
                 self._look_at(name, place.current(), depth, place)
         defaults = zip(reversed(_parameters_of(function)), reversed(function.__defaults__ or ()), strict=False)
         for name, default in (*defaults, *(function.__kwdefaults__ or {}).items()):

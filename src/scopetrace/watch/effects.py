@@ -21,6 +21,7 @@ from scopetrace._compat.tensors import parameters_of, tags_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
     Change,
+    Place,
     changed_attributes,
     form_of,
     is_another_object,
@@ -79,7 +80,7 @@ class EffectWatch:
         self._follow(fn)
         if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
             self._follow_hooks()
-        named = [(_in_words(v), v.place) for v in self.reach.variables.values()]
+        named = [(_in_words(v), Place(v.owner, v.key)) for v in self.reach.variables.values()]
         self._variables = [(name, place, place.current()) for name, place in named if name]
         self._holders += [(kind.__name__, kind, dict(vars(kind))) for kind in self.reach.bases]
         self._holders += [
@@ -138,10 +139,9 @@ class EffectWatch:
 
 def _in_words(variable: Variable) -> str:
     """What a variable is called; nothing for the attribute of a function, which is saved with that."""
-    owner, key = variable.place
-    if isinstance(owner, types.CellType):
+    if isinstance(variable.owner, types.CellType):
         return f"closure {variable.name}"
-    return f"globals()[{key!r}]" if "__name__" in owner else ""
+    return f"globals()[{variable.key!r}]" if "__name__" in variable.owner else ""
 
 
 def is_change(change: Change) -> bool:

@@ -382,8 +382,8 @@ class RanFunctions:
         """What the functions read of variables."""
         if self.functions:
             yield Guard.of("functions", OfFunctions(tuple(self.functions)), path)
-        for name, place, function in self.reach.variables.values():
-            source, frames = At(*place), ((), ((function.__code__, function.__code__.co_firstlineno),))
+        for name, owner, key, function in self.reach.variables.values():
+            source, frames = At(owner, key), ((), ((function.__code__, function.__code__.co_firstlineno),))
             if _is_state(source.current(NO_CALL)):
                 yield Guard.of(name, source, path, frames, self.names)
                 yield from _of_identity(name, source, frames, path)
