@@ -170,6 +170,32 @@ def test_what_the_forward_wrote_itself_is_no_read():
     assert agrees(tr, m, X)
 
 
+class Times:
+    def __init__(self):
+        self.scale = 2.0
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+FORWARDS = {
+    "object": lambda scaled: scaled,
+    "method": lambda scaled: scaled.__call__,
+    "partial": lambda scaled: functools.partial(lambda s, x: s(x), scaled),
+}
+
+
+@pytest.mark.parametrize("put", FORWARDS.values(), ids=FORWARDS)
+def test_an_object_that_a_forward_put_on_a_module_holds(put):
+    scaled, model = Times(), nn.Sequential(nn.Identity())
+    model[0].forward = put(scaled)
+    tr = st.trace(model, (X,))
+    assert torch.equal(tr(X), tr(X))
+    scaled.scale = 3.0
+    with pytest.raises(StateMismatchError, match=r"0\.forward.*\.scale: 2.0 when traced and 3.0 now|forward.scale"):
+        tr(X)
+
+
 @pytest.mark.parametrize("name", ["weights", "_flat_weights", "_flat_weight_refs"])  # the last two are nn.LSTM's, too
 def test_a_list_that_gets_another_tensor(name):
     model = Net(lambda m, x: x + getattr(m, name)[0])

@@ -5,6 +5,7 @@ The idea, storages with weak references to them under a dispatch mode, is that o
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import FakeTensorMode, run_op
 
 
 def peak_of_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> int:
     """The most bytes that an op has allocated at one time, its results included. Raises what the op raises."""
-    with mode:
+    env = mode.shape_env
+    with env.unchanged() if isinstance(env, WatchedShapeEnv) else contextlib.nullcontext(), mode:
         return peak_of(lambda: run_op(mode, func, args, kwargs), tree_leaves((args, kwargs)))
 
 

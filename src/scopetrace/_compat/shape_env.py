@@ -234,15 +234,20 @@ class WatchedShapeEnv(ShapeEnv):
             self.add_guard(condition)
 
     @contextlib.contextmanager
-    def unless_refused(self) -> Iterator[None]:
-        """What an error inside leaves as it was before."""
+    def unchanged(self, where_it_raises: bool = False) -> Iterator[None]:
+        """What is assumed of sizes inside is forgotten after it, or only after an error."""
         before = {name: copy.copy(x) if isinstance(x, (dict, list, set)) else x for name, x in vars(self).items()}
+        keeps = False
         try:
             yield
-        except BaseException:
-            vars(self).update(before)
-            self._update_version_counter()
-            raise
+            keeps = where_it_raises
+        finally:
+            if not keeps:
+                counts = self._version_counter, self._replacements_version_counter
+                vars(self).update(before)
+                self._version_counter, self._replacements_version_counter = (n + 1 for n in counts)  # caches know them
+                for function in vars(ShapeEnv).values():  # answers that made guards
+                    getattr(function, "cache_clear", int)()
 
     def take_for_more_than_one(self, size: Any, place: Origin | None = None) -> None:
         """Record that the program holds where this size is not 1, for an op at `place`; None: that runs now.

@@ -62,7 +62,7 @@ def decomposed(tape: FunctionalTape, rule_of: RuleOf) -> FunctionalTape:
     DynamicShapeError for one that fixes a dynamic size.
     """
     sizes = tape.sizes
-    with contextlib.nullcontext() if sizes is None else sizes.env.unless_refused():
+    with contextlib.nullcontext() if sizes is None else sizes.env.unchanged(where_it_raises=True):
         with building(), without_mkldnn():
             old = dataclasses.replace(tape, decomposed=True)
             program: FunctionalTape = _TapeDecomposer(old, None, rule_of).run()

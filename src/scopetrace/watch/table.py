@@ -217,6 +217,8 @@ class StateReads:
         for saved in self._model.saved_modules:
             if id(saved.module) not in self._used:
                 continue
+            if not isinstance(saved.contents.get("forward"), (types.FunctionType, types.NoneType)):  # as a partial
+                self._read[id(saved.module), "forward"] = saved.module, "forward", ((), saved.name)
             is_open = not saved.is_watched
             tables = MODULE_TABLES[:2] if is_open and not _BY_TABLE.isdisjoint(self._reach.names) else ()
             for key in (*tables, *self._reach.names & saved.module.__dict__.keys()):
