@@ -328,7 +328,7 @@ _QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "sco
 def _report_custom_functions(torch_calls: Interception, observer: Any) -> None:
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
-    Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.15
+    Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.14
     `Function.apply` itself is in C++: of one that somebody holds, only the node that it makes is seen.
     """
     outer = torch._C._FunctionBase.__dict__["apply"]

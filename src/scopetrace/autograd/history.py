@@ -32,7 +32,7 @@ _APPLIED = (
     "trace the forward alone, without torch.autograd.grad in it",
 )
 _BOUND_APPLY = (
-    "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.15 and later do "
+    "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.14 and later do "
     "not show, so that its backward would be lost",
     "call Function.apply(...) itself, in a function where one is needed",
 )
