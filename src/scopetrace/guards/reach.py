@@ -154,7 +154,7 @@ class Reach:
                 return
             depth = min(self._pending)
             for function in self._pending.pop(depth):
-                self._follow(function, depth + 1)
+                self.look_into(function, depth + 1)
             depth += 1
 
     def by_code(self) -> dict[int, types.FunctionType]:
@@ -229,7 +229,7 @@ class Reach:
             self.followed[id(function)] = function
             self._pending[depth].append(function)
 
-    def _follow(self, function: types.FunctionType, depth: int) -> None:
+    def look_into(self, function: types.FunctionType, depth: int) -> None:
         """Look at the globals that a function names, attributes of Python modules and functions, and its variables."""
         code, table = function.__code__, function.__globals__
         names = names_of(code)

@@ -330,6 +330,8 @@ def _reachable(fn: Any, arguments: Sequence[tuple[str, Any]]) -> dict[str, torch
         contents.add(name, x)
     reach = Reach(contents.add)
     reach.add(function)
+    if isinstance(function, types.FunctionType) and not reach.functions:  # one of scopetrace, around a model
+        reach.look_into(function, 1)
     reach.follow(list)
     for name, module in contents.modules:
         path = re.sub(r"\['?(\w+)'?\]", r".\1", name.replace(".__self__", ""))  # `models[0]` as `models.0`
