@@ -627,6 +627,7 @@ LENGTH_OPS |= {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_an_image_that_grows_by_a_float(mode):
     fn = lambda x: F.interpolate(x, scale_factor=1.5, mode=mode)  # noqa: E731
@@ -636,7 +637,7 @@ def test_an_image_that_grows_by_a_float(mode):
         torch.testing.assert_close(tr(x), fn(x))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("fn", LENGTH_OPS.values(), ids=LENGTH_OPS)
 def test_what_is_said_of_results_holds_at_other_lengths(fn, grad):

@@ -649,6 +649,7 @@ def test_a_view_of_a_changed_input_of_a_dynamic_size():
     trace.to_onnx(verify=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layer", [nn.GRU(4, 3), nn.LSTM(4, 3), nn.GRU(4, 3, 2, batch_first=True, bidirectional=True)])
 def test_recurrent_layers_of_any_length(layer):
     trace = st.trace(layer, (torch.randn(5, 2, 4),), dynamic_shapes=({0: "a", 1: "b"},))
