@@ -555,6 +555,7 @@ def test_the_program():
     )  # what the model printed, the error: what, op, module, source, torch's text
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early():
     process = subprocess.Popen(
         command("show", "cli_models:build", "--input", "0=2x4", "--json"),

@@ -118,8 +118,13 @@ class Page:
                 yield command, expected, result.output
 
 
+LONG = ("export-with-transformers.md", "distributed.md")
+"""Pages that train on two ranks, or export several models."""
+RUN = [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in ALL_PAGES]
+
+
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_print_what_it_says(page, tmp_path, monkeypatch):
     run = Page(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -619,12 +619,14 @@ LENGTH_OPS = {
 
 GRU, LSTM = nn.GRU(6, 5, batch_first=True, bidirectional=True), nn.LSTM(6, 5, batch_first=True, proj_size=3)
 STEPS, RNN = nn.GRU(6, 5, 2), nn.RNN(6, 5, 2, nonlinearity="relu", batch_first=True)
-LENGTH_OPS |= {
+RECURRENT = {
     "gru": lambda x: GRU(x.mT),
     "gru of steps": lambda x: STEPS(x.permute(2, 0, 1), x.new_ones(2, x.shape[0], 5)),
     "rnn": lambda x: RNN(x.mT),
     "lstm": lambda x: LSTM(x.mT),
 }
+SIZED = [pytest.param(fn, id=name) for name, fn in LENGTH_OPS.items()]
+SIZED += [pytest.param(fn, id=name, marks=pytest.mark.slow) for name, fn in RECURRENT.items()]
 
 
 @pytest.mark.sample(2)
@@ -639,7 +641,7 @@ def test_an_image_that_grows_by_a_float(mode):
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("fn", LENGTH_OPS.values(), ids=LENGTH_OPS)
+@pytest.mark.parametrize("fn", SIZED)
 def test_what_is_said_of_results_holds_at_other_lengths(fn, grad):
     """The sizes, strides and `requires_grad` that a trace says are those of a trace with other sizes."""
     make = lambda batch, length: torch.randn(batch, 6, length).requires_grad_(grad)  # noqa: E731

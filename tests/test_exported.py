@@ -633,7 +633,7 @@ class UsesAll(nn.Module):
 
 
 TABLES = [
-    pytest.param(({}, None), id="none, then core ATen"),
+    pytest.param(({}, None), id="none, then core ATen", marks=pytest.mark.slow),
     pytest.param(({}, {}), id="no decompositions", marks=pytest.mark.slow),
     pytest.param((None, None), id="core ATen", marks=pytest.mark.slow),
 ]

@@ -329,6 +329,7 @@ print(type(tr(gone.Pair(torch.ones(2, 4), torch.ones(2, 4)))))
 """
 
 
+@pytest.mark.slow
 def test_the_model_s_classes_are_not_needed(tmp_path, gone):
     here = gone(GONE)
     tr = st.trace(here.Net(), (here.Pair(torch.ones(2, 4), torch.ones(2, 4)),))

@@ -219,6 +219,7 @@ def test_a_call_has_the_object_s_tensors_as_nodes():
     assert "Attend(x=%x: f32[4], cache=Cache(layers=[Layer(keys=%cache_layers_0_keys: f32[4]" in str(tr)
 
 
+@pytest.mark.slow
 def test_a_trace_with_objects_is_read_in_another_process(tmp_path):
     """And the class that the loaded trace opens stays closed for other traces."""
     st.trace(step, (Cache(X, X), X)).save(tmp_path / "trace")

@@ -202,7 +202,8 @@ def test_a_cache_that_is_registered_with_pytree(static):
     assert [v.name for v in made.graph.outputs][-9:] == [f"past_key_values_{i}_updated" for i in range(9)]
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", pytest.param("grouped_mm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 def test_one_function_for_each_kind_of_layer(transformers, implementation):
     """The first layer has no experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -660,6 +660,7 @@ def test_loaded_traces_have_the_same_functions(tmp_path):
     torch.testing.assert_close(found(X), tr(X))
 
 
+@pytest.mark.slow
 def test_inductor_and_export_take_the_graph():
     with torch.no_grad():
         gm = st.trace(blocks(), (X,)).outline(Block).graph_module

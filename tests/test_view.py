@@ -671,6 +671,7 @@ def test_equal_digests_are_no_differences():
                 assert st.diff(tr, other), (name, other_name)
 
 
+@pytest.mark.slow
 def test_the_digests_of_a_trace_and_of_its_order_are_the_same_in_another_process():
     code = "tr = st.trace(torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.ones(1, 2),)); print(tr.digest)\n"
     there = in_another_process(f"{code}print(tr.order.digest)").split()
