@@ -93,6 +93,7 @@ Visit = Callable[..., None]
 DEPTH = 2
 """How far from the first functions methods of classes, and functions in containers, are followed. Functions that are
 named themselves are followed at any distance."""
+_CLASS_OF = frozenset({"type", "__class__"})
 _NEVER = sys.maxsize
 """The distance of functions that are known, and not followed."""
 
@@ -137,6 +138,8 @@ class Reach:
         """As `classes`, with those that they inherit from."""
         self._unnamed: dict[str, list[tuple[Any, int]]] = {}
         """By name, the methods of the classes that no function has named so far."""
+        self._makes_any = False
+        """Whether code asks an object for its class, and may make another one, as by `type(x)()`."""
         self._pending: dict[int, list[types.FunctionType]] = collections.defaultdict(list)
         """The functions that are to be followed, by how far from the first ones they are named."""
 
@@ -194,7 +197,7 @@ class Reach:
 
         Those of all attributes, as `__init__`, where code names the class.
         """
-        depth = _never_if_far(depth)
+        depth, is_named = _never_if_far(depth), is_named or self._makes_any
         if self.classes.get(kind, -1) >= is_named or (depth == _NEVER and not is_named):
             return
         self.classes[kind] = is_named
@@ -217,6 +220,10 @@ class Reach:
             return
         new = names - self.names
         self.names |= new
+        if self._depth == _NEVER and depth <= DEPTH and not _CLASS_OF.isdisjoint(new):
+            self._makes_any = True
+            for kind in [*self.classes]:
+                self.add_class(kind, depth)
         for name in (new - OF_ALL_ATTRIBUTES) & self._unnamed.keys():
             for function, of_class in self._unnamed.pop(name, ()):
                 self.add(function, max(of_class, depth))
