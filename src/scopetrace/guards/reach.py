@@ -70,9 +70,8 @@ def names_of(code: types.CodeType) -> Names:
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return Names(
         frozenset(names).union(*(n.all for n in inner)),
-        tuple(
-            sorted(set(filter(str.isidentifier, reads)).union(*(n.globals for n in inner)))
-        ),  # pytest adds `@pytest_ar`
+        # pytest adds `@pytest_ar`
+        tuple(sorted(set(filter(str.isidentifier, reads)).union(*(n.globals for n in inner)))),
         tuple(sorted(binds.union(*(n.bound for n in inner)))),
         tuple(sorted(dotted.union(*(n.dotted for n in inner)))),
         False in compares or "id" in reads or any(n.compares_objects for n in inner),
@@ -94,6 +93,7 @@ DEPTH = 2
 """How far from the first functions methods of classes, and functions in containers, are followed. Functions that are
 named themselves are followed at any distance."""
 _CLASS_OF = frozenset({"type", "__class__"})
+"""What gives the class of an object, of which code may make another one."""
 _NEVER = sys.maxsize
 """The distance of functions that are known, and not followed."""
 

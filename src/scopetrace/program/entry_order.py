@@ -11,7 +11,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from scopetrace.errors import InputMismatchError
+from scopetrace.errors import InputMismatchError, ScopetraceError
 from scopetrace.ir.scopes import tracing_state
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.program.arguments import ExpectedArguments
@@ -27,7 +27,7 @@ class EntryOrder:
 
     def __init__(self, forward: Callable[..., Any] | None, expected: ExpectedArguments, more: list[str]) -> None:
         """`more` are the names in `**kwargs`, in the order of the trace."""
-        self._forward, self._more = forward, more
+        self._forward, self._expected, self._more = forward, expected, more
         self._traced = self._sorted(tuple(expected.args), expected.kwargs)
         self._matters: dict[Any, bool] = {}
         """By the order of all entries, what was seen."""
@@ -65,8 +65,9 @@ class EntryOrder:
             return record(forward, *ordered)
 
         try:
+            self._expected.match(*ordered)
             return not is_same_program(recorded(ordered), recorded(called))
-        except Exception:  # the call itself says what does not fit
+        except ScopetraceError:  # the call says what does not fit
             return True
 
 
