@@ -422,6 +422,20 @@ def test_a_forward_that_differentiates_through_composite_ops(name):
     torch.testing.assert_close(st.trace(gradient, (x,))(x), gradient(x))
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 4), (5, 4), (3, 5, 1)])
+@pytest.mark.parametrize("args", [(3, 1, 1), (1,), (1, 2)])
+def test_pooled_memory_is_that_of_torch_s_kernel(shape, args):
+    """Without gradients it is contiguous whatever the input is, so that `view` takes it; with them it is not."""
+    x = torch.randn(shape)
+    pooled = lambda x: F.max_pool1d(x.transpose(-1, -2), *args)  # noqa: E731
+    for requires_grad in (False, True):
+        x = x.detach().requires_grad_(requires_grad)
+        y, expected = st.trace(pooled, (x,))(x), pooled(x)
+        assert torch.equal(y, expected) and y.stride() == expected.stride()
+    flat = st.trace(lambda x: pooled(x).view(-1), (x.detach(),))
+    assert torch.equal(flat(x.detach()), pooled(x.detach()).view(-1))
+
+
 def test_composite_ops_of_a_forward_that_does_not_differentiate_stay_whole():
     tr = st.trace(nn.LayerNorm(4), (torch.randn(3, 4, requires_grad=True),))
     assert [str(n.target) for n in tr.graph_module.graph.nodes if n.op == "call_function"] == [

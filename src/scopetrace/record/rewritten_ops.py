@@ -17,7 +17,7 @@ from scopetrace._compat.fake_mode import CTC_LIBRARIES
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import attention_kernels, default_dtype
 from scopetrace._compat.symbols import has_unbacked, to_expr
-from scopetrace._compat.tensors import is_symbolic, run_parts, runs_in_python
+from scopetrace._compat.tensors import is_symbolic, requires_grad_of, run_parts, runs_in_python
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError
 from scopetrace.ops.functional_variants import drops_between_layers
@@ -67,6 +67,13 @@ def _ctc_loss(
         return _aten.ctc_loss.Tensor(log_probs, targets, *both, *more)
 
     return ops.recorded(run)
+
+
+def _max_pool1d(ops: Any, x: torch.Tensor, *args: Any) -> Any:
+    """Without gradients torch's kernel on a CPU gives contiguous memory; its shape rule, that of the other kernel."""
+    if x.device.type != "cpu" or x.is_contiguous() or (torch.is_grad_enabled() and requires_grad_of(x)):
+        return NotImplemented
+    return ops.recorded(lambda: _aten.max_pool1d.default(x.contiguous(), *args))
 
 
 def _dropout_in_place(ops: Any, x: torch.Tensor, p: float, train: bool) -> Any:
@@ -150,6 +157,7 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.narrow.Tensor: lambda ops, x, dim, start, n: ops.recorded(lambda: torch.narrow(x, dim, start.item(), n)),
     **dict.fromkeys((_aten.ctc_loss.IntList, _aten.ctc_loss.Tensor), _ctc_loss),
     **dict.fromkeys(CTC_LIBRARIES, lambda *_: False),
+    _aten.max_pool1d.default: _max_pool1d,
     _aten.dropout_.default: _dropout_in_place,
     **dict.fromkeys(_OTHER_DROPOUTS, lambda ops, x, p, train: NotImplemented if p and train else x),
     _aten.fill_diagonal_.default: _fill_diagonal,
