@@ -12,7 +12,6 @@ As in eager, a collective has no gradient: what it writes keeps the history that
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -154,10 +153,6 @@ def _piece(target: torch.Tensor, index: int, count: int) -> Write:
     return target, lambda data: data.reshape(count, *target.shape)[index]
 
 
-def _between(target: torch.Tensor, end: int) -> Write:
-    return target, lambda data: data[end - target.numel() : end].reshape(target.shape)
-
-
 def _rows(t: torch.Tensor) -> torch.Tensor:
     """A tensor that can be concatenated along its first dimension."""
     return t if t.dim() else t.reshape(1)
@@ -191,12 +186,6 @@ def _all_to_all_single(
     yield ops.all_to_all_single(input, into, send_sizes, group.name), [_like(output)]
 
 
-def _all_to_all(ops: Any, outputs: Tensors, inputs: Tensors, group: Group, *_: Any) -> Started:
-    received, sent = [t.numel() for t in outputs], [t.numel() for t in inputs]
-    result = ops.all_to_all_single(_flat(inputs), received, sent, group.name)
-    yield result, [_between(t, end) for t, end in zip(outputs, itertools.accumulate(received), strict=True)]
-
-
 def _broadcast(ops: Any, tensors: Tensors, group: Group, root: int, index: int = 0, *_: Any) -> Started:
     yield ops.broadcast(tensors[index], root, group.name), [_like(t) for t in tensors]
 
@@ -226,22 +215,14 @@ _FORMS: dict[str, Callable[..., Started]] = {
         ops.all_reduce_coalesced(tensors, op, group.name), tensors
     ),
     "allgather_": _all_gather,
-    "allgather_coalesced_": _all_gather,
     "_allgather_base_": lambda ops, output, input, group, *_: _each(
         [ops.all_gather_into_tensor(_rows(input), group.size, group.name)], [output]
-    ),
-    "allgather_into_tensor_coalesced_": lambda ops, outputs, inputs, group, *_: _each(
-        ops.all_gather_into_tensor_coalesced([_rows(t) for t in inputs], group.size, group.name), outputs
     ),
     "reduce_scatter_": _reduce_scatter,
     "_reduce_scatter_base_": lambda ops, output, input, group, op, *_: _each(
         [ops.reduce_scatter_tensor(input, op, group.size, group.name)], [output]
     ),
-    "reduce_scatter_tensor_coalesced_": lambda ops, outputs, inputs, group, op, *_: _each(
-        ops.reduce_scatter_tensor_coalesced(inputs, op, group.size, group.name), outputs
-    ),
     "alltoall_base_": _all_to_all_single,
-    "alltoall_": _all_to_all,
     "broadcast_": _broadcast,
     "reduce_": _reduce,
     "gather_": _gather,
