@@ -234,10 +234,7 @@ def _refuse(what: str, op: Op, hint: str) -> NoReturn:
 
 
 def refuse_recomputed(
-    tape: RecordedTape,
-    regions: Iterable[Region],
-    passed: Container[Op | Phase],
-    run_again: Container[tuple[int, int]],
+    tape: RecordedTape, regions: Iterable[Region], passed: Container[Op | Phase], run_again: Container[tuple[int, int]]
 ) -> Op | None:
     """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before.
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.higher_order import fake_results
 from scopetrace._compat.ops import in_transform
-from scopetrace._compat.tensors import run_fake, unbacked_symint, without_dispatch
+from scopetrace._compat.tensors import run_fake, unbacked_symint
 from scopetrace.errors import ControlFlowError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
 from scopetrace.ir.tape import BodyTape, Op, Value, map_argument, values_in
@@ -37,6 +37,7 @@ class BodyRecorder:
         self, values: ValueTable, hop: Any, args: tuple[Any, ...], recorded: Callable[[Any, Any], Any]
     ) -> None:
         self.builder, self.values, self.factory = values.builder, values, values.factory
+        self._like = values.inference.like
         self.hop = hop
         self.name = str(hop)
         """What the scopes of its bodies are in."""
@@ -129,10 +130,6 @@ class BodyRecorder:
                 factory.give_history(new)
         self.values.append_body_input(name, new)
         return new
-
-    def _like(self, fake: torch.Tensor) -> torch.Tensor:
-        with without_dispatch(), torch.no_grad():
-            return self.factory.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
 
     def _output(self, leaf: Any, parameter: str) -> Any:
         if isinstance(leaf, torch.Tensor):
