@@ -172,18 +172,10 @@ def _reduce_scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Gr
         yield ops.reduce_scatter_tensor(_flat(pieces), op, group.size, group.name), [_like(output)]
 
 
-def _all_to_all_single(
-    ops: Any,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: Group,
-    out_sizes: list[int],
-    in_sizes: list[int],
-    *_: Any,
-) -> Started:
-    into = out_sizes or [output.size(0) // group.size] * group.size
-    send_sizes = in_sizes or [input.size(0) // group.size] * group.size
-    yield ops.all_to_all_single(input, into, send_sizes, group.name), [_like(output)]
+def _all_to_all_single(ops: Any, output: torch.Tensor, input: torch.Tensor, group: Group, *sizes: Any) -> Started:
+    sides = zip(sizes, (output, input), strict=False)
+    into, sent = (of_ranks or [t.size(0) // group.size] * group.size for of_ranks, t in sides)
+    yield ops.all_to_all_single(input, into, sent, group.name), [_like(output)]
 
 
 def _broadcast(ops: Any, tensors: Tensors, group: Group, root: int, index: int = 0, *_: Any) -> Started:
