@@ -160,7 +160,13 @@ def report_hooks(torch_calls: Interception, listener: Any) -> None:
     _report_flags(torch_calls, listener)
     _report_gradients(torch_calls, listener)
     _report_saved_tensors_hooks(torch_calls, listener)
-    _report_regions(torch_calls, listener)
+
+    def region(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        return _reported_region(listener, run, args, kwargs)
+
+    for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
+        if module is not None:
+            torch_calls.replace(module, CURRENT.checkpoint_generator, region)
 
 
 def _history(name: str, listener: Any) -> Handler:
@@ -276,17 +282,6 @@ def _report_saved_tensors_hooks(torch_calls: Interception, listener: Any) -> Non
     torch_calls.replace(_saved_tensors_hooks, "__exit__", leave, when=lambda: bool(marks))
 
 
-def _report_regions(torch_calls: Interception, listener: Any) -> None:
-    """Regions of `torch.utils.checkpoint(use_reentrant=False)`."""
-
-    def region(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        return _reported_region(listener, run, args, kwargs)
-
-    for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
-        if module is not None:
-            torch_calls.replace(module, CURRENT.checkpoint_generator, region)
-
-
 def _is_users(hooks: Any) -> bool:
     return type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch.")
 
@@ -296,7 +291,7 @@ def _stays_off(hooks: Any) -> bool:
 
 
 def _reported_region(listener: Any, run: Callable[..., Generator[None]], args: Any, kwargs: Any) -> Iterator[None]:
-    """torch's generator `run` around a region."""
+    """torch's generator `run` around a region of `torch.utils.checkpoint(use_reentrant=False)`."""
     checkpoint, bound = torch.utils.checkpoint, inspect.signature(run).bind(*args, **kwargs)
     bound.apply_defaults()
     options, grad = bound.arguments, torch.is_grad_enabled()
@@ -419,7 +414,7 @@ def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
 
     def init(make: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(optimizer, *args, **kwargs)
-        listener.gradients.on_optimizer(optimizer)
+        listener.gradients.new_optimizers.append(optimizer)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not torch_calls.in_forward():

@@ -103,7 +103,8 @@ class GradientRecorder:
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_OptimizerStep] = []  # those that have begun, the innermost last
-        self._new_optimizers: list[torch.optim.Optimizer] = []  # in the forward
+        self.new_optimizers: list[torch.optim.Optimizer] = []
+        """Those that the forward has made: what they keep is of this call alone."""
         self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
         self._varied: list[tuple[Place, Any, Any]] = []  # before the forward, and in it
         self._counts: list[tuple[Place, Any, Any, optimizers.Number]] = []  # the same of what steps count
@@ -375,10 +376,6 @@ class GradientRecorder:
                 self._tape.owners[name] = None, name  # a loaded trace counts there
                 self._tape.attribute_writes.append(AttributeWrite(None, "", name, value, place=place))
 
-    def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The forward has made an optimizer: what it keeps is of this call alone."""
-        self._new_optimizers.append(optimizer)
-
     def on_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
     ) -> Callable[[], Any] | None:
@@ -388,7 +385,7 @@ class GradientRecorder:
         """
         self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, (), kind="hooks"))
         self._note(f"the hooks of {type(optimizer).__name__}", hooks_of_optimizer, optimizer, kind="hooks")
-        step = _OptimizerStep(optimizer, optimizer in self._new_optimizers)
+        step = _OptimizerStep(optimizer, optimizer in self.new_optimizers)
         self._stepping.append(step)
         if not step.is_inside:
             self._note_settings(optimizer)
@@ -468,7 +465,7 @@ class GradientRecorder:
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer sets the gradients of its parameters to None."""
-        if optimizer not in self._new_optimizers:
+        if optimizer not in self.new_optimizers:
             self._note_held(optimizer)
 
     def _note_held(self, optimizer: torch.optim.Optimizer) -> None:
@@ -503,7 +500,7 @@ class GradientRecorder:
         self, optimizer: torch.optim.Optimizer, found_infs: Iterable[torch.Tensor], step: Callable[[], Any]
     ) -> Any:
         """A scaler lets an optimizer step where gradients are finite: its ops run, and take back what they wrote."""
-        if optimizer not in self._new_optimizers:  # else its state is not there before the step, and not after the call
+        if optimizer not in self.new_optimizers:  # else its state is not there before the step, and not after the call
             self._make_state(optimizer)
         settings = [optimizers.setting_of(optimizer, i, key) for i, key in optimizers.settings_of(optimizer)]
         kept = [list(x.values()) if isinstance(x, dict) else x for x in optimizer.state.values()]

@@ -189,8 +189,8 @@ def _from_example(
 ) -> OutputMeta | Identity | None:
     """As the op's result for the example's sizes, or for others where one of these is 1, with these sizes."""
     fakes = [v.fake for v in inputs]
-    if not all(map(views.has_fixed_order, fakes)):
-        return None
+    if not all(is_static(t.stride()) or views.dense_strides(t) is not None for t in fakes):
+        return None  # in which order dimensions lie in memory is not known for all sizes
     number = without_ones(maker, fakes, size, (args, kwargs))
     if number is None:
         return None

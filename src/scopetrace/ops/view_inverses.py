@@ -223,17 +223,12 @@ def by_own_inverse(func: Any, args: tuple[Any, ...], base: torch.Tensor) -> View
 
 def by_geometry(base: Geometry, view: Geometry) -> ViewFunction | None:
     """The function of a view of the same dtype; None when it reaches elements outside of the base."""
-    if base.numel == view.numel and _same_order(base, view):
+    if base.numel == view.numel and base.offset == view.offset and _merged(base) == _merged(view):
         return reshape(base.size, view.size)
     if view.numel == 0:
         return indexed(base.size, view.size, torch.zeros(0, dtype=torch.int64, device="cpu"))
     indices = index_in(base.positions(), view.positions())
     return None if indices is None else indexed(base.size, view.size, indices)
-
-
-def _same_order(base: Geometry, view: Geometry) -> bool:
-    """Whether both have the same positions in the same order."""
-    return base.numel == 0 or (base.offset == view.offset and _merged(base) == _merged(view))
 
 
 def _merged(g: Geometry) -> list[tuple[int, int]]:

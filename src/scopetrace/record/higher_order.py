@@ -22,7 +22,7 @@ from scopetrace._compat.ops import in_transform
 from scopetrace._compat.tensors import run_fake, unbacked_symint
 from scopetrace.errors import ControlFlowError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
-from scopetrace.ir.tape import BodyTape, Op, Value, map_argument, values_in
+from scopetrace.ir.tape import BodyTape, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
 from scopetrace.record.values import ValueTable, body_error
@@ -163,7 +163,9 @@ class BodyRecorder:
         if torch.is_grad_enabled():
             self._refuse("a body writes to a tensor from outside while autograd is on", "clone() it first")
         storages = [v.storage for v in inputs if isinstance(v, Value)]
-        if any(is_metadata_only(op.target) for body in bodies for op in body.ops if _writes_to(op, body)):
+        outside = [({v.storage for v in body.inputs}, op) for body in bodies for op in body.ops if not op.bodies()]
+        changing = [op for inputs, op in outside if any(v.storage in inputs for v in op.writes)]
+        if any(is_metadata_only(op.target) for op in changing):
             self._refuse("a body changes the shape or memory of a tensor from outside", "clone() it first")
         if any(storages.count(v.storage) > 1 for v in written):
             self._refuse("a body writes to memory that several of its operands share", "clone() it first")
@@ -210,7 +212,3 @@ class BodyRecorder:
 def fakes_of(x: Any) -> Any:
     """An op's arguments with fake tensors in place of values."""
     return map_argument(lambda leaf: leaf.fake if isinstance(leaf, Value) else leaf, x)
-
-
-def _writes_to(op: Op, body: BodyTape) -> bool:
-    return bool({v.storage for v in op.writes} & {v.storage for v in body.inputs}) and not op.bodies()
