@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scopetrace._compat.gradients import report_hooks, report_steps
 from scopetrace._compat.ops import device_at_once, in_transform, short_way, without_transforms
 from scopetrace._compat.questions import Condition, Replace
-from scopetrace._compat.replaced import Interception, after, without_mode
+from scopetrace._compat.replaced import Handler, Interception, after, without_mode
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
@@ -243,17 +243,8 @@ def _forget_compiled(module: Any) -> None:
 def _report_backward(torch_calls: Interception, observer: Any) -> None:
     """The mode is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
 
-    def run(
-        outer: Callable[..., Any],
-        outputs: Any,
-        grads: Any,
-        keep: bool,
-        create_graph: bool,
-        inputs: Any = (),
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        accumulates = kw.pop("accumulate_grad", False)
+    def run(outer: Handler, outputs: Any, grads: Any, keep: bool, create_graph: bool, *more: Any, **kw: Any) -> Any:
+        accumulates, (inputs, *args) = kw.pop("accumulate_grad", False), more or ((),)
 
         def differentiate(by: Sequence[torch.Tensor]) -> Any:
             return outer(outputs, grads, keep, create_graph, tuple(by), *args, **kw) if by else ()

@@ -21,7 +21,6 @@ import torch
 
 from scopetrace._compat.gradients import (
     give_hooks,
-    has_gradient_hooks,
     has_other_gradient,
     have_node_hooks,
     hooks_of,
@@ -151,7 +150,7 @@ class GradientRecorder:
         if not accumulates:
             return gradients
         self._taken |= {self._values.value_of(t).storage for t in grad_outputs if t is not None}
-        self._hooks_keep = bool(self._builder.hooked) or any(map(has_gradient_hooks, by))
+        self._hooks_keep = bool(self._builder.hooked) or any(map(any, hooks_of(*by)))
         for t, gradient in zip(by, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradient("Tensor.backward", **self._builder.where())

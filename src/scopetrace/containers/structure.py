@@ -100,14 +100,12 @@ class OpaqueContainer:
         return f"{self.kind.__name__}({', '.join(fields)})"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Removed:
     """Stands in the template of a call for a value that an edit of the graph removed."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        """The name that its node had."""
+    name: str
+    """The name that its node had."""
 
     def __repr__(self) -> str:
         return f"<removed: {self.name}>"

@@ -123,12 +123,7 @@ class Emitter:
         return (func, args) if is_leaf and isinstance(simplified, Value) and simplified.requires_grad else simplified
 
     def copy(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        storages: dict[int, int] | None = None,
-        more: Sequence[Value] = (),
+        self, op: Op, args: Any, kwargs: Any, storages: dict[int, int] | None = None, more: Sequence[Value] = ()
     ) -> Any:
         """Append an op of the recorded tape, on other operands of the same metadata; returns its new result.
 

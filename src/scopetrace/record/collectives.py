@@ -62,13 +62,13 @@ class CollectiveRecorder:
         for target in [target for _, writes in parts for target, _ in writes]:
             self._check_history(target, str(func))
             self._pending[storage_id(self._values.fake_of(target))] = finish
-        work, boxed = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], finish)
+        work = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], finish)
         self._works.append(work)
         returned = schema_of(func).returns
         if not returned:
             finish()
             return None
-        return (args[0], boxed) if len(returned) == 2 else boxed
+        return (args[0], work.boxed()) if len(returned) == 2 else work.boxed()
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
