@@ -69,10 +69,5 @@ class _RecordedWork(_Work):
         return future
 
 
-def recorded_work(tensors: Any, finish: Callable[[], None]) -> tuple[Any, Any]:
-    """A work handle that calls `finish` when it is waited for, as Python object and as TorchScript object.
-
-    The Python object has to live as long as the other one.
-    """
-    work = _RecordedWork(tensors, finish)
-    return work, work.boxed()
+recorded_work: Callable[[Any, Callable[[], None]], Any] = _RecordedWork
+"""Gives a handle that calls a function when it is waited for. It has to live as long as its TorchScript object."""

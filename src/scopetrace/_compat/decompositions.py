@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,17 +24,6 @@ FUSED = torch.ops.aten._transformer_encoder_layer_fwd.default
 def core_aten() -> dict[Any, Rule]:
     """`torch.export.default_decompositions()`, read once, as it takes half a second; and a fused op that it lacks."""
     return {**dict(torch.export.default_decompositions().items()), FUSED: _encoder_layer}
-
-
-@contextlib.contextmanager
-def without_mkldnn() -> Iterator[None]:
-    """With MKL-DNN on, torch decomposes an lstm on a CPU into its kernel, which is no core ATen op."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 def decomposition_rules(table: Mapping[Any, Rule] | None) -> RuleOf:

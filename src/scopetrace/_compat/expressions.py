@@ -90,11 +90,9 @@ def decode_expression(data: Any) -> Any:
 
 
 def _refuse_large_power(base: Any, exponent: Any) -> None:
-    if base.is_Float:
-        return  # it has so many digits, whatever the exponent is
-    if base.is_number and not (exponent.is_Integer and abs(int(exponent)) <= _LARGEST_POWER):
-        raise ValueError("a power in an expression is too large")
-    if exponent.is_number and abs(exponent) > _LARGEST_POWER:
+    is_large = exponent.is_number and abs(exponent) > _LARGEST_POWER
+    # a Float has so many digits, whatever the exponent is
+    if not base.is_Float and (is_large or (base.is_number and not exponent.is_Integer)):
         raise ValueError("a power in an expression is too large")
 
 

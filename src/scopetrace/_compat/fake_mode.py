@@ -105,14 +105,11 @@ def _asked_without_guards(func: Any) -> Iterator[None]:
 
 
 def _ctc_loss(
-    mode: FakeTensorMode,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
+    mode: FakeTensorMode, log_probs: torch.Tensor, targets: torch.Tensor, *both_lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each sequence, (N,), and what its backward reads, (N, T, 2 * the longest target + 1).
 
+    `both_lengths` are those of the inputs and of the targets, (N,) each.
     Raises RuntimeError for shapes and dtypes that the kernel refuses.
     """
     if log_probs.dim() != 3 or log_probs.dtype not in (torch.float32, torch.float64):
@@ -122,7 +119,7 @@ def _ctc_loss(
     times, count, _ = log_probs.size()
     if targets.dim() not in (1, 2) or (targets.dim() == 2 and targets.size(0) != count):
         raise RuntimeError(f"ctc_loss takes targets of (N, S), N = {count}, or all in a row, not {_shown(targets)}")
-    for name, lengths in (("input_lengths", input_lengths), ("target_lengths", target_lengths)):
+    for name, lengths in zip(("input_lengths", "target_lengths"), both_lengths, strict=True):
         if lengths.numel() != count or lengths.is_floating_point():
             raise RuntimeError(f"ctc_loss takes N = {count} integers as {name}, not {_shown(lengths)}")
     env = mode.shape_env

@@ -95,11 +95,6 @@ def _has_hooks(node: Any) -> bool:
     return any(has_others)
 
 
-def has_gradient_hooks(t: torch.Tensor) -> bool:
-    """Whether hooks of `register_hook` get the gradient of a leaf."""
-    return bool(t._backward_hooks)
-
-
 def give_hooks(t: torch.Tensor, to: torch.Tensor) -> None:
     """Let the hooks on the gradient of `t` run on that of `to` too."""
     if t._backward_hooks:
@@ -160,7 +155,13 @@ def report_hooks(torch_calls: Interception, listener: Any) -> None:
     _report_flags(torch_calls, listener)
     _report_gradients(torch_calls, listener)
     _report_saved_tensors_hooks(torch_calls, listener)
-    _report_regions(torch_calls, listener)
+
+    def region(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        return _reported_region(listener, run, args, kwargs)
+
+    for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
+        if module is not None:
+            torch_calls.replace(module, CURRENT.checkpoint_generator, region)
 
 
 def _history(name: str, listener: Any) -> Handler:
@@ -276,17 +277,6 @@ def _report_saved_tensors_hooks(torch_calls: Interception, listener: Any) -> Non
     torch_calls.replace(_saved_tensors_hooks, "__exit__", leave, when=lambda: bool(marks))
 
 
-def _report_regions(torch_calls: Interception, listener: Any) -> None:
-    """Regions of `torch.utils.checkpoint(use_reentrant=False)`."""
-
-    def region(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        return _reported_region(listener, run, args, kwargs)
-
-    for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
-        if module is not None:
-            torch_calls.replace(module, CURRENT.checkpoint_generator, region)
-
-
 def _is_users(hooks: Any) -> bool:
     return type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch.")
 
@@ -296,7 +286,7 @@ def _stays_off(hooks: Any) -> bool:
 
 
 def _reported_region(listener: Any, run: Callable[..., Generator[None]], args: Any, kwargs: Any) -> Iterator[None]:
-    """torch's generator `run` around a region."""
+    """torch's generator `run` around a region of `torch.utils.checkpoint(use_reentrant=False)`."""
     checkpoint, bound = torch.utils.checkpoint, inspect.signature(run).bind(*args, **kwargs)
     bound.apply_defaults()
     options, grad = bound.arguments, torch.is_grad_enabled()
@@ -409,8 +399,15 @@ def report_steps(torch_calls: Interception, listener: Any) -> None:
     """Tell of optimizers, scalers and schedulers until the trace ends."""
     _report_optimizers(torch_calls, listener)
     _report_scalers(torch_calls, listener)
-    _report_schedulers(torch_calls, listener)
     _put_scalers_back(torch_calls, listener)
+
+    # schedulers by what their `step` calls, since that may be bound before the trace
+    def tell(scheduler: Any, *_: Any, **__: Any) -> None:
+        listener.gradients.on_python_step(scheduler, scheduler.optimizer)
+
+    torch_calls.replace(ReduceLROnPlateau, "_is_better", after(tell), torch_calls.in_forward)
+    tell_second = after(lambda _, scheduler: tell(scheduler))
+    torch_calls.replace(_enable_get_lr_call, "__init__", tell_second, torch_calls.in_forward)
 
 
 def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
@@ -419,7 +416,7 @@ def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
 
     def init(make: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(optimizer, *args, **kwargs)
-        listener.gradients.on_optimizer(optimizer)
+        listener.gradients.new_optimizers.append(optimizer)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not torch_calls.in_forward():
@@ -454,14 +451,7 @@ def _report_scalers(torch_calls: Interception, listener: Any) -> None:
             ask(scaler, device)
         listener.gradients.on_scaler(scaler)
 
-    def step(
-        _: Callable[..., Any],
-        scaler: torch.amp.GradScaler,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def step(_: Any, scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(optimizer.step, *args, **kwargs)
         return listener.gradients.on_scaled_step(optimizer, state["found_inf_per_device"].values(), run)
 
@@ -469,17 +459,6 @@ def _report_scalers(torch_calls: Interception, listener: Any) -> None:
     handlers: dict[str, Handler] = {"_lazy_init_scale_growth_tracker": begin, "_maybe_opt_step": step, "scale": tell}
     for name, handler in handlers.items():
         torch_calls.replace(torch.amp.GradScaler, name, handler, torch_calls.in_forward)
-
-
-def _report_schedulers(torch_calls: Interception, listener: Any) -> None:
-    """Schedulers of learning rates, by what their `step` calls, since that may be bound before the trace."""
-
-    def tell(scheduler: Any, *_: Any, **__: Any) -> None:
-        listener.gradients.on_python_step(scheduler, scheduler.optimizer)
-
-    torch_calls.replace(ReduceLROnPlateau, "_is_better", after(tell), torch_calls.in_forward)
-    tell_second = after(lambda _, scheduler: tell(scheduler))
-    torch_calls.replace(_enable_get_lr_call, "__init__", tell_second, torch_calls.in_forward)
 
 
 def _put_scalers_back(torch_calls: Interception, listener: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -137,13 +138,8 @@ def decomposed(
         registry.register_op(op, form, is_complex=False)
     prepared = _core._prepare_exported_program_for_export(program, registry=registry)
     calls = [n for n in prepared.graph.nodes if n.op == "call_function"]
-    return calls, [n for n in calls if _is_untranslatable(n, registry)]
-
-
-def _is_untranslatable(node: torch.fx.Node, registry: Any) -> bool:
-    if getattr(node.target, "__name__", "") == "getitem" or _core._is_onnx_op(node.target):
-        return False
-    return _dispatching.dispatch(node, registry)[0] is None
+    others = [n for n in calls if n.target is not operator.getitem and not _core._is_onnx_op(n.target)]
+    return calls, [n for n in others if _dispatching.dispatch(n, registry)[0] is None]
 
 
 def node_in_error(causes: Sequence[BaseException]) -> str | None:

@@ -28,23 +28,14 @@ from torch._higher_order_ops import utils
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import (
-    _get_overridable_functions,
-    _get_tensor_methods,
-    get_testing_overrides,
-)
+from torch.overrides import _get_overridable_functions, _get_tensor_methods, get_testing_overrides
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scopetrace._compat.gradients import report_hooks, report_steps
-from scopetrace._compat.ops import (
-    device_at_once,
-    in_transform,
-    short_way,
-    without_transforms,
-)
+from scopetrace._compat.ops import device_at_once, in_transform, short_way, without_transforms
 from scopetrace._compat.questions import Condition, Replace
-from scopetrace._compat.replaced import Interception, after, without_mode
+from scopetrace._compat.replaced import Handler, Interception, after, without_mode
 from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
@@ -59,10 +50,7 @@ _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_t
 
 @contextlib.contextmanager
 def observing(
-    observer: Any,
-    autograd: Any,
-    watch_questions: Callable[[Interception], None],
-    modules: Iterable[torch.nn.Module],
+    observer: Any, autograd: Any, watch_questions: Callable[[Interception], None], modules: Iterable[torch.nn.Module]
 ) -> Iterator[Condition]:
     """Tell observers what this thread does inside, and tell models that they are being exported. Gives `is_observed`.
 
@@ -255,17 +243,8 @@ def _forget_compiled(module: Any) -> None:
 def _report_backward(torch_calls: Interception, observer: Any) -> None:
     """The mode is on in the engine too: hooks, functions of autograd and regions that run again are of the model."""
 
-    def run(
-        outer: Callable[..., Any],
-        outputs: Any,
-        grads: Any,
-        keep: bool,
-        create_graph: bool,
-        inputs: Any = (),
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        accumulates = kw.pop("accumulate_grad", False)
+    def run(outer: Handler, outputs: Any, grads: Any, keep: bool, create_graph: bool, *more: Any, **kw: Any) -> Any:
+        accumulates, (inputs, *args) = kw.pop("accumulate_grad", False), more or ((),)
 
         def differentiate(by: Sequence[torch.Tensor]) -> Any:
             return outer(outputs, grads, keep, create_graph, tuple(by), *args, **kw) if by else ()

@@ -17,7 +17,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -80,12 +79,6 @@ def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
 
 
 # The shape environment -----------------------------------------------------------------------------------------------
-
-
-def _jumps_for_false(frame: FrameType) -> bool:
-    """Whether the code that waits for a truth value goes on elsewhere where that is False."""
-    jumps = (i.opname for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti and "JUMP" in i.opname)
-    return next(jumps, "").endswith("IF_FALSE")
 
 
 class WatchedShapeEnv(ShapeEnv):
@@ -169,7 +162,10 @@ class WatchedShapeEnv(ShapeEnv):
 
     def _is_python_assert(self) -> bool:
         """Whether Python raises an AssertionError for False; that of an `assert not` it raises for True."""
-        return super()._is_python_assert() and not _jumps_for_false(self._get_user_frame())
+        frame = self._get_user_frame()
+        code = dis.get_instructions(frame.f_code)
+        jumps = (i.opname for i in code if i.offset >= frame.f_lasti and "JUMP" in i.opname)
+        return super()._is_python_assert() and not next(jumps, "").endswith("IF_FALSE")
 
     def _get_user_frame(self) -> Any:
         """The nearest frame outside torch and scopetrace, in which torch looks for an `assert`."""

@@ -348,12 +348,9 @@ def example(number: Any) -> int:
     if number.node.has_hint():
         return int(number.node.hint)
     expr, hints = number.node.expr, number.node.shape_env.backed_var_to_val
-    return int(expr.xreplace({s: hints.get(s, _made_up(s)) for s in expr.free_symbols}))
-
-
-def _made_up(symbol: sympy.Symbol) -> int:
-    """A value for an unbacked symbol that equals no other size, so that sizes are equal only if they always are."""
-    return 100_003 + 10_007 * int("".join(c for c in symbol.name if c.isdigit()) or 0)
+    numbers = {s: int("".join(c for c in s.name if c.isdigit()) or 0) for s in expr.free_symbols}
+    # made up so that it equals no other size: sizes are equal only if they always are
+    return int(expr.xreplace({s: hints.get(s, 100_003 + 10_007 * n) for s, n in numbers.items()}))
 
 
 def has_unbacked(expr: Any) -> bool:

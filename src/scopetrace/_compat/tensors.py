@@ -243,13 +243,7 @@ class FakeMaker:
             return self._wrap(meta, like.device, like.requires_grad)
 
     def view(
-        self,
-        base: torch.Tensor,
-        size: Any,
-        stride: Any,
-        offset: int | torch.SymInt,
-        device: torch.device,
-        requires_grad: bool,
+        self, base: torch.Tensor, size: Any, stride: Any, offset: Any, device: torch.device, requires_grad: bool
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter."""
         numbers = (*size, *stride, offset, nbytes_of(base.untyped_storage()))

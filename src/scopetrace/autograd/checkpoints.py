@@ -23,7 +23,7 @@ from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
 from scopetrace.ops.history import KEEP_MORE
-from scopetrace.record.builder import TapeBuilder, place_of
+from scopetrace.record.builder import place_of
 from scopetrace.record.regions import CHECKPOINT, Region
 from scopetrace.record.values import ValueTable
 
@@ -55,7 +55,6 @@ class CheckpointedRegion:
 
     def __init__(
         self,
-        builder: TapeBuilder,
         values: ValueTable,
         record: RecordOp,
         outer: CheckpointedRegion | None,
@@ -70,14 +69,10 @@ class CheckpointedRegion:
             outer: the one around it, which runs again before it does.
             arguments: the tensors that it is called with, which may not be written before it runs again.
         """
-        self._builder = builder
-        self._tape = builder.tape
-        self._values = values
-        self._record = record
-        self._outer = outer
+        self._builder, self._tape = values.builder, values.builder.tape
+        self._values, self._record, self._outer = values, record, outer
         self._arguments = [(t, version_of(values.value_of(t).fake)) for t in arguments]
-        self._early_stop = early_stop
-        self._context_fn = context_fn
+        self._early_stop, self._context_fn = early_stop, context_fn
         self._start = len(self._tape.ops)
         self._stop: int | None = None
         self._saved: list[_SavedTensor] = []
@@ -234,10 +229,7 @@ def _refuse(what: str, op: Op, hint: str) -> NoReturn:
 
 
 def refuse_recomputed(
-    tape: RecordedTape,
-    regions: Iterable[Region],
-    passed: Container[Op | Phase],
-    run_again: Container[tuple[int, int]],
+    tape: RecordedTape, regions: Iterable[Region], passed: Container[Op | Phase], run_again: Container[tuple[int, int]]
 ) -> Op | None:
     """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before.
 

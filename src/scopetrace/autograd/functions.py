@@ -40,11 +40,7 @@ class FunctionRecorder(BodyRecorder):
     """Records one application of `cls`, a `torch.autograd.Function`, to `arguments`."""
 
     def __init__(
-        self,
-        cls: Any,
-        arguments: tuple[Any, ...],
-        values: ValueTable,
-        recorded: Callable[[Any, Any], Any],
+        self, cls: Any, arguments: tuple[Any, ...], values: ValueTable, recorded: Callable[[Any, Any], Any]
     ) -> None:
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         super().__init__(values, _apply, (None, None, *tensors), recorded)

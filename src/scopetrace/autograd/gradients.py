@@ -21,7 +21,6 @@ import torch
 
 from scopetrace._compat.gradients import (
     give_hooks,
-    has_gradient_hooks,
     has_other_gradient,
     have_node_hooks,
     hooks_of,
@@ -34,23 +33,9 @@ from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
 from scopetrace._compat.symbols import Symbolic, named_text
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
+from scopetrace.autograd import optimizers
 from scopetrace.autograd.first_steps import FirstState
 from scopetrace.autograd.flags import FlagRecorder
-from scopetrace.autograd.optimizers import (
-    Number,
-    answer_of,
-    are_held,
-    counts,
-    has_gradient,
-    how_many,
-    new_state,
-    setting_of,
-    settings_of,
-    state_of,
-    state_tensors,
-    tensors_of,
-    varied,
-)
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
 from scopetrace.containers.contents import Place, same
 from scopetrace.containers.structure import leaves
@@ -117,11 +102,12 @@ class GradientRecorder:
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_OptimizerStep] = []  # those that have begun, the innermost last
-        self._new_optimizers: list[torch.optim.Optimizer] = []  # in the forward
+        self.new_optimizers: list[torch.optim.Optimizer] = []
+        """Those that the forward has made: what they keep is of this call alone."""
         self._settings: list[tuple[torch.optim.Optimizer, int, str, Any]] = []  # as they were when optimizers stepped
         self._varied: list[tuple[Place, Any, Any]] = []  # before the forward, and in it
-        self._counts: list[tuple[Place, Any, Any, Number]] = []  # the same of what steps count
-        self._numbers: dict[Any, Number] = {}  # by symbol
+        self._counts: list[tuple[Place, Any, Any, optimizers.Number]] = []  # the same of what steps count
+        self._numbers: dict[Any, optimizers.Number] = {}  # by symbol
 
     # ---------------------------------------------------------------- differentiating
 
@@ -164,7 +150,7 @@ class GradientRecorder:
         if not accumulates:
             return gradients
         self._taken |= {self._values.value_of(t).storage for t in grad_outputs if t is not None}
-        self._hooks_keep = bool(self._builder.hooked) or any(map(has_gradient_hooks, by))
+        self._hooks_keep = bool(self._builder.hooked) or any(map(any, hooks_of(*by)))
         for t, gradient in zip(by, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradient("Tensor.backward", **self._builder.where())
@@ -301,7 +287,7 @@ class GradientRecorder:
             if owner is not None:
                 self._model.add_gradient(before, *owner)
             else:  # the program has that tensor, wherever a call has another
-                place = Asked(has_gradient, (entry.tensor, before))
+                place = Asked(optimizers.has_gradient, (entry.tensor, before))
                 if entry.index is not None:
                     place = GradientOfInput(entry.index, before)
                 self._reads.note_once(f"{name}.grad as the same tensor", True, place)
@@ -347,15 +333,15 @@ class GradientRecorder:
     def begin(self) -> None:
         """Let numbers that schedules and steps change, of optimizers around the forward, stand for those of a call."""
         for optimizer in self._model.contents.of_class(torch.optim.Optimizer):
-            for place, numbers in varied(optimizer):
+            for place, numbers in optimizers.varied(optimizer):
                 parts, before = list(map(self._read_number, numbers)), place.current()
                 self._varied.append((place, before, tuple(parts) if type(before) is tuple else parts[0]))
                 place.put(self._varied[-1][-1])
-            for place, number in counts(optimizer, lambda p: (self._model.owner(p) or (None,))[0]):
+            for place, number in optimizers.counts(optimizer, lambda p: (self._model.owner(p) or (None,))[0]):
                 self._counts.append((place, place.current(), self._read_number(number), number))
                 place.put(self._counts[-1][2])
 
-    def _read_number(self, number: Number) -> Any:
+    def _read_number(self, number: optimizers.Number) -> Any:
         """A symbol for a number; its tensor for an op that takes no symbols, as the fused ones."""
         self._tape.guards.append(Guard(number.name, "a number", number, (), self._tape.root.path))
         self._model.state_names[id(number.tensor)] = number.tensor_name
@@ -372,7 +358,8 @@ class GradientRecorder:
         hint = "leave it as it is, or compute with the number without asking for its value (`x ** 0.5`, no math.sqrt)"
         for expr, (answer, frames) in self._values.factory.shape_env.asked.items():
             places = tuple([item for item in self._numbers.items() if item[0] in expr.free_symbols])
-            self._reads.note_once(named_text(expr, names), answer, Asked(answer_of, (expr, places), hint=hint), frames)
+            asked = Asked(optimizers.answer_of, (expr, places), hint=hint)
+            self._reads.note_once(named_text(expr, names), answer, asked, frames)
 
     def _write_counts(self) -> None:
         """Put on the tape what became of the numbers that steps count."""
@@ -388,10 +375,6 @@ class GradientRecorder:
                 self._tape.owners[name] = None, name  # a loaded trace counts there
                 self._tape.attribute_writes.append(AttributeWrite(None, "", name, value, place=place))
 
-    def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The forward has made an optimizer: what it keeps is of this call alone."""
-        self._new_optimizers.append(optimizer)
-
     def on_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, hooks: list[Callable[..., Any]]
     ) -> Callable[[], Any] | None:
@@ -400,9 +383,8 @@ class GradientRecorder:
         Returns what it is to call in place of `closure`, whose ops are none of the step.
         """
         self._reads.note_once("the hooks of all optimizers", hooks, Asked(hooks_of_all_optimizers, (), kind="hooks"))
-        inner = Asked(hooks_of_optimizer, (optimizer,), kind="hooks")
-        self._reads.note_once(f"the hooks of {type(optimizer).__name__}", hooks_of_optimizer(optimizer), inner)
-        step = _OptimizerStep(optimizer, optimizer in self._new_optimizers)
+        self._note(f"the hooks of {type(optimizer).__name__}", hooks_of_optimizer, optimizer, kind="hooks")
+        step = _OptimizerStep(optimizer, optimizer in self.new_optimizers)
         self._stepping.append(step)
         if not step.is_inside:
             self._note_settings(optimizer)
@@ -422,7 +404,7 @@ class GradientRecorder:
         """`has_gradients`: whether those are known that the step takes."""
         if has_gradients and not step.is_inside:
             self._make_state(step.optimizer)
-            step.state = state_of(step.optimizer)
+            step.state = optimizers.state_of(step.optimizer)
         step.stack.enter_context(self._of_optimizer(step.optimizer))
         self._builder.optimizer = step.optimizer
         step.stack.callback(setattr, self._builder, "optimizer", None)
@@ -431,20 +413,20 @@ class GradientRecorder:
 
     def _note_settings(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__
-        self._reads.note_once(f"the settings of {name}", settings_of(optimizer), Asked(settings_of, (optimizer,)))
-        for i, key in settings_of(optimizer):
-            setting, hint = setting_of(optimizer, i, key), ""
+        self._note(f"the settings of {name}", optimizers.settings_of, optimizer)
+        for i, key in optimizers.settings_of(optimizer):
+            setting, hint = optimizers.setting_of(optimizer, i, key), ""
             if isinstance(setting, torch.Tensor):
                 self._model.state_names.setdefault(id(setting), f"{name}_{key}")
                 hint = f'write another value into the tensor that is there, as in `group["{key}"].copy_(new)`'
             if all(setting is not current for *_, current in self._varied):
-                place = Asked(setting_of, (optimizer, i, key), hint=hint)
-                self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
+                self._note(f"{name}.param_groups[{i}][{key!r}]", optimizers.setting_of, optimizer, i, key, hint=hint)
             self._settings.append((optimizer, i, key, setting))
 
     def _refuse_other_settings(self) -> None:
         """Raise where the forward has changed what an optimizer stepped by, after it is put back."""
-        changed = [s for s in self._settings if not (s[3] is (current := setting_of(*s[:3])) or same(s[3], current))]
+        current = [(*s, optimizers.setting_of(*s[:3])) for s in self._settings]
+        changed = [s[:4] for s in current if not (s[3] is s[4] or same(s[3], s[4]))]
         for optimizer, i, key, setting in reversed(changed):
             optimizer.param_groups[i][key] = setting
         if changed:
@@ -462,7 +444,7 @@ class GradientRecorder:
         step.stack.close()
         if step.is_inside:
             return
-        name, state = type(optimizer).__name__, state_of(optimizer)
+        name, state = type(optimizer).__name__, optimizers.state_of(optimizer)
         if any(isinstance(x, torch.Tensor) and state.get(key) is not x for key, x in step.state.items()):
             hint = 'write them in place: `state["x"].copy_(new)`'
             self._refuse(f"{name} puts other tensors in its state", hint, f"{name}.step")
@@ -473,21 +455,24 @@ class GradientRecorder:
             first = {id(v.fake): v for op in reversed(self._tape.ops) for v in op.values()}
             new |= {key: first[id(v.fake)] for key, v in values.items()}
             self._builder.first_states.append(FirstState(optimizer, new, error))
-        place = Asked(tensors_of, (optimizer,), how_many)
-        self._reads.note_once(f"the parameters and state of {name}", tensors_of(optimizer), place)
+        self._note(f"the parameters and state of {name}", optimizers.tensors_of, optimizer, text=optimizers.how_many)
         self._note_held(optimizer)
+
+    def _note(self, what: str, ask: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Let a call be compared with what a function gives now."""
+        self._reads.note_once(what, ask(*args), Asked(ask, args, **options))
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer sets the gradients of its parameters to None."""
-        if optimizer not in self._new_optimizers:
+        if optimizer not in self.new_optimizers:
             self._note_held(optimizer)
 
     def _note_held(self, optimizer: torch.optim.Optimizer) -> None:
         """A call is compared with it that the parameters of an optimizer are those of the model."""
         params = [(p, self._model.owner(p)) for group in optimizer.param_groups for p in group["params"]]
         places = tuple([(*owner[1:], p) for p, owner in params if owner is not None])
-        held = f"{type(optimizer).__name__} has the parameters of the model"
-        self._reads.note_once(held, True, Asked(are_held, (places,)))  # else it steps others than the model reads
+        place = Asked(optimizers.are_held, (places,))  # else it steps others than the model reads
+        self._reads.note_once(f"{type(optimizer).__name__} has the parameters of the model", True, place)
 
     def close(self) -> None:
         """End the steps that an error has left, and put numbers back."""
@@ -503,20 +488,20 @@ class GradientRecorder:
         """Make the state that an optimizer does not have yet, and name it."""
         params = [p for group in optimizer.param_groups for p in group["params"] if self.get(p) is not None]
         with eager():
-            states = new_state(optimizer, params)
+            states = optimizers.new_state(optimizer, params)
         for p, state in states.items():
             optimizer.state[p] = state
             self._model.contents.accept(optimizer.state, p)
-        for p, key, x in state_tensors(optimizer):
+        for p, key, x in optimizers.state_tensors(optimizer):
             self._model.name_state(x, p, key)
 
     def on_scaled_step(
         self, optimizer: torch.optim.Optimizer, found_infs: Iterable[torch.Tensor], step: Callable[[], Any]
     ) -> Any:
         """A scaler lets an optimizer step where gradients are finite: its ops run, and take back what they wrote."""
-        if optimizer not in self._new_optimizers:  # else its state is not there before the step, and not after the call
+        if optimizer not in self.new_optimizers:  # else its state is not there before the step, and not after the call
             self._make_state(optimizer)
-        settings = [setting_of(optimizer, i, key) for i, key in settings_of(optimizer)]
+        settings = [optimizers.setting_of(optimizer, i, key) for i, key in optimizers.settings_of(optimizer)]
         kept = [list(x.values()) if isinstance(x, dict) else x for x in optimizer.state.values()]
         state = leaves([kept, settings], torch.Tensor)
         tensors = [*(p for group in optimizer.param_groups for p in group["params"]), *state]
@@ -620,9 +605,7 @@ class GradientRecorder:
         raise self._builder.refusal(problem, op=op, hint=hint)
 
 
-def _hooks_at(
-    *places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor],
-) -> list[list[Callable[..., Any]]]:
+def _hooks_at(*places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor]) -> list[list[Callable[..., Any]]]:
     """The hooks on the gradients of parameters, of which the model may have put others at their names."""
     current = [t if owner is None else getattr(owner[1], owner[2], None) for owner, t in places]
     return hooks_of(*(t for t in current if isinstance(t, torch.Tensor)))

@@ -223,7 +223,7 @@ class AutogradRecorder:
             if grad and self.differentiates:
                 outer = self._open_regions[-1] if self._open_regions else None
                 tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
-                parts = self._builder, self._values, self._ops.record, outer, tensors
+                parts = self._values, self._ops.record, outer, tensors
                 region = CheckpointedRegion(*parts, early_stop=early_stop, context_fn=context_fn)
                 self._checkpointed.append(region)
                 self._open_regions.append(region)

@@ -16,13 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from scopetrace.containers.structure import (
-    OpaqueContainer,
-    close_container,
-    instantiate,
-    map_structure,
-    unflattened,
-)
+from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, map_structure, unflattened
 from scopetrace.errors import TraceFileError
 
 

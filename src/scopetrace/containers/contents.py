@@ -128,9 +128,10 @@ def _base_of(x: Any) -> Any:
     return next(base for base in (collections.OrderedDict, list, collections.deque, dict, set) if isinstance(x, base))
 
 
-def _write_list(x: Any, before: Iterable[Any]) -> None:
-    _base_of(x).clear(x)
-    _base_of(x).extend(x, before)
+def _write_items(x: Any, before: Iterable[Any]) -> None:
+    base = _base_of(x)
+    base.clear(x)
+    (base.update if base is set else base.extend)(x, before)
 
 
 def write_dict(x: Any, before: Mapping[Any, Any]) -> None:
@@ -138,11 +139,6 @@ def write_dict(x: Any, before: Mapping[Any, Any]) -> None:
     _base_of(x).clear(x)
     for key, item in before.items():
         _base_of(x).__setitem__(x, key, item)
-
-
-def _write_set(x: set[Any], before: Set[Any]) -> None:
-    set.clear(x)
-    set.update(x, before)
 
 
 def _write_slice(x: Any, before: Any) -> None:
@@ -199,16 +195,16 @@ _INNER = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects of libraries that hold something in attributes."""
 _OPTIMIZER = Form(attributes_and_slots, _write_attributes, ".", by_identity=True)
 _FORMS: dict[type, Form] = {
-    **dict.fromkeys((list, collections.deque), Form(lambda x: list(_base_of(x).__iter__(x)), _write_list)),
+    **dict.fromkeys((list, collections.deque), Form(lambda x: list(_base_of(x).__iter__(x)), _write_items)),
     dict: Form(entries_of, write_dict, "[]"),
     types.MappingProxyType: Form(dict, _write_nothing, "[]"),
-    set: Form(lambda x: set(set.__iter__(x)), _write_set),
+    set: Form(lambda x: set(set.__iter__(x)), _write_items),
     tuple: Form(lambda x: tuple(tuple.__iter__(x)), _write_nothing),
     bytearray: Form(bytes, _write_slice),
     array.array: Form(
         lambda x: (x.typecode, *x), lambda x, before: _write_slice(x, array.array(before[0], before[1:]))
     ),
-    queue.Queue: Form(lambda x: list(x.queue), lambda x, before: _write_list(x.queue, before)),
+    queue.Queue: Form(lambda x: list(x.queue), lambda x, before: _write_items(x.queue, before)),
     functools.partial: Form(lambda x: {k: getattr(x, k) for k in ("func", "args", "keywords")}, _write_nothing, "."),
     types.MethodType: Form(lambda x: {k: getattr(x, k) for k in ("__func__", "__self__")}, _write_nothing, "."),
     weakref.ref: Form(lambda x: x(), _write_nothing),

@@ -94,7 +94,9 @@ def _with_fresh(kind: Any) -> type:
     base = kind.__mro__[2]
 
     def __getitem__(self: Any, key: Any) -> Any:
-        return base.__getitem__(self, key) if _is_fresh(self, key) else ask(self, key)
+        place = key + list.__len__(self) if base is list and type(key) is int and key < 0 else key
+        is_fresh = isinstance(key, (int, str, tuple)) and (self.fresh is None or place in self.fresh)
+        return base.__getitem__(self, key) if is_fresh else ask(self, key)
 
     def __setitem__(self: Any, key: Any, value: Any) -> None:
         put(self, key, value)
@@ -113,12 +115,6 @@ def _with_fresh(kind: Any) -> type:
     return type(
         kind.__name__, (kind,), {f.__name__: f for f in (__getitem__, __setitem__, __iter__)} | {"clear": emptied}
     )
-
-
-def _is_fresh(x: Any, key: Any) -> bool:
-    if not isinstance(key, (int, str, tuple)):
-        return False
-    return x.fresh is None or (key + list.__len__(x) if type(key) is int and key < 0 else key) in x.fresh
 
 
 _ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv neg pos"

@@ -100,14 +100,12 @@ class OpaqueContainer:
         return f"{self.kind.__name__}({', '.join(fields)})"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Removed:
     """Stands in the template of a call for a value that an edit of the graph removed."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        """The name that its node had."""
+    name: str
+    """The name that its node had."""
 
     def __repr__(self) -> str:
         return f"<removed: {self.name}>"
@@ -555,7 +553,9 @@ class Watch:
         walked = [(path, x, children) for path, x, children in walk(arguments, object_types) if children is not None]
         self._before = [container for container in walked if not isinstance(container[1], tuple)]
         parts = [((*path, key), child) for path, _, children in walked for key, child in children]
-        whole = [part for part in parts if _has_identity(part[1]) and ids.issuperset(map(id, self._tensors(part[1])))]
+        # objects that a caller may know again, rather than numbers, texts or tensors
+        others = (torch.Tensor, *_NUMBERS, *_NOT_PLAIN, *_PLAIN)
+        whole = [(path, x) for path, x in parts if not isinstance(x, others) and ids.issuperset(self._tensors(x))]
         self._known = {id(x): path for path, x in reversed(whole)}
 
     def effects(self, leaf_of: Callable[[torch.Tensor], Any]) -> list[Effect]:
@@ -569,8 +569,8 @@ class Watch:
                 effects.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types), parts))
         return effects
 
-    def _tensors(self, x: Any) -> Iterator[torch.Tensor]:
-        return (t for _, t in leaves_with_path(x, "", self._object_types) if isinstance(t, torch.Tensor))
+    def _tensors(self, x: Any) -> Iterator[int]:
+        return (id(t) for _, t in leaves_with_path(x, "", self._object_types) if isinstance(t, torch.Tensor))
 
     def argument_parts(self, x: Any, path: tuple[str, ...] = ()) -> list[GivenPart]:
         """The parts of what the forward gives that are objects among its arguments."""
@@ -579,11 +579,6 @@ class Watch:
             return [(path, known)]
         children = open_container(x, self._object_types) or []
         return [part for key, child in children for part in self.argument_parts(child, (*path, key))]
-
-
-def _has_identity(x: Any) -> bool:
-    """Whether it is an object that a caller may know again, rather than a number, a text or a tensor."""
-    return type(x) not in _PLAIN and not isinstance(x, (torch.Tensor, *_NUMBERS, *_NOT_PLAIN))
 
 
 def with_given(template: Any, given_parts: list[GivenPart], leaf: Leaf) -> Any:

@@ -237,11 +237,10 @@ class AliasSet:
         function = by_own_inverse(meta.func, meta.args, parent.fake) if is_nearest else None
         if function is not None or view.fake.dtype != parent.fake.dtype:
             return function
+        function = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake) if is_nearest else None
         base, part = geometry_of(parent), geometry_of(view)
-        if base.exact and part.exact:
+        if function is None and base.exact and part.exact:
             return by_geometry(base, part)
-        if is_nearest:
-            function = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
         if function is None and is_contiguous(parent.fake):
             shift = view.offset - parent.offset
             return strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)

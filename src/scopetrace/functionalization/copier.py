@@ -349,7 +349,10 @@ class TapeCopier(TapeRewriter, abc.ABC):
         """The arguments of an op with present values."""
         if op.kind == "call_module":
             return map_structure(lambda v: self.operand(v, op), x, Value)
-        draws = is_random(op.target) and not _returns_operand(op)
+        out = op.outputs  # one of the operands, where dropout drops nothing
+        draws = is_random(op.target) and (
+            op.writes or all(v.fake is not getattr(out, "fake", None) for v in op.inputs())
+        )
 
         def current(leaf: Any) -> Any:
             if not isinstance(leaf, Value):
@@ -432,12 +435,6 @@ def _parent(op: Op, value: Value) -> Value | None:
     """The input whose storage a result is in: the very tensor if it is one, else the first."""
     inside = [v for v in op.inputs() if v.storage == value.storage]
     return next((v for v in inside if v.fake is value.fake), inside[0] if inside else None)
-
-
-def _returns_operand(op: Op) -> bool:
-    """Whether an op that writes nothing gives one of its operands, as dropout does in eval mode."""
-    out = op.outputs
-    return isinstance(out, Value) and not op.writes and any(v.fake is out.fake for v in op.inputs())
 
 
 def _holds(base: Value, view: Value) -> bool:

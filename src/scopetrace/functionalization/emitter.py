@@ -81,7 +81,8 @@ class Emitter:
             if not isinstance(t, torch.Tensor):
                 return t
             storage = by_fake.get(id(t), by_memory.get(storage_id(t)))
-            required = _requires_grad(origin, func, slot, storage, carrying)
+            required = bool(carrying) if origin.grad else storage in carrying
+            required = required and not (slot and func in FIRST_HAS_GRADIENT)
             required = required and (t.dtype.is_floating_point or t.dtype.is_complex)
             if required and id(t) not in by_fake and not requires_grad_of(t) and is_leaf_of(t):
                 set_requires_grad(t, True)  # stands for the history that the real run has
@@ -122,12 +123,7 @@ class Emitter:
         return (func, args) if is_leaf and isinstance(simplified, Value) and simplified.requires_grad else simplified
 
     def copy(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        storages: dict[int, int] | None = None,
-        more: Sequence[Value] = (),
+        self, op: Op, args: Any, kwargs: Any, storages: dict[int, int] | None = None, more: Sequence[Value] = ()
     ) -> Any:
         """Append an op of the recorded tape, on other operands of the same metadata; returns its new result.
 
@@ -189,13 +185,6 @@ def _with_slots(value: Callable[[Any, int], Any], x: Any, slot: int) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)([_with_slots(value, item, i) for i, item in enumerate(x)])
     return value(x, slot)
-
-
-def _requires_grad(origin: Op, func: Any, slot: int, storage: int | None, carrying: set[int]) -> bool:
-    """Whether result number `slot` of `func` requires grad, where inputs in the storages `carrying` do."""
-    if slot and func in FIRST_HAS_GRADIENT:
-        return False
-    return bool(carrying) if origin.grad else storage in carrying
 
 
 def _autocast(origin: Op, target: Any) -> Autocast | None:

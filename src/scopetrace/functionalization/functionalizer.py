@@ -267,7 +267,9 @@ class Functionalizer(TapeCopier):
         returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
         for old, source in zip(returned, variant.results, strict=False):
             target = written.get(source) if isinstance(source, str) else None
-            if isinstance(target, Value) and _is_other_size(old, target):
+            is_moved = isinstance(target, Value) and isinstance(old, Value) and old.storage != target.storage
+            # torch's rule of an op may leave `out` as it is, and return a new tensor of another size (matrix_rank)
+            if target is not None and is_moved and to_expr(old.fake.size()) != to_expr(target.fake.size()):
                 raise refusal("out= resizes its tensor, which torch does not tell the trace (give one of its size)", op)
         for name, index in variant.new_values:
             self._assign_all(op, written.get(name), out if index is None else out[index])
@@ -316,7 +318,9 @@ class Functionalizer(TapeCopier):
             return False
         aliases = self.sets[target.storage]
         recorded = op.grad and not _name_of(op.target).startswith("logical_")  # which leave the history as it was
-        seen = recorded and (target in op.tracked or not aliases.has_history(target) or self._is_of_inputs(target))
+        # autograd takes what lies in memory of several inputs for views of one tensor
+        of_inputs = len(aliases.roots) > 1 and self._detached(aliases, target) is None
+        seen = recorded and (target in op.tracked or not aliases.has_history(target) or of_inputs)
         brings = recorded and any(v is not target for v in op.tracked)
         detached = self._detached(aliases, target) if brings or self._severed else None
         if detached in self._severed:
@@ -336,16 +340,8 @@ class Functionalizer(TapeCopier):
             )
         return not seen
 
-    def _is_of_inputs(self, value: Value) -> bool:
-        """Whether a value lies in memory of several inputs, which autograd takes for views of one tensor."""
-        aliases = self.sets[value.storage]
-        return len(aliases.roots) > 1 and self._detached(aliases, value) is None
-
     def _detached(self, aliases: AliasSet, value: Value) -> Value | None:
-        for v in aliases.above(value):
-            if aliases.is_detached(v):
-                return v
-        return None
+        return next(filter(aliases.is_detached, aliases.above(value)), None)
 
     def _read_later(self, op: Op, aliases: AliasSet, detached: Value) -> tuple[bool, bool]:
         """Whether the detached tensor is read after the op, and whether others in its memory are."""
@@ -557,10 +553,3 @@ _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
 def _name_of(func: Any) -> str:
     """The name of an op without the namespace; empty for a higher-order op."""
     return schema_of(func).op_name if is_op(func) else ""
-
-
-def _is_other_size(returned: Any, target: Value) -> bool:
-    """Whether torch's rule of an op leaves `out` as it is, and returns a new tensor of another size (matrix_rank)."""
-    if not isinstance(returned, Value) or returned.storage == target.storage:
-        return False
-    return bool(to_expr(returned.fake.size()) != to_expr(target.fake.size()))

@@ -21,7 +21,8 @@ def assignments(maker: FakeMaker, tensors: list[torch.Tensor], args: Any) -> Ite
     """The example's sizes, and up to three others that the guards of the trace allow."""
     yield example
     symbols: set[Any] = set()
-    for n in itertools.chain(flat(args), *(_numbers_of(t) for t in tensors)):
+    facts = [(*t.size(), *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors]
+    for n in itertools.chain(flat(args), *facts):
         if isinstance(n, torch.SymInt):
             symbols |= to_expr(n).free_symbols
     env = maker.mode.shape_env
@@ -52,10 +53,6 @@ def without_ones(maker: FakeMaker, tensors: list[torch.Tensor], size: tuple[Any,
 
 def _at(values: dict[Any, int]) -> Number:
     return lambda n: int(evaluated(n.node.expr, values)) if isinstance(n, torch.SymInt) else int(n)
-
-
-def _numbers_of(t: torch.Tensor) -> tuple[Any, ...]:
-    return *t.size(), *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()
 
 
 def _allowed(env: WatchedShapeEnv, values: dict[Any, int]) -> bool:

@@ -45,9 +45,7 @@ from scopetrace.ir.tape import Value, checks_enabled, flat, map_argument
 from scopetrace.ops import views
 from scopetrace.ops.views import VIEW_OPS, Int, view_arguments
 
-_ATOMS = frozenset(
-    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format},
-)
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 Inferred = tuple[Outputs, list[torch.Tensor | None]]
 """The metadata of the results, and the results."""

@@ -189,8 +189,8 @@ def _from_example(
 ) -> OutputMeta | Identity | None:
     """As the op's result for the example's sizes, or for others where one of these is 1, with these sizes."""
     fakes = [v.fake for v in inputs]
-    if not all(map(views.has_fixed_order, fakes)):
-        return None
+    if not all(is_static(t.stride()) or views.dense_strides(t) is not None for t in fakes):
+        return None  # in which order dimensions lie in memory is not known for all sizes
     number = without_ones(maker, fakes, size, (args, kwargs))
     if number is None:
         return None
@@ -372,7 +372,9 @@ def _windows(sizes: Sizes, kernel: Any, stride: Any, padding: Any, dilation: Any
     return counts if all(example(n) >= 1 for n in counts) else None
 
 
-def _pool(x: Value, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Sizes | None:
+def _max_pool2d(
+    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False, *, dims: int = 2
+) -> Sizes | None:
     """Over the last `dims` dimensions of a batch, or of one example."""
     size = x.fake.size()
     if len(size) - dims not in (1, 2) or ceil or any(2 * p > k for p in flat(padding) for k in flat(kernel)):
@@ -381,17 +383,8 @@ def _pool(x: Value, dims: int, kernel: Any, stride: Any, padding: Any, dilation:
     return None if counts is None else (*size[:-dims], *counts)
 
 
-def _max_pool1d(
-    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
-) -> Sizes | None:
-    """Needed at any speed: torch's own way fixes a symbolic length."""
-    return _pool(x, 1, kernel, stride, padding, dilation, ceil)
-
-
-def _max_pool2d(
-    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
-) -> Sizes | None:
-    return _pool(x, 2, kernel, stride, padding, dilation, ceil)
+_max_pool1d = functools.partial(_max_pool2d, dims=1)
+"""Needed at any speed: torch's own way fixes a symbolic length."""
 
 
 def _adaptive_pool2d(x: Value, output: Any) -> Sizes | None:

@@ -278,7 +278,7 @@ def _sources(func: Any, op: Any) -> list[tuple[Argument, str]]:
 
 def _options_of_out(func: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments in place of `out`, which no variant takes: what a factory makes, or the dtype to sum in."""
-    out = tensor_of(arguments.get(_out_of(func)))
+    out = next((tensor_of(arguments.get(a.name)) for a in schema_of(func).arguments if is_out_argument(a)), None)
     if not isinstance(out, torch.Tensor):
         return {}
     if "dtype" in arguments:
@@ -286,11 +286,6 @@ def _options_of_out(func: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"dtype": out.dtype} if sums_in_it else {}
     layout = {} if out.layout is torch.strided else {"layout": out.layout}
     return {"dtype": out.dtype, "device": out.device} | layout
-
-
-@functools.cache
-def _out_of(func: Any) -> str:
-    return next((a.name for a in schema_of(func).arguments if is_out_argument(a)), "")
 
 
 def _is_default(arg: Argument, value: Any) -> bool:

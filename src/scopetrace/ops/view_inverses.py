@@ -1,6 +1,6 @@
 """Views as functions: `forward(base)` is the view, `inverse(base, new)` the base after `new` was written to the view.
 
-    positions of base and view in their storage (exact sizes), or the view op and its arguments (symbolic sizes)
+    the view op and its arguments, or positions of base and view in their storage (exact sizes)
     -> `ViewFunction` -> ops of ATen on either side: `select` and `select_scatter`, `permute` and `permute`, ...
 
 For each pair `forward(inverse(base, new)) == new`, and `inverse(base, forward(base)) == base`. torch's own
@@ -218,26 +218,17 @@ def by_own_inverse(func: Any, args: tuple[Any, ...], base: torch.Tensor) -> View
     return ViewFunction(lambda emit, base: emit(func, _dense(emit, base), *args), back)
 
 
-# By geometry: exact sizes -------------------------------------------------------------------------------------------
+# By geometry: exact sizes, where the op says nothing ------------------------------------------------------------------
 
 
 def by_geometry(base: Geometry, view: Geometry) -> ViewFunction | None:
     """The function of a view of the same dtype; None when it reaches elements outside of the base."""
-    if base.numel == view.numel and _same_order(base, view):
+    if base.numel == view.numel and base.offset == view.offset and _merged(base) == _merged(view):
         return reshape(base.size, view.size)
     if view.numel == 0:
         return indexed(base.size, view.size, torch.zeros(0, dtype=torch.int64, device="cpu"))
-    if not base.overlaps_itself():
-        simple = _as_permute(base, view) or _as_slice(base, view) or _as_select(base, view)
-        if simple is not None:
-            return simple
     indices = index_in(base.positions(), view.positions())
     return None if indices is None else indexed(base.size, view.size, indices)
-
-
-def _same_order(base: Geometry, view: Geometry) -> bool:
-    """Whether both have the same positions in the same order."""
-    return base.numel == 0 or (base.offset == view.offset and _merged(base) == _merged(view))
 
 
 def _merged(g: Geometry) -> list[tuple[int, int]]:
@@ -251,50 +242,6 @@ def _merged(g: Geometry) -> list[tuple[int, int]]:
     return runs
 
 
-def _as_permute(base: Geometry, view: Geometry) -> ViewFunction | None:
-    if len(base.size) != len(view.size) or base.offset != view.offset:
-        return None
-    free = list(range(len(base.size)))
-    dims: list[int] = []
-    for n, s in zip(view.size, view.stride, strict=True):
-        match = next((i for i in free if base.size[i] == n and (n == 1 or base.stride[i] == s)), None)
-        if match is None:
-            return None
-        free.remove(match)
-        dims.append(match)
-    return permute(tuple(dims))
-
-
-def _as_slice(base: Geometry, view: Geometry) -> ViewFunction | None:
-    if len(base.size) != len(view.size):
-        return None
-    dims = zip(base.size, view.size, base.stride, view.stride, strict=True)
-    other = [i for i, (bn, vn, bs, vs) in enumerate(dims) if bn != vn or (vn != 1 and bs != vs)]
-    if len(other) != 1:
-        return None
-    (d,) = other
-    n, bs, vs = view.size[d], base.stride[d], view.stride[d]
-    step = vs // bs if n > 1 and bs else 1
-    start, rest = divmod(view.offset - base.offset, bs) if bs else (0, 0)
-    if rest or step < 1 or start < 0 or (n > 1 and step * bs != vs) or start + (n - 1) * step >= base.size[d]:
-        return None
-    return slice_(d, start, min(start + (n - 1) * step + 1, base.size[d]), step)
-
-
-def _as_select(base: Geometry, view: Geometry) -> ViewFunction | None:
-    if len(base.size) != len(view.size) + 1:
-        return None
-    for d, (n, s) in enumerate(zip(base.size, base.stride, strict=True)):
-        rest_size, rest_stride = base.size[:d] + base.size[d + 1 :], base.stride[:d] + base.stride[d + 1 :]
-        same = all(m == 1 or a == b for m, a, b in zip(view.size, rest_stride, view.stride, strict=True))
-        if rest_size != view.size or not same:
-            continue
-        index, rest = divmod(view.offset - base.offset, s) if s else (0, view.offset - base.offset)
-        if rest == 0 and 0 <= index < n:
-            return select(d, index)
-    return None
-
-
 def index_in(base: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
     """For each of `wanted` (int64[m]) its first index in `base` (int64[n]); None when one is not there."""
     if base.numel() == 0:
@@ -305,7 +252,7 @@ def index_in(base: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
     return first if bool((base[first] == wanted).all()) else None
 
 
-# By op: symbolic sizes ----------------------------------------------------------------------------------------------
+# By op --------------------------------------------------------------------------------------------------------------
 
 _SAME_ORDER = {
     _aten.reshape.default,

@@ -249,11 +249,6 @@ def is_contiguous(t: torch.Tensor) -> bool:
     return dense is not None and all(_is(n, 1) or surely_equal(a, b) for n, a, b in rows)
 
 
-def has_fixed_order(t: torch.Tensor) -> bool:
-    """Whether the dimensions are known to lie in memory in one order for all sizes."""
-    return is_static(t.stride()) or dense_strides(t) is not None
-
-
 def strides_in_order_of(out: torch.Tensor, size: Sizes, number: Callable[[Any], int]) -> tuple[Int, ...] | None:
     """Dense strides for `size` in the order of `out`; None where those of `out`, for `number` of these, are others."""
     strides: list[Any] = [1] * len(size)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from scopetrace._compat.decompositions import RuleOf, without_mkldnn
+from scopetrace._compat.decompositions import RuleOf
 from scopetrace._compat.ops import building, is_op, is_random, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import DATA_DEPENDENT, run_fake
@@ -63,7 +63,8 @@ def decomposed(tape: FunctionalTape, rule_of: RuleOf) -> FunctionalTape:
     """
     sizes = tape.sizes
     with contextlib.nullcontext() if sizes is None else sizes.env.unchanged(where_it_raises=True):
-        with building(), without_mkldnn():
+        # with MKL-DNN on, torch decomposes an lstm on a CPU into its kernel, which is no core ATen op
+        with building(), torch.backends.mkldnn.flags(enabled=False):
             old = dataclasses.replace(tape, decomposed=True)
             program: FunctionalTape = _TapeDecomposer(old, None, rule_of).run()
         if sizes is not None:

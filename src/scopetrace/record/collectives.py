@@ -12,7 +12,6 @@ As in eager, a collective has no gradient: what it writes keeps the history that
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -63,13 +62,13 @@ class CollectiveRecorder:
         for target in [target for _, writes in parts for target, _ in writes]:
             self._check_history(target, str(func))
             self._pending[storage_id(self._values.fake_of(target))] = finish
-        work, boxed = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], finish)
+        work = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], finish)
         self._works.append(work)
         returned = schema_of(func).returns
         if not returned:
             finish()
             return None
-        return (args[0], boxed) if len(returned) == 2 else boxed
+        return (args[0], work.boxed()) if len(returned) == 2 else work.boxed()
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
@@ -154,10 +153,6 @@ def _piece(target: torch.Tensor, index: int, count: int) -> Write:
     return target, lambda data: data.reshape(count, *target.shape)[index]
 
 
-def _between(target: torch.Tensor, end: int) -> Write:
-    return target, lambda data: data[end - target.numel() : end].reshape(target.shape)
-
-
 def _rows(t: torch.Tensor) -> torch.Tensor:
     """A tensor that can be concatenated along its first dimension."""
     return t if t.dim() else t.reshape(1)
@@ -177,24 +172,10 @@ def _reduce_scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Gr
         yield ops.reduce_scatter_tensor(_flat(pieces), op, group.size, group.name), [_like(output)]
 
 
-def _all_to_all_single(
-    ops: Any,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: Group,
-    out_sizes: list[int],
-    in_sizes: list[int],
-    *_: Any,
-) -> Started:
-    into = out_sizes or [output.size(0) // group.size] * group.size
-    send_sizes = in_sizes or [input.size(0) // group.size] * group.size
-    yield ops.all_to_all_single(input, into, send_sizes, group.name), [_like(output)]
-
-
-def _all_to_all(ops: Any, outputs: Tensors, inputs: Tensors, group: Group, *_: Any) -> Started:
-    received, sent = [t.numel() for t in outputs], [t.numel() for t in inputs]
-    result = ops.all_to_all_single(_flat(inputs), received, sent, group.name)
-    yield result, [_between(t, end) for t, end in zip(outputs, itertools.accumulate(received), strict=True)]
+def _all_to_all_single(ops: Any, output: torch.Tensor, input: torch.Tensor, group: Group, *sizes: Any) -> Started:
+    sides = zip(sizes, (output, input), strict=False)
+    into, sent = (of_ranks or [t.size(0) // group.size] * group.size for of_ranks, t in sides)
+    yield ops.all_to_all_single(input, into, sent, group.name), [_like(output)]
 
 
 def _broadcast(ops: Any, tensors: Tensors, group: Group, root: int, index: int = 0, *_: Any) -> Started:
@@ -226,22 +207,14 @@ _FORMS: dict[str, Callable[..., Started]] = {
         ops.all_reduce_coalesced(tensors, op, group.name), tensors
     ),
     "allgather_": _all_gather,
-    "allgather_coalesced_": _all_gather,
     "_allgather_base_": lambda ops, output, input, group, *_: _each(
         [ops.all_gather_into_tensor(_rows(input), group.size, group.name)], [output]
-    ),
-    "allgather_into_tensor_coalesced_": lambda ops, outputs, inputs, group, *_: _each(
-        ops.all_gather_into_tensor_coalesced([_rows(t) for t in inputs], group.size, group.name), outputs
     ),
     "reduce_scatter_": _reduce_scatter,
     "_reduce_scatter_base_": lambda ops, output, input, group, op, *_: _each(
         [ops.reduce_scatter_tensor(input, op, group.size, group.name)], [output]
     ),
-    "reduce_scatter_tensor_coalesced_": lambda ops, outputs, inputs, group, op, *_: _each(
-        ops.reduce_scatter_tensor_coalesced(inputs, op, group.size, group.name), outputs
-    ),
     "alltoall_base_": _all_to_all_single,
-    "alltoall_": _all_to_all,
     "broadcast_": _broadcast,
     "reduce_": _reduce,
     "gather_": _gather,

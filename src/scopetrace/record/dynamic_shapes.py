@@ -90,7 +90,13 @@ class DynamicShapes:
                     f"{where} gives {spec.name} = {value}, and {self.rules.where[symbol]} gives "
                     f"{self._values[symbol]}: one Dim stands for one size"
                 )
-            self._refuse_other_range(symbol, spec, where)
+            first = self.rules.specs[symbol]
+            if (first.lower, first.upper) != (spec.lower, spec.upper):
+                raise DynamicShapeError(
+                    f"{where} has a Dim {spec.name} of {_range(spec)}, "
+                    f"and {self.rules.where[symbol]} one of {_range(first)}",
+                    hint="use one Dim object for both, or give the Dims two names",
+                )
             return symbol
         if value < 2 and not takes_small_examples():
             problem = f"{where} is {value} in the example, and torch fixes sizes 0 and 1 (they broadcast)"
@@ -106,15 +112,6 @@ class DynamicShapes:
             self._named[spec.name] = symbol
             self.rules.env.names[symbol] = spec.name
         return symbol
-
-    def _refuse_other_range(self, symbol: Any, spec: DimSpec, where: str) -> None:
-        first = self.rules.specs[symbol]
-        if (first.lower, first.upper) != (spec.lower, spec.upper):
-            raise DynamicShapeError(
-                f"{where} has a Dim {spec.name} of {_range(spec)}, "
-                f"and {self.rules.where[symbol]} one of {_range(first)}",
-                hint="use one Dim object for both, or give the Dims two names",
-            )
 
 
 def _range(spec: DimSpec) -> str:

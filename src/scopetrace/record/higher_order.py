@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.higher_order import fake_results
 from scopetrace._compat.ops import in_transform
-from scopetrace._compat.tensors import run_fake, unbacked_symint, without_dispatch
+from scopetrace._compat.tensors import run_fake, unbacked_symint
 from scopetrace.errors import ControlFlowError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
-from scopetrace.ir.tape import BodyTape, Op, Value, map_argument, values_in
+from scopetrace.ir.tape import BodyTape, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
 from scopetrace.record.values import ValueTable, body_error
@@ -37,6 +37,7 @@ class BodyRecorder:
         self, values: ValueTable, hop: Any, args: tuple[Any, ...], recorded: Callable[[Any, Any], Any]
     ) -> None:
         self.builder, self.values, self.factory = values.builder, values, values.factory
+        self._like = values.inference.like
         self.hop = hop
         self.name = str(hop)
         """What the scopes of its bodies are in."""
@@ -130,10 +131,6 @@ class BodyRecorder:
         self.values.append_body_input(name, new)
         return new
 
-    def _like(self, fake: torch.Tensor) -> torch.Tensor:
-        with without_dispatch(), torch.no_grad():
-            return self.factory.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
-
     def _output(self, leaf: Any, parameter: str) -> Any:
         if isinstance(leaf, torch.Tensor):
             return self.values.value_of(leaf)
@@ -166,7 +163,9 @@ class BodyRecorder:
         if torch.is_grad_enabled():
             self._refuse("a body writes to a tensor from outside while autograd is on", "clone() it first")
         storages = [v.storage for v in inputs if isinstance(v, Value)]
-        if any(is_metadata_only(op.target) for body in bodies for op in body.ops if _writes_to(op, body)):
+        outside = [({v.storage for v in body.inputs}, op) for body in bodies for op in body.ops if not op.bodies()]
+        changing = [op for inputs, op in outside if any(v.storage in inputs for v in op.writes)]
+        if any(is_metadata_only(op.target) for op in changing):
             self._refuse("a body changes the shape or memory of a tensor from outside", "clone() it first")
         if any(storages.count(v.storage) > 1 for v in written):
             self._refuse("a body writes to memory that several of its operands share", "clone() it first")
@@ -213,7 +212,3 @@ class BodyRecorder:
 def fakes_of(x: Any) -> Any:
     """An op's arguments with fake tensors in place of values."""
     return map_argument(lambda leaf: leaf.fake if isinstance(leaf, Value) else leaf, x)
-
-
-def _writes_to(op: Op, body: BodyTape) -> bool:
-    return bool({v.storage for v in op.writes} & {v.storage for v in body.inputs}) and not op.bodies()

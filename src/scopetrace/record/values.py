@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.gradients import node_of
-from scopetrace._compat.ops import is_op, schema_of, unwrapped
+from scopetrace._compat.ops import unwrapped
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
     FakeFactory,
@@ -33,7 +33,8 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import ControlFlowError, ForeignTensorError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
-from scopetrace.ir.tape import Op, Value
+from scopetrace.ir.tape import Value
+from scopetrace.ops.functional_variants import is_factory
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.foreign_memory import ForeignTensor, data_of, is_foreign
 from scopetrace.record.model import Model
@@ -50,13 +51,6 @@ def _of_same_history(values: Sequence[Value], t: torch.Tensor) -> Value:
     node, nodes = node_of(t), [(v, node_of(v.fake)) for v in values if v.fake.requires_grad]
     same = [v for v, n in nodes if n is node] or [v for v, n in nodes if type(n) is type(node)]
     return next(iter(same), values[0])
-
-
-def _is_factory(op: Op) -> bool:
-    """Whether the result of an op has no gradient of the op's inputs, of which it takes the sizes at most."""
-    if op.kind != "call_function" or not op.inputs():
-        return op.kind == "call_function"
-    return is_op(op.target) and schema_of(op.target).op_name.endswith("_like")
 
 
 class ValueTable:
@@ -246,7 +240,8 @@ class ValueTable:
         same = [v for v in reversed(same_memory) if geometry_key(v.fake) == geometry]
         if same:
             value = _of_same_history(same, t) if t.requires_grad and len(same) > 1 else same[0]
-            if len(same_memory) == 1 and value.fake.is_leaf and not value.fake.requires_grad and _is_factory(value.op):
+            is_new = value.op.kind == "call_function" and (not value.op.inputs() or is_factory(value.op))
+            if len(same_memory) == 1 and value.fake.is_leaf and not value.fake.requires_grad and is_new:
                 self._keep.append(value.fake)
                 value.fake = t  # torch.ones(2) is another object than the op gave, and may require grad
                 if t.requires_grad:

@@ -208,7 +208,8 @@ class _Lifter(TapeRewriter):
         outs = leaves(s.outputs, Value)
         if not outs or not self._reads_only_arguments(s, ops):
             return False
-        if s.node.op != "call_module" and not _is_flat(s.outputs):
+        parts = s.outputs if isinstance(s.outputs, (list, tuple)) else [s.outputs]
+        if s.node.op != "call_module" and not all(isinstance(p, Value) or p is None for p in parts):
             return False
         shared = [v.storage for v in outs if v.storage in self.written]
         return len(set(shared)) == len(shared) and all(self._born[v] >= s.start for v in shared)
@@ -259,9 +260,3 @@ class _Lifter(TapeRewriter):
             outputs = tuple(outputs) if isinstance(outputs, tuple) else outputs
         op = ops[0].replace(scope=s.scope, grad=s.grad, writes=(), unbacked=None)
         self._add(op.replace(kind=kind, target=new_target, args=s.args, kwargs=s.kwargs, outputs=outputs))
-
-
-def _is_flat(x: Any) -> bool:
-    """One tensor, or a tuple or list of tensors and None."""
-    parts = x if isinstance(x, (list, tuple)) else [x]
-    return all(isinstance(p, Value) or p is None for p in parts)
