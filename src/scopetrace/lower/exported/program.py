@@ -45,13 +45,7 @@ from scopetrace.record.model import argument_names
 def to_exported_program(
     program: TracedProgram, signed: Sequence[str], *, deferred: bool, modes: bool
 ) -> ExportedProgram:
-    """The ExportedProgram of a functional program; it shares the model's parameters and buffers.
-
-    `signed` are fqn patterns of the module calls that get signatures. If `deferred`, the graph asserts what tracing
-    assumed of the sizes, which are guards else. If `modes`, blocks that switch autograd or autocast are subgraphs.
-
-    Raises ExportError for what an ExportedProgram cannot express, see `Trace.to_exported_program`.
-    """
+    """The ExportedProgram of a functional program; see `Trace.to_exported_program`, whose options these are."""
     with building(), outside_modes():
         assert isinstance(program.tape, FunctionalTape)
         refuse_narrowed(program.tape, program.model)
