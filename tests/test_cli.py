@@ -161,10 +161,11 @@ def test_order():
     assert len(digest.strip()) == 64
 
 
-def test_order_as_steps_of_a_model_without_memory():
-    result = run("order", "cli_models:Net", "--input", "x=2x4", "--steps", "--meta")
+def test_order_as_data_of_a_model_without_memory():
+    result = run("order", "cli_models:Net", "--input", "x=2x4", "--json", "--meta")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.splitlines()[:4] == ["(root)", "  body", "    body.0", "      - body.0.weight, body.0.bias"]
+    steps = json.loads(result.stdout)["steps"]
+    assert [(s["kind"], s["params"]) for s in steps[2:4]] == [("call", []), ("use", ["body.0.weight", "body.0.bias"])]
 
 
 def test_plan():

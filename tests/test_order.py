@@ -13,7 +13,6 @@ from torch.distributed.fsdp import _trace_utils
 
 import scopetrace as st
 from benchmarks import order_oracle
-from scopetrace.order.execution import steps_text
 from tests.nets import Net, weight
 
 F = nn.functional
@@ -45,7 +44,18 @@ class Layers(nn.Module):
 
 
 def uses(order):
-    return steps_text(order).splitlines()
+    """The calls as a tree, a line each, and under each the parameters that its ops use together."""
+    lines, depth = [], 0
+    for step in order.steps:
+        if step.kind == "call":
+            call = order.calls[step.call]
+            name = "(outside)" if call.fqn is None else call.fqn or "(root)"
+            how = "".join([".forward" * call.direct, f"#{call.index}" * bool(call.index), ", raised" * call.raised])
+            lines.append("  " * depth + name + how)
+        elif step.kind == "use":
+            lines.append("  " * depth + "- " + ", ".join(step.params))
+        depth += {"call": 1, "return": -1}.get(step.kind, 0)
+    return lines
 
 
 def traced(model, *args):

@@ -318,7 +318,7 @@ class Shown(Runnable):
         """
         from scopetrace.view.model_explorer import graph_collection
 
-        Path(path).write_text(json.dumps(graph_collection(self._shown)), encoding="utf-8")
+        Path(path).write_text(json.dumps(graph_collection(boxes(self._shown))), encoding="utf-8")
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the order of execution as a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open.

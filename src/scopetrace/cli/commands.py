@@ -28,7 +28,6 @@ from scopetrace.cli.run import (
 from scopetrace.errors import UsageError
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
-from scopetrace.order.execution import steps_text
 from scopetrace.view import document
 from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
 
@@ -108,9 +107,8 @@ def memory(asked: Asked, depth: int | None, as_json: bool) -> str:
 
 
 @model_command
-@click.option("--steps", is_flag=True, help="The calls as a tree, each with the parameters that its ops use together.")
 @takes_json
-def order(asked: Asked, steps: bool, as_json: bool) -> str:
+def order(asked: Asked, as_json: bool) -> str:
     """Show in which order the modules of TARGET run and use their parameters.
 
     The parameters stand in the order of first use, beside the order of registration. Below are shared parameters, those
@@ -119,14 +117,14 @@ def order(asked: Asked, steps: bool, as_json: bool) -> str:
 
     \b
         scopetrace order timm:vit_tiny_patch16_224
-        scopetrace order mypackage.models:build --input ids=1x16:int64 --steps
+        scopetrace order mypackage.models:build --input ids=1x16:int64 --json
     """
     traced = asked.trace(functional=False).order
     if as_json:
         calls = [{"fqn": call.fqn, "index": call.index, "class": call.type_name} for call in traced.calls]
         data = {"digest": traced.digest, "parameters": traced.param_forward_order, "calls": calls}
         return json_text({**data, "steps": [step._asdict() for step in traced.steps]})
-    return f"{steps_text(traced) if steps else traced}\ndigest: {traced.digest}"
+    return f"{traced}\ndigest: {traced.digest}"
 
 
 @model_command

@@ -24,9 +24,7 @@ import click
 import torch
 from click.shell_completion import CompletionItem
 from rich.console import Console
-from rich.highlighter import RegexHighlighter
 from rich.text import Text
-from rich.theme import Theme
 from torch.utils._pytree import tree_map_only
 
 from scopetrace.api.functions import load
@@ -248,29 +246,6 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(Text(text))
 
 
-# ---------------------------------------------------------------- text in colour, on a terminal
-
-_LABEL = r"\w+(\[[^\]]*\])?"
-_PARTS = (
-    ("value", "cyan", r"%\w+"),
-    ("type", "green", r"\b[a-z]+\d+\w*\[[^\]]*\]"),
-    ("op", "yellow", r"(?<= = )[\w.]+(?=\()"),
-    ("attribute", "blue", r"\bself\.[\w.]+"),
-    ("scope", "bold magenta", r"^ *scope\(\"[^\"]*\"\)"),
-    ("call", "bold", rf"^ *{_LABEL}(/{_LABEL})*(#\d+)?(?=\()"),
-    ("call", "bold", r"^ *[^%(]*( ×\d+)? as [^\s(]+"),
-    ("note", "dim", r"  # .*$"),
-)
-"""What of a program is coloured: its name, how, and how it is found."""
-
-_THEME = Theme({f"st.{name}": style for name, style, _ in _PARTS})
-
-
-class _Program(RegexHighlighter):
-    base_style = "st."
-    highlights = [f"(?P<{name}>{pattern})" for name, _, pattern in _PARTS]  # noqa: RUF012  (rich's own way)
-
-
 def print_text(text: str, file: TextIO | None = None) -> None:
     """Print a command's result to `file` or standard output, in colour on a terminal.
 
@@ -281,9 +256,7 @@ def print_text(text: str, file: TextIO | None = None) -> None:
         out.reconfigure(errors="backslashreplace")
     try:
         if out.isatty():
-            console = Console(file=out, theme=_THEME, highlighter=_Program(), soft_wrap=True, markup=False, emoji=False)
-            for line in text.splitlines():
-                console.print(line)
+            Console(file=out, soft_wrap=True, markup=False, emoji=False).print(text)
         else:
             print(text, file=out)
         out.flush()

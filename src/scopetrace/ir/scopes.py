@@ -24,7 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, is_of_python, prefixes
 from scopetrace.errors import ScopeError
@@ -33,7 +33,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
 
-class Scope:
+class Nested:
+    """What has a `parent`: what is around it, None where nothing is."""
+
+    __slots__ = ()
+    parent: Any
+
+    def ancestors(self) -> Iterator[Self]:
+        """This one, then those around it, inner before outer."""
+        around: Self | None = self
+        while around is not None:
+            yield around
+            around = around.parent
+
+
+class Scope(Nested):
     """A place in a model: a module where its parent calls it, or what `st.scope` names inside a module.
 
         [str(scope) for scope in tr.scope.walk()]  # ["Sequential", "Sequential/Linear[0]", …]
@@ -82,13 +96,6 @@ class Scope:
         yield self
         for inner in self._children.values():
             yield from inner.walk()
-
-    def ancestors(self) -> Iterator[Scope]:
-        """This scope, then its parents up to the root."""
-        scope: Scope | None = self
-        while scope is not None:
-            yield scope
-            scope = scope.parent
 
     def __str__(self) -> str:
         return self.path

@@ -32,7 +32,7 @@ from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.guards import ArgumentNumber, Guard
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
-from scopetrace.ir.scopes import Scope
+from scopetrace.ir.scopes import Nested, Scope
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
 
@@ -297,7 +297,7 @@ _fields_of = operator.attrgetter(*_OP_FIELDS)
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class Call(Nested):
     """One call of a module. The first call of a tape, its root, is that of the traced callable.
 
     Also a user scope that was entered, or a function under `nested_compile_region` that was called: see `is_module`.
@@ -366,13 +366,6 @@ class Call:
         """What the names of the module's tensors begin with in the model: `"fc."`, or nothing for the root."""
         fqn = self.of_module.fqn
         return f"{fqn}." if fqn else ""
-
-    def ancestors(self) -> Iterator[Call]:
-        """This call, then those around it up to the root."""
-        call: Call | None = self
-        while call is not None:
-            yield call
-            call = call.parent
 
     def replace(self, **changed: Any) -> Call:
         """A copy with other fields, as of `dataclasses.replace`, which takes ten times as long."""

@@ -341,22 +341,6 @@ class OrderBuilder:
         return ExecutionOrder(usages, self.registered, written_params, backwards)
 
 
-def steps_text(order: ExecutionOrder) -> str:
-    """The calls as a tree, a line each, and under each the parameters that its ops use together."""
-    lines: list[str] = []
-    depth = 0
-    for step in order.steps:
-        if step.kind == "call":
-            call = order.calls[step.call]
-            name = "(outside)" if call.fqn is None else call.fqn or "(root)"
-            how = "".join([".forward" * call.direct, f"#{call.index}" * bool(call.index), ", raised" * call.raised])
-            lines.append("  " * depth + name + how)
-        elif step.kind == "use":
-            lines.append("  " * depth + "- " + ", ".join(step.params))
-        depth += {"call": 1, "return": -1}.get(step.kind, 0)
-    return "\n".join(lines)
-
-
 def _names(params: Iterable[str], name: Callable[[str], str | None]) -> tuple[str, ...]:
     return tuple(new for new in map(name, params) if new is not None)
 

@@ -93,6 +93,11 @@ class Box:
     children: list[Box] = dataclasses.field(default_factory=list)
     parameters: tuple[Port, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Of an op, the name of its node."""
+        return self.key.rpartition("/%")[2]
+
     @functools.cached_property
     def edges(self) -> list[Edge]:
         """From ports at which values come in, or children that make them, to children that use them, and out again."""

@@ -67,7 +67,7 @@ def document(root: Box) -> dict[str, Any]:
             "text": box.text,
             "name": box.call.fqn if box.kind == "call" else "",
             "notes": list(box.notes()),
-            "facts": _facts(box),
+            "facts": facts_of(box),
             "inputs": [[port.name, port.type] for port in box.inputs],
             "outputs": [[port.name, port.type] for port in box.outputs],
             "edges": [[*end(edge.source), *end(edge.target), edge.type] for edge in box.edges],
@@ -90,7 +90,8 @@ def _attributes(box: Box) -> list[list[str]]:
     return [[name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"] for name, text in texts]
 
 
-def _facts(box: Box) -> list[list[str]]:
+def facts_of(box: Box) -> list[list[str]]:
+    """What a box is and costs: names and texts."""
     cost, rows = box.cost, []
     if box.kind == "call" and box.call.module_type is not None:
         rows.append(["class", f"{box.call.module_type.__module__}.{box.call.module_type.__qualname__}"])

@@ -56,14 +56,7 @@ _LIMIT = 8  # items of a container that a header or a cell shows
 
 
 def render(program: TracedProgram, depth: int | None = None, scope: Selection | None = None) -> str:
-    """The program as text, without a newline at the end.
-
-    Args:
-        depth: how many levels of calls below the first are shown with what is in them; None for all.
-        scope: what to show: patterns, classes, modules, predicates; None for the whole program. See `is_named`.
-
-    Raises CallNotFoundError for what names nothing.
-    """
+    """The program as text, without a newline at the end; see `Trace.print_readable`."""
     return "\n".join(_Writer(program, depth).lines(scope))
 
 

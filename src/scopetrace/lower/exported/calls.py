@@ -37,18 +37,16 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.export import can_be_saved
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
-from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.ir.scopes import Scope, innermost_common
+from scopetrace.ir.scopes import Nested, Scope, innermost_common
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
-from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import call_position, class_text, has_effect, live_ops, node_value
 
 Node = torch.fx.Node
 
 
 @dataclasses.dataclass(eq=False)
-class ModuleCallFrame:
+class ModuleCallFrame(Nested):
     """A module call that `torch.export.unflatten` can tell apart from the calls around it."""
 
     call: Call
@@ -62,16 +60,9 @@ class ModuleCallFrame:
         """The name of the call in `module_call_graph`: `a.b`, `a.b@1` for the second."""
         return f"{self.fqn}@{self.index}" if self.index else self.fqn
 
-    def chain(self) -> Iterator[ModuleCallFrame]:
-        """This frame and those around it, inner before outer."""
-        frame: ModuleCallFrame | None = self
-        while frame is not None:
-            yield frame
-            frame = frame.parent
-
     def module_stack(self) -> dict[str, tuple[str, str]]:
         """The `nn_module_stack` of the nodes in it."""
-        return {f"L__self__{f.name}": (f.fqn, class_text(f.call)) for f in reversed(list(self.chain()))}
+        return {f"L__self__{f.name}": (f.fqn, class_text(f.call)) for f in reversed(list(self.ancestors()))}
 
 
 def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
@@ -128,7 +119,7 @@ class ModuleCalls:
         """
         self._place, hidden = placement
         self._in_buffers = {node for old, new in buffers for node in _values_between(old, new)}
-        seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
+        seen = {frame for inner in set(self._place.values()) for frame in inner.ancestors()}
         inside = [f for f in frames if f.parent is not None]
         self._passed = {f: _Passed(f, lower) for f in inside if f in seen & chosen}
         said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.returned)}
@@ -174,8 +165,8 @@ class ModuleCalls:
     def _read(self, node: Node, reader: ModuleCallFrame) -> None:
         if node.op == "placeholder" or self._place[node] is reader or node in self._in_buffers:
             return
-        around = list(self._place[node].chain())
-        for frame in reader.chain():
+        around = list(self._place[node].ancestors())
+        for frame in reader.ancestors():
             if frame in around:
                 self._leave(node, around[: around.index(frame)], reader)
                 return
@@ -196,7 +187,7 @@ class ModuleCalls:
             if self._is_signed(frame):
                 if node not in self._passed[frame].returned:
                     self._unsigned.add(frame.fqn)
-            elif all(user in self._place and frame in self._place[user].chain() for user in node.users):
+            elif all(user in self._place and frame in self._place[user].ancestors() for user in node.users):
                 self._unsigned.add(reader.fqn)  # unflatten returns values that nodes outside read, and there are none
 
     def _is_signed(self, frame: ModuleCallFrame) -> bool:
@@ -237,9 +228,9 @@ def with_marks(
 ) -> FunctionalTape:
     """The tape with a check before each cast, and of the `chosen` calls in those without ops, of dead values passed.
 
-    `torch.export.unflatten` fails on a signature of a call without nodes (`nn.Identity`), and `run_decompositions`
-    refuses a signature whose values it removed as dead. The check is `_assert_tensor_metadata` of the dtype, which
-    torch.export itself writes before casts: torch's passes keep it, and ONNX drops it.
+    `torch.export.unflatten` fails on a signature of a call without nodes (`nn.Identity`), and leaves out results that
+    nothing reads. The check is `_assert_tensor_metadata` of the dtype, which torch.export itself writes before casts:
+    torch's passes keep it, and ONNX drops it.
     """
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
     for i, op in enumerate(tape.ops):
@@ -260,12 +251,12 @@ def _mark_idle_calls(
 ) -> None:
     live = live_ops(tape)
     nodes = [op for op in tape.ops if id(op) in live and op.kind == "call_function" and not is_erased(op)]
-    busy = {frame for op in nodes if op.call is not None for frame in frames[op.call].chain()}
+    busy = {frame for op in nodes if op.call is not None for frame in frames[op.call].ancestors()}
     for call in sorted(tape.calls, key=lambda c: -c.position):  # inner calls first: theirs is their callers' too
         frame = frames[call]
         passed = leaves((call.args, call.kwargs), Value)
         if frame.call is call and frame in chosen - busy and passed:
-            busy.update(frame.chain())
+            busy.update(frame.ancestors())
             # Not in a block of another mode: what is in its subgraph is no node of the call.
             marks[call.start].insert(0, _mark(passed[0], call, call.scope, call.frames, tape.outer_grad))
 
@@ -282,21 +273,9 @@ def _mark_dead_values(tape: FunctionalTape, calls: list[Call], marks: dict[int, 
 
 
 def is_erased(call: Op | torch.fx.Node) -> bool:
-    """Whether torch replaces the result of this call by its argument: `run_decompositions`, or indexing for `x[:]`.
-
-    The first does not follow that in `module_call_graph` and raises SpecViolationError, so such a call is left out.
-    """
-    op = call.target
-    if op is torch.ops.aten.slice.Tensor:
-        bounds = call.args[2:]
-        return all(type(n) is int for n in bounds) and bounds == (0, sys.maxsize)
-    if not is_op(op) or schema_of(op).name not in CURRENT.erased_ops:
-        return False
-    operands = by_name(op, call.args, call.kwargs)
-    if "train" in operands:
-        return not operands["train"] or operands["p"] == 0
-    tensor = tensor_of(call.args[0])
-    return not (tensor.is_complex() or tensor.is_neg())
+    """Whether it is `x[:]`, which torch leaves out."""
+    bounds = call.args[2:] if call.target is torch.ops.aten.slice.Tensor else ()
+    return all(type(n) is int for n in bounds) and bounds == (0, sys.maxsize)
 
 
 def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames, grad: bool) -> Op:
@@ -320,12 +299,12 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
     hidden: set[Node] = set()
     for region, is_moved in _mode_regions([n for n in graph.nodes if n.op not in ("placeholder", "output")]):
         called_in = [at.get(call_position(n)) if "nn_module_stack" in n.meta else None for n in region]
-        inside = [f.chain() for f in called_in if f is not None] if is_moved else []
+        inside = [f.ancestors() for f in called_in if f is not None] if is_moved else []
         around = innermost_common(inside) if inside else None
         for node, wanted in zip(region, called_in, strict=True):
-            frame = next(f for f in (around or wanted or current).chain() if f not in closed)
-            still = set(frame.chain())
-            closed.update(f for f in current.chain() if f not in still)
+            frame = next(f for f in (around or wanted or current).ancestors() if f not in closed)
+            still = set(frame.ancestors())
+            closed.update(f for f in current.ancestors() if f not in still)
             current = placed[node] = frame
             node.meta["nn_module_stack"] = (wanted or frame if is_moved else frame).module_stack()
         if is_moved:

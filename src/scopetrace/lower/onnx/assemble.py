@@ -205,19 +205,14 @@ class Assembler:
         return graph, values
 
     def _insert_calls(self, graph: ir.Graph, subgraph: Subgraph, values: Mapping[torch.fx.Node, ir.Value]) -> None:
-        """Insert the call nodes in the order of their sites, and remove their operands from the outputs."""
-        start, last_call = len(subgraph.outputs), list[ir.Node]()
+        """Append the call nodes in the order of their sites, and remove their operands from the outputs."""
+        start = len(subgraph.outputs)
         for site in subgraph.sites:
             operands = iter(graph.outputs[start : start + len(site.operands)])
             del graph.outputs[start : start + len(site.operands)]
             inputs = [None if i.kind == "absent" else next(operands) for i in site.function.inputs]
             node = self._call(subgraph, site, inputs)
-            before = [p for v in inputs if v is not None and (p := v.producer()) is not None] + last_call
-            if before:
-                graph.insert_after(max(before, key=list(graph).index), node)
-            else:
-                _prepend(graph, node)
-            last_call = [node]
+            graph.append(node)
             for result, new in zip(site.results, node.outputs, strict=True):
                 hole = values[result]
                 new.type, new.shape = hole.type, hole.shape
@@ -253,15 +248,8 @@ def _constant(graph: ir.Graph, tensor: Any) -> ir.Value:
     node = ir.node("Constant", [], {"value": tensor})
     new = node.outputs[0]
     new.type, new.shape, new.const_value = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape), tensor
-    _prepend(graph, node)
+    graph.append(node)  # all are sorted in the end
     return new
-
-
-def _prepend(graph: ir.Graph, node: ir.Node) -> None:
-    if len(graph):
-        graph.insert_before(graph[0], node)
-    else:
-        graph.append(node)
 
 
 def _without_shapes(function: ir.Function) -> ir.Function:

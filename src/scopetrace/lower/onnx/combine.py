@@ -22,7 +22,6 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace._compat.higher_order import eager_ops
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.shape_env import FreshFakes
 from scopetrace._compat.symbols import Symbolic, example, is_row_major, to_expr
@@ -30,7 +29,7 @@ from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
-from scopetrace.lower.onnx.translate import quiet, refusal
+from scopetrace.lower.onnx.translate import refusal, without_form
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.history import OVERWRITE
@@ -45,8 +44,6 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 
 _SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 """Their ONNX form takes dimensions of size 1 only; where torch's squeeze changes no size, it is left out."""
-
-_FLEX = torch.ops.higher_order.flex_attention
 
 _ARANGES = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
 
@@ -148,44 +145,13 @@ class CombinedGraph:
             self._cut(subgraph, node)
         elif (same := _same_value(node)) is not None:
             self._nodes[node] = self._map(same)
-        elif node.target is _FLEX:
-            self._expand(subgraph, node)
+        elif node.target is torch.ops.higher_order.flex_attention:
+            raise without_form(node.graph.find_nodes(op="call_function", target=node.target))
         elif node.target is _aten.as_strided.default:
             self._nodes[node] = self._strided(node)
         elif node.target is not set_grad_enabled and node not in self._nodes:
             new = self._nodes[node] = self.graph.node_copy(node, self._nodes.__getitem__)
             new.args = self._map(_in_float32(node))
-
-    def _expand(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
-        bodies, tape = subgraph.program.bodies, subgraph.program.tape
-        modules: dict[Any, Any] = {
-            n: bodies[str(n.target)].graph_module() for n in node.all_input_nodes if n.target in bodies
-        }
-        args = pytree.tree_map_only(torch.fx.Node, lambda n: modules.get(n) or node_value(n), node.args)
-        assert tape.fake_mode is not None
-        with quiet():
-            ops, assumes = eager_ops(tape.fake_mode, _FLEX, args)
-        if assumes:
-            raise refusal(f"it is right for some sizes only: {assumes[0]}", node, "give it sizes that do not change")
-        nodes = [n for n in pytree.tree_leaves(node.args) if isinstance(n, torch.fx.Node) and n not in modules]
-        operands = iter(self._map(nodes))
-        copies: dict[torch.fx.Node, Any] = {}
-        for inner in ops.graph.nodes:
-            if inner.op == "placeholder":
-                copies[inner] = next(operands)
-            elif inner.op == "get_attr":  # torch.tensor(-inf)
-                constant = getattr(ops, str(inner.target))
-                copies[inner] = self.graph.call_function(_aten.full.default, ([], constant.item()))
-                copies[inner].kwargs = {"dtype": constant.dtype}
-            elif inner.target is _aten.copy_.default:  # to other strides
-                copies[inner] = copies[inner.args[1]]
-            elif inner.op == "call_function":
-                copies[inner] = self.graph.node_copy(inner, copies.__getitem__)
-                copies[inner].meta = dict(node.meta)
-        results: Any = torch.fx.map_arg(ops.graph.output_node().args[0], copies.__getitem__)
-        for user in node.users:
-            result = self._nodes[user] = results[user.args[1]]
-            result.meta["val"] = node_value(user)
 
     def _strided(self, node: torch.fx.Node) -> torch.fx.Node:
         """`as_strided`, on a row-major copy of its base in the order of memory: ONNX knows no strides."""
@@ -222,7 +188,7 @@ class CombinedGraph:
         name, program = str(node.target), subgraph.program
         if name in program.tape.attributes:
             self._nodes[node] = self._held(subgraph, name, subgraph.tensor(name), node_value(node))
-        elif name in program.bodies and any(user.target not in (INVOKE, _FLEX) for user in node.users):
+        elif name in program.bodies and any(user.target is not INVOKE for user in node.users):
             self._nodes[node] = self._branch(program.bodies[name])  # of a cond, which torch.onnx translates
         elif name not in program.bodies and (user := next(iter(node.users))).op == "call_function":
             raise refusal(

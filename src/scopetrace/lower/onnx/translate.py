@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -149,7 +149,7 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
         with contextlib.suppress(Exception):  # what torch raises where sizes depend on data
             ops, missing = decomposed(program, opset_version, table)
     if missing:
-        return OnnxOpError(list(dict.fromkeys((_op(n), scope_path(n), _source(n)) for n in missing)))
+        return without_form(missing)
     said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
     node = next((n for n in ops if n.name == name or (name is None and _is_in(n, str(causes[-1])))), None)
     problem = f"torch.onnx failed{f' at {name}' if name else ''}: {type(causes[-1]).__name__}: {said}"
@@ -159,6 +159,11 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     if any(isinstance(a, torch.fx.Node) for key, a in node.kwargs.items() if key in ("value", "alpha")):
         hint = "its number is a tensor here, as in the step of an optimizer: export `tr.decompose()`"
     return refusal(problem, node, hint)
+
+
+def without_form(nodes: Iterable[torch.fx.Node]) -> OnnxOpError:
+    """The error for nodes whose ops have no ONNX form."""
+    return OnnxOpError(list(dict.fromkeys((_op(n), scope_path(n), _source(n)) for n in nodes)))
 
 
 def refusal(problem: str, node: torch.fx.Node, hint: str | None) -> OnnxExportError:

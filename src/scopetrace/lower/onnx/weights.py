@@ -168,16 +168,7 @@ def _set_references(values: Sequence[ir.Value], path: Path, limit: int | None) -
 
 
 def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the files of weights that an ONNX file of `to_onnx(..., export_params=False)` refers to.
-
-    Args:
-        path: the ONNX file, which is only read.
-        tensors: by name, what the file lacks, such as a state dict. It is asked for one tensor at a time.
-
-    Raises:
-        OnnxOptionError: a tensor is missing, has another dtype or shape than the file says, or other models share the
-            file. Nothing is written.
-    """
+    """See `write_onnx_weights` of scopetrace. Raises OnnxOptionError also for files that other models share."""
     values = ir.load(path).graph.initializers.values()
     references = [v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)]
     missing = [str(r.name) for r in references if r.name not in tensors]
