@@ -51,13 +51,13 @@ def diff(before: Shown | ModuleCall | str, after: Shown | ModuleCall | str) -> D
     )
 
 
-def save(traced: Trace, path: str | os.PathLike[str]) -> None:
+def save(traced: Trace, path: str | os.PathLike[str], *, external_data: str | None = None) -> None:
     """Write a trace to a file; see `Trace.save`. Raises ArgumentTypeError for what is no trace."""
     if not isinstance(traced, Trace):
         raise ArgumentTypeError(
             f"save takes a trace, then a path, not {type(traced).__name__}: write st.save(tr, path)"
         )
-    traced.save(path)
+    traced.save(path, external_data=external_data)
 
 
 def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
@@ -79,7 +79,7 @@ def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
     does not have; OSError where it cannot be read.
     """
     with Path(path).open("rb") as file:
-        program = TracedProgram.read(file)
+        program = TracedProgram.read(file, folder=Path(path).parent)
     return Trace(program.with_plain_outputs() if plain_outputs else program)
 
 
