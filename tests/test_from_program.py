@@ -235,6 +235,36 @@ def test_a_block_under_another_mode_is_in_the_module_that_its_ops_have_in_common
         torch.testing.assert_close(tr(X), expected(X))
 
 
+def chosen():
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.linear.default])
+
+
+class Checkpointed(nn.Module):
+    """Calls its layers in a region; strict exports of torch 2.13 fail on one without `context_fn=`."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.layers, self.inside = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)), inside
+
+    def part(self, x):
+        return self.layers[1](self.layers[0](x)) if self.inside else self.layers[0][0](x)
+
+    def forward(self, x):
+        x = torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False, context_fn=chosen)
+        return x if self.inside else self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_layers_in_a_region_of_a_strict_export(inside):
+    model = nn.Sequential(Checkpointed(inside), nn.ReLU())
+    expected, ep = st.trace(model, (X,)), torch.export.export(model, (X,), strict=True)
+    for program in (ep, ep.run_decompositions({}), reloaded(ep)):
+        tr = st.from_exported_program(program)
+        torch.testing.assert_close(tr(X), model(X))
+        assert calls(tr) == calls(expected)
+        assert functions(tr) == functions(expected)
+
+
 def test_a_module_that_is_entered_again_is_another_call():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     gm = torch.export.export(model, (X,)).module()
