@@ -168,13 +168,16 @@ def test_traces_share_a_file_of_weights(tmp_path):
         st.load(tmp_path / "all")
 
 
-@pytest.mark.parametrize("name", ["", "trace", "../weights", "/weights", "no_zip"])
+@pytest.mark.parametrize("name", ["", "trace", "../weights", "/weights", True, "no_zip", "other.pt", "other_trace"])
 def test_files_of_weights_that_are_refused(name, tmp_path):
+    tr = st.trace(nn.Linear(4, 4), (X,))
     (tmp_path / "no_zip").write_bytes(b"of somebody else" * 4)
+    torch.save(torch.ones(4), tmp_path / "other.pt")
+    tr.save(tmp_path / "other_trace")
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(TraceFileError, match=r"the name of a file that lies beside|is no file of weights of traces"):
-        st.trace(nn.Linear(4, 4), (X,)).save(tmp_path / "trace", external_data=name)
-    assert [p.name for p in tmp_path.iterdir()] == ["no_zip"]
-    assert (tmp_path / "no_zip").read_bytes() == b"of somebody else" * 4
+        tr.save(tmp_path / "trace", external_data=name)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 def test_shared_and_tied_tensors_stay_shared(tmp_path):

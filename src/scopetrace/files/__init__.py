@@ -49,7 +49,8 @@ def save(recorded: ProgramTape, tape: ProgramTape, path: Path, external_data: st
     """As `write`, to a path, the storages to a file beside it if one is named."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
-    if external_data is not None and (external_data in ("", path.name) or Path(external_data).name != external_data):
+    is_name = isinstance(external_data, str) and Path(external_data).name == external_data not in ("", path.name)
+    if external_data is not None and not is_name:
         raise TraceFileError(f"external_data={external_data!r}: write the name of a file that lies beside the trace")
     shared = None if external_data is None else path.with_name(external_data)
     with replacing(path) as part, part.open("wb") as file:

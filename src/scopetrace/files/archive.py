@@ -114,6 +114,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def add_shared(path: Path, storages: Mapping[str, torch.UntypedStorage]) -> None:
     """Add what an archive lacks. Who has the old one open keeps it. Raises BadZipFile for another file."""
     known = zipfile.ZipFile(path).NameToInfo if path.exists() else {}
+    if not all(name.startswith(f"{_PREFIX}storages/") for name in known):
+        raise zipfile.BadZipFile("an archive of something else")
     missing = {name: storage for name, storage in storages.items() if _PREFIX + name not in known}
     if missing:
         with replacing(path) as part:
