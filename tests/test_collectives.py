@@ -52,6 +52,17 @@ def test_it_is_equal_to_eager_on_one_rank(name):
         torch.testing.assert_close(exported(tr)(X.clone()), run(X.clone()))
 
 
+@pytest.mark.parametrize("use", [lambda m: st.trace(m, (X,)), lambda m: st.trace(lambda x, m=m: m(x).sum(), (X,))])
+def test_a_model_with_dtensors_is_refused_with_what_to_do(use):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    parallelize_module(model, dist.device_mesh.init_device_mesh("cpu", (1,)), {"1": ColwiseParallel()})
+    with pytest.raises(st.errors.UnsupportedOpError, match="has a DTensor") as refused:
+        use(model)
+    assert "trace it before it is distributed" in str(refused.value) and "1" in str(refused.value.module)
+
+
 @pytest.mark.slow
 def test_it_is_equal_to_eager_on_two_ranks(tmp_path):
     assert on_two_ranks(tmp_path, "collectives.py").count("equal") == 2

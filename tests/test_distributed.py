@@ -218,7 +218,7 @@ REFUSED = {
     "absent class": (
         Llama,
         dict(classes=nn.Conv2d),
-        "no module of the model is a Conv2d; there are: Attention, Embedding",
+        "no module of the model is Conv2d; there are: Attention, Embedding",
     ),
     "container": (Llama, dict(classes=nn.ModuleList), "ModuleList 'layers' has no forward"),
     "scalar": (
@@ -432,10 +432,17 @@ def test_classes_say_with_which_modules_stages_begin():
     assert list(st.distributed.split_points(tr, 2, classes=(Layer,))) == ["layers.1"]
     with pytest.raises(st.PlanError, match="3 stages need 2 cuts; there are 1 modules"):
         st.distributed.split_points(st.trace(Llama(order=(0,)), (IDS,)), 3, classes=Layer)
-    with pytest.raises(st.PlanError, match="names Conv2d, and the trace calls no module of that class"):
-        st.distributed.split_points(tr, 2, classes=nn.Conv2d)
-    with pytest.raises(st.PlanError, match=r"takes classes of modules, such as nn\.Linear, and 'Layer' is a str"):
-        st.distributed.split_points(tr, 2, classes="Layer")
+    for targets in ("Layer", "layers.*", ["layers.[1-9]"], lambda call: call.fqn == "layers.1", tr.model.layers[1]):
+        assert list(st.distributed.split_points(tr, 2, classes=targets)) == ["layers.1"]
+    assert all(name.endswith(".mlp") for name in st.distributed.split_points(tr, 3, classes="**.mlp"))
+    for target, hint in ((nn.Conv2d, "named Conv2d; there are"), ("lay*", r"write 'lay\*\*'")):
+        with pytest.raises(st.errors.CallNotFoundError, match=hint):
+            st.distributed.split_points(tr, 2, classes=target)
+
+
+@pytest.mark.parametrize("targets", ["Layer", "layers.*", ["layers.0", "layers.[!0]"]])
+def test_a_plan_takes_the_targets_that_functions_take(targets):
+    assert str(plan(Llama(), classes=targets)) == str(plan(Llama(), classes=Layer))
 
 
 def test_what_passes_a_stage_by_is_said_at_the_cut():

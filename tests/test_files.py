@@ -147,6 +147,39 @@ def test_structures_as_results_and_arguments(name, tmp_path):
     torch.testing.assert_close(again(make(X), X), X + 1)
 
 
+def test_traces_share_a_file_of_weights(tmp_path):
+    """Each of them loads as it was saved, also after the model has learned; equal weights are there once."""
+    model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4))
+    trained = copy.deepcopy(model)
+    nn.init.zeros_(trained[1].weight)
+    wanted = {}
+    for name, fn in (("all", model), ("first", model[0]), ("trained", trained)):
+        tr = st.trace(fn, (X,))
+        tr.save(tmp_path / name, external_data="weights")
+        wanted[name] = tr(X)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["all", "first", "trained", "weights"]
+    for name, result in wanted.items():
+        torch.testing.assert_close(st.load(tmp_path / name)(X), result)
+        assert "scopetrace/storages/0" not in zipfile.ZipFile(tmp_path / name).namelist()
+    sizes = [entry.file_size for entry in zipfile.ZipFile(tmp_path / "weights").infolist()]
+    assert sizes == [4 * n for n in (256, 64, 256, 4, 256)]  # weight, bias of both, and the weight of the trained one
+    (tmp_path / "weights").rename(tmp_path / "other")
+    with pytest.raises(TraceFileError, match=r"the weights of the trace are in .*weights, which is not there"):
+        st.load(tmp_path / "all")
+
+
+@pytest.mark.parametrize("name", ["", "trace", "../weights", "/weights", True, "no_zip", "other.pt", "other_trace"])
+def test_files_of_weights_that_are_refused(name, tmp_path):
+    tr = st.trace(nn.Linear(4, 4), (X,))
+    (tmp_path / "no_zip").write_bytes(b"of somebody else" * 4)
+    torch.save(torch.ones(4), tmp_path / "other.pt")
+    tr.save(tmp_path / "other_trace")
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(TraceFileError, match=r"the name of a file that lies beside|is no file of weights of traces"):
+        tr.save(tmp_path / "trace", external_data=name)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
 def test_shared_and_tied_tensors_stay_shared(tmp_path):
     class Tied(nn.Module):
         def __init__(self):

@@ -118,6 +118,48 @@ def test_the_signature_is_that_which_was_kept():
         assert str(ours.arguments) == str(theirs.arguments) and str(ours.outputs) == str(theirs.outputs)
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.fc(x)
+
+
+def tied(layers, change):
+    model = nn.Sequential(*[Layer() for _ in range(layers)])
+    change(model)
+    return model.eval()
+
+
+TIED = {
+    "a layer registered twice": lambda: tied(3, lambda m: setattr(m, "2", m[0])),
+    "a layer in two layers": lambda: tied(2, lambda m: setattr(m[1], "fc", m[0].fc)),
+    "a weight of two layers": lambda: tied(2, lambda m: setattr(m[1].fc, "weight", m[0].fc.weight)),
+    "all of two layers": lambda: tied(
+        2, lambda m: (setattr(m[1].fc, "weight", m[0].fc.weight), setattr(m[1].fc, "bias", m[0].fc.bias))
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", TIED)
+def test_tied_layers_are_those_of_the_model(name, strict):
+    """Under the name by which forward called them; strict programs have one name of each tensor in their graph."""
+    model = TIED[name]()
+    expected, ep = st.trace(model, (X,)), torch.export.export(model, (X,), strict=strict)
+    for program in (ep, ep.run_decompositions({}), reloaded(ep)):
+        tr = st.from_exported_program(program)
+        torch.testing.assert_close(tr(X), model(X))
+        modules = [[model.get_submodule(call.fqn) for call in t.calls] for t in (tr, expected)]
+        assert modules[0] == modules[1]
+        assert [f[::2] for f in functions(tr)] == [("Layer", [str(i) for i in range(len(model))])]
+        states = [t.to_exported_program().state_dict for t in (tr, expected)]
+        assert sorted(states[0]) == sorted(states[1])
+        assert len({t.data_ptr() for t in states[0].values()}) == len({*model.parameters()})
+
+
 def test_sizes_are_dynamic_as_in_the_program():
     batch = torch.export.Dim("batch", min=2, max=8)
     tr = st.from_exported_program(torch.export.export(Net().eval(), (X,), dynamic_shapes=({0: batch},)))
@@ -191,6 +233,36 @@ def test_a_block_under_another_mode_is_in_the_module_that_its_ops_have_in_common
     assert [str(call.arguments) for call in tr.calls] == [str(call.arguments) for call in expected.calls]
     with torch.no_grad():
         torch.testing.assert_close(tr(X), expected(X))
+
+
+def chosen():
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.linear.default])
+
+
+class Checkpointed(nn.Module):
+    """Calls its layers in a region; strict exports of torch 2.13 fail on one without `context_fn=`."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.layers, self.inside = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)), inside
+
+    def part(self, x):
+        return self.layers[1](self.layers[0](x)) if self.inside else self.layers[0][0](x)
+
+    def forward(self, x):
+        x = torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False, context_fn=chosen)
+        return x if self.inside else self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_layers_in_a_region_of_a_strict_export(inside):
+    model = nn.Sequential(Checkpointed(inside), nn.ReLU())
+    expected, ep = st.trace(model, (X,)), torch.export.export(model, (X,), strict=True)
+    for program in (ep, ep.run_decompositions({}), reloaded(ep)):
+        tr = st.from_exported_program(program)
+        torch.testing.assert_close(tr(X), model(X))
+        assert calls(tr) == calls(expected)
+        assert functions(tr) == functions(expected)
 
 
 def test_a_module_that_is_entered_again_is_another_call():

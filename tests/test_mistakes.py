@@ -64,13 +64,13 @@ MISTAKES = {
     "a name for a node": (lambda tr: tr.scope_of("fc"), "Trace.calls have the scopes"),
     "a model for a graph": (lambda tr: st.functionalize(NET, [X]), "st.trace takes a model"),
     "a trace for an order": (lambda tr: st.distributed.plan(NET, tr, classes=[nn.Linear]), "trace(model, ...).order"),
-    "a name for a class": (
-        lambda tr: st.distributed.plan(NET, tr.order, classes=["Linear"]),
-        "classes= takes classes of modules, such as nn.Linear, and 'Linear' is a str",
+    "a misspelt class of a plan": (
+        lambda tr: st.distributed.plan(NET, tr.order, classes=["Liner"]),
+        "no module of the model is 'Liner'; there are: Linear",
     ),
-    "a name for all classes": (
-        lambda tr: st.distributed.plan(NET, tr.order, classes="Linear"),
-        "such as nn.Linear, and 'Linear' is a str",
+    "a number for a class": (
+        lambda tr: st.distributed.plan(NET, tr.order, classes=2),
+        "is a int; give a module class",
     ),
     "what the model gives": (lambda tr: st.trace(NET(X), (X,)), "is a Tensor; write st.trace(model, args)"),
     "a path first": (lambda tr: st.save("net.st", tr), "not str: write st.save(tr, path)"),

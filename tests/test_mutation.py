@@ -9,6 +9,7 @@ from compare import assert_like_eager, assert_same_gradients, sharing
 from torch import nn
 
 import scopetrace as st
+from scopetrace.program.traced import TracedProgram
 
 F = nn.functional
 aten = torch.ops.aten
@@ -603,3 +604,14 @@ def test_a_tensor_that_is_two_inputs_and_changes_its_shape_in_place():
     torch.testing.assert_close(tr(twin, twin), run(x, x))
     assert twin.shape == x.shape == (1, 4)
     torch.testing.assert_close(twin, x)
+
+
+def test_a_call_that_writes_to_buffers_is_one_generated_function(monkeypatch):
+    """`run` does all other calls: the first one, and those with arguments or state that differ."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(3, 4)
+    tr, eager = st.trace(model, (x,)), copy.deepcopy(model)
+    torch.testing.assert_close(tr(x), eager(x))
+    monkeypatch.setattr(TracedProgram, "run", lambda *_: pytest.fail("the call is not generated"))
+    for _ in range(3):
+        torch.testing.assert_close(tr(x), eager(x))
+        torch.testing.assert_close(model.state_dict(), eager.state_dict())

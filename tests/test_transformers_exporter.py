@@ -99,6 +99,8 @@ def test_words_of_generate(name, export_format, tmp_path):
     """Of the prompt of the export, and of more and longer ones, past the window, by programs from files."""
     model = decoder(name)
     exported(model, export_format, dynamic=True).save_pretrained(tmp_path)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert 0.9 < (tmp_path / "weights.data").stat().st_size / weights < 1.2  # those of prefill and decode, once
     program = exporters.ExportedModel.from_pretrained(tmp_path)
     for prompt in (PROMPT, torch.arange(3, 24).view(3, 7)):
         wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)

@@ -124,7 +124,7 @@ def record(
     def attempt(assumptions: Assumptions, before: RecordedTape | None = None) -> Run:
         model = Model(fn, named_arguments(fn, args, kwargs))
         _refuse_wrapped(model)
-        _refuse_lazy(model)
+        _refuse_tensors(model)
         recording = Recording(model, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress)
         return recording.run(fn, args, kwargs, dynamic_shapes, before)
 
@@ -150,16 +150,25 @@ def _refuse_wrapped(model: Model) -> None:
         raise UnsupportedOpError(problem, module=f"{model.type_name}, {name}", hint=hint)
 
 
-def _refuse_lazy(model: Model) -> None:
-    """A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it."""
+def _refuse_tensors(model: Model) -> None:
+    """A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it.
+
+    The ops of a DTensor are Python of its own, on the real tensor of this rank.
+    """
     for t in model.tensors:
         if torch.nn.parameter.is_lazy(t):
-            (name,) = model.names_of_tensors([t])
-            raise UnsupportedOpError(
-                "a lazy module has no parameters yet",
-                module=f"{model.type_name}, {name.rpartition('.')[0] or 'the root'}",
-                hint="run the model once before it is traced",
+            problem, hint = "a lazy module has no parameters yet", "run the model once before it is traced"
+        elif type(t).__name__ == "DTensor":
+            problem = "the model has a DTensor, as parallelize_module and distribute_tensor make them"
+            hint = (
+                "trace it before it is distributed; a model of the same config on the meta device does as well. A "
+                "graph of one rank is that of a forward on plain tensors, in which collectives that it calls are ops"
             )
+        else:
+            continue
+        (name,) = model.names_of_tensors([t])
+        module = name.rpartition(".")[0] or "the root"
+        raise UnsupportedOpError(problem, module=f"{model.type_name}, {module}", hint=hint)
 
 
 def retraced(attempt: Callable[[Assumptions], T]) -> T:

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import storage_id
 from scopetrace.api.runnable import Shown, program_of
 from scopetrace.api.trace import Trace, trace
 from scopetrace.errors import ArgumentError, ArgumentTypeError
@@ -51,13 +52,13 @@ def diff(before: Shown | ModuleCall | str, after: Shown | ModuleCall | str) -> D
     )
 
 
-def save(traced: Trace, path: str | os.PathLike[str]) -> None:
+def save(traced: Trace, path: str | os.PathLike[str], *, external_data: str | None = None) -> None:
     """Write a trace to a file; see `Trace.save`. Raises ArgumentTypeError for what is no trace."""
     if not isinstance(traced, Trace):
         raise ArgumentTypeError(
             f"save takes a trace, then a path, not {type(traced).__name__}: write st.save(tr, path)"
         )
-    traced.save(path)
+    traced.save(path, external_data=external_data)
 
 
 def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
@@ -79,7 +80,7 @@ def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
     does not have; OSError where it cannot be read.
     """
     with Path(path).open("rb") as file:
-        program = TracedProgram.read(file)
+        program = TracedProgram.read(file, folder=Path(path).parent)
     return Trace(program.with_plain_outputs() if plain_outputs else program)
 
 
@@ -108,11 +109,28 @@ def from_exported_program(program: torch.export.ExportedProgram, *, functional: 
     if program.example_inputs is None:
         raise ArgumentError("the program has no example_inputs; write st.trace(program.module(), args, kwargs)")
     module = program.module()
+    _tie(module, program.state_dict)
     module.meta[MODULE_CALLS] = program.module_call_graph
     args, kwargs = program.example_inputs
     positional, named = _dims(program)
     dims = inspect.signature(module.forward).bind(*positional, **named).arguments
     return trace(module, args, kwargs, dynamic_shapes=dims, functional=functional)
+
+
+def _tie(module: torch.fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a module one tensor under all its names: a strict export keeps one of them, a file a tensor for each."""
+    names, first = module.state_dict(keep_vars=True), dict[Any, torch.Tensor]()
+    for name, t in {**names, **tensors}.items():
+        same = first.setdefault((storage_id(t), t.storage_offset(), t.size(), t.stride(), type(t)), t)
+        if same is not names.get(name):
+            *path, leaf = name.split(".")
+            holder: Any = module
+            for part in path:
+                if not hasattr(holder, part):
+                    holder.add_module(part, torch.nn.Module())
+                holder = getattr(holder, part)
+            is_parameter = isinstance(same, torch.nn.Parameter)
+            (holder.register_parameter if is_parameter else holder.register_buffer)(leaf, same)
 
 
 def _dims(program: torch.export.ExportedProgram) -> Any:

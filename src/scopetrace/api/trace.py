@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import errno
 import inspect
 import os
 import warnings
@@ -403,24 +402,21 @@ class Trace(Shown):
         """
         return compare_with_model(self._program, *_arguments(args, kwargs))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, external_data: str | None = None) -> None:
         """Write the trace to a file, with the parameters and buffers that it reads, without the model's code.
 
         The file is data: `load` runs nothing in it. It has the names of classes of modules, arguments and results.
 
+        Args:
+            path: the file.
+            external_data: the name of a file beside it for parameters and buffers. Traces that name one file share what
+                is equal in it. It only grows: delete it with its traces.
+
         Raises TraceFileError for what is no data: leaf modules, packed weights of quantized layers, tensors of other
-        classes, objects of kinds such as arrays among the arguments. OSError where the file cannot be written.
+        classes, objects of kinds such as arrays among the arguments; for another file in the place of `external_data`.
+        OSError where a file cannot be written.
         """
-        target = Path(path)
-        part = target.with_name(f"{target.name}.part")
-        try:
-            if not target.parent.is_dir():
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
-            with part.open("wb") as file:
-                self._program.write(file)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        self._program.save(Path(path), external_data)
 
     def __reduce__(self) -> Any:
         return Trace, (self._program,)

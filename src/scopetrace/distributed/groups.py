@@ -24,9 +24,6 @@ Group = tuple[str, ...]
 ROOT: Group = ("",)
 
 
-Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Grouping:
     """Groups of modules, the root last, and the group that manages each parameter."""
@@ -76,17 +73,6 @@ def without_ties(grouping: Grouping) -> Grouping:
 
 
 # ---------------------------------------------------------------- from classes
-
-
-def read_classes(classes: Classes) -> tuple[type[torch.nn.Module], ...]:
-    """The classes, one or several. Raises PlanError for what is no class."""
-    kinds = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
-    for kind in kinds:
-        if not isinstance(kind, type):
-            raise PlanError(
-                f"classes= takes classes of modules, such as nn.Linear, and {kind!r} is a {type(kind).__name__}"
-            )
-    return kinds
 
 
 def by_classes(order: ExecutionOrder, units: set[str]) -> Grouping:

@@ -13,7 +13,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,10 +22,11 @@ from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
-from scopetrace.distributed.groups import Classes, read_classes
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, columns
+from scopetrace.ir.selection import Selection
 from scopetrace.ir.tape import Call, Op, ProgramTape, Value
+from scopetrace.program.selection import Calls
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -100,7 +101,7 @@ def split_points(
     stages: int,
     balance: Balance = "params",
     *,
-    classes: Classes | None = None,
+    classes: Selection | None = None,
     tolerance: float = 0.1,
 ) -> SplitPoints:
     """The modules at which to cut a model into pipeline stages.
@@ -110,9 +111,10 @@ def split_points(
         stages: how many stages, two or more.
         balance: what to divide evenly: `params`, elements of parameters; `flops` of a forward, as
             `torch.utils.flop_counter` counts them; `bytes` of parameters and results.
-        classes: one or several module classes, with whose modules stages begin. None for modules that are in no layer:
-            in no module of a class of which there are several calls. Where that leaves too few cuts, or a stage twice
-            as large as it could be, the modules in the outermost layers count too, and so on.
+        classes: targets as of `Trace.calls`, one or several: classes, modules, patterns such as `"layers.*"`, with
+            whose modules stages begin. None for modules that are in no layer: in no module of a class of which there
+            are several calls. Where that leaves too few cuts, or a stage twice as large as it could be, the modules in
+            the outermost layers count too, and so on.
         tolerance: the fraction by which the largest stage may exceed that of the most even division, where this
             reduces the bytes sent.
 
@@ -121,24 +123,23 @@ def split_points(
     result and the end. Each stage has its own copy of a parameter, so that no cut lies between two uses of one that is
     trained, such as tied weights.
 
-    Raises PlanError for a trace with too few possible cuts, with the reason; for `classes` of which none is called;
-    for a model that reads its inputs in another order than that of its signature; for dynamic sizes; for a model that
-    was split before.
+    Raises PlanError for a trace with too few possible cuts, with the reason; for a model that reads its inputs in
+    another order than that of its signature; for dynamic sizes; for a model that was split before. CallNotFoundError
+    for one of `classes` that names no call.
     """
     _refuse_arguments(tr, stages, balance)
-    tape = program_of(tr).without_regions().functional().tape
+    program = program_of(tr).without_regions().functional()
+    tape = program.tape
     if tape.sizes is not None:
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
     _refuse_order_of_inputs(tape)
-    alive, kinds = _alive(tape), None if classes is None else read_classes(classes)
-    if kinds is not None and not any(_is_a(call, kinds) for call in tape.calls):
-        names = ", ".join(kind.__name__ for kind in kinds)
-        raise PlanError(f"classes= names {names}, and the trace calls no module of that class")
-    places = _places(tape, kinds)
+    alive = _alive(tape)
+    calls = tape.calls if classes is None else [call.record for call in Calls(program.calls)[classes]]
+    places = _places(tape, calls)
     cuts = _possible_cuts(tape, alive, places)
     _refuse_few(tape, alive, places, cuts, stages)
     before = [0, *itertools.accumulate(_COSTS[balance](tape))]
-    if kinds is None:
+    if classes is None:
         cuts = _between_layers(tape, cuts, stages, before)
     at = [0, *(before[cut.at] for cut in cuts), before[-1]]
     chosen = _cheapest(at, cuts, stages, _most_even(at, stages) * (1 + tolerance))
@@ -260,21 +261,16 @@ def _cut(module: str, depth: int, at: int, values: Sequence[Value], past: Sequen
     return Cut(module, at, depth, sum(map(nbytes, values)), shapes, tuple(dict.fromkeys(past)))
 
 
-def _places(tape: ProgramTape, kinds: tuple[type, ...] | None) -> Places:
-    """By first op, the module that begins with it and is called once, and its depth; of these classes alone."""
-    names = [tape.registered.module(call.fqn) for call in tape.calls]
-    counts = collections.Counter(names)
+def _places(tape: ProgramTape, calls: Iterable[Call]) -> Places:
+    """By first op, the module that begins with it and is called once, and its depth; of these calls alone."""
+    counts = collections.Counter(tape.registered.module(call.fqn) for call in tape.calls)
     first = next((i for i, op in enumerate(tape.ops) if op.kind.startswith("call")), len(tape.ops))
     outermost: Places = {}
-    for call, name in zip(tape.calls, names, strict=True):
-        is_chosen = kinds is None or _is_a(call, kinds)
-        if name and is_chosen and counts[name] == 1 and first < call.start < call.stop:
+    for call in calls:
+        name = tape.registered.module(call.fqn)
+        if name and counts[name] == 1 and first < call.start < call.stop:
             outermost.setdefault(call.start, (name, len([*call.ancestors()]) - 1))
     return outermost
-
-
-def _is_a(call: Call, kinds: tuple[type, ...]) -> bool:
-    return call.module_type is not None and issubclass(call.module_type, kinds)
 
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -285,7 +281,7 @@ _TOO_UNEVEN = 2
 def _between_layers(tape: ProgramTape, cuts: list[Cut], stages: int, before: Sequence[int]) -> list[Cut]:
     """The cuts that are in as few layers as possible: between layers, if these are enough and divide evenly."""
     counts = collections.Counter(call.module_type for call in tape.calls)
-    layers = [c for c in tape.calls if counts[c.module_type] > 1 and c.module and not _is_a(c, _CONTAINERS)]
+    layers = [c for c in tape.calls if counts[c.module_type] > 1 and c.module and not isinstance(c.module, _CONTAINERS)]
     inside = {cut: sum(c.start < cut.at < c.stop for c in layers) for cut in cuts}
 
     def largest(chosen: Sequence[Cut]) -> int:

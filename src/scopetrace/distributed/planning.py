@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from scopetrace.distributed.agreement import check_groups, check_order
 from scopetrace.distributed.groups import (
     ROOT,
-    Classes,
     Group,
     Grouping,
     by_bytes,
@@ -29,13 +28,14 @@ from scopetrace.distributed.groups import (
     contains,
     disjoint,
     first_call,
-    read_classes,
     without_ties,
 )
 from scopetrace.distributed.schedule import BackwardEvent, Pass, Schedule, backward_events, backward_gathers
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns
 from scopetrace.ir.registered import Registered
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.selection import Candidate, Selection, crossing, is_named, near_names, several, target_text
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.record.model import Model
 
@@ -258,7 +258,7 @@ def plan(
     order: ExecutionOrder,
     *,
     target_bytes: int | None = None,
-    classes: Classes | None = None,
+    classes: Selection | None = None,
     prefetch: int = 1,
     ignored_params: Collection[torch.nn.Parameter] = (),
 ) -> Plan:
@@ -272,8 +272,8 @@ def plan(
         order: `trace(model, …).order`, of a forward as in training; or that of a training step, a function that calls
             the model and `backward()`, whose real backward takes the place of the forward in reverse.
         target_bytes: make groups of about this many bytes of parameters, of modules that run one after the other.
-        classes: one or several module classes: make a group of each of their modules, and groups of the modules that
-            run between these (embeddings, norms, heads).
+        classes: one or several classes, modules, or patterns of their names, as `"layers.*"`: make a group of each of
+            these modules, and groups of the modules that run between them (embeddings, norms, heads).
         prefetch: how many groups ahead to gather; 0 leaves prefetching to FSDP2.
         ignored_params: as for `fully_shard`: parameters that are not sharded, and whose gradients are not reduced.
 
@@ -295,22 +295,21 @@ def plan(
     order = order_of(model, order).without(ignored)
     _refuse_another_model(model, order, ignored, "the order is of another model: trace this one")
     _refuse_params(model, order)
-    if target_bytes is not None:
-        grouping = by_bytes(order, target_bytes)
-    else:
-        grouping = by_classes(order, _chosen(model, classes or ()))
+    grouping = by_classes(order, _chosen(model, classes)) if target_bytes is None else by_bytes(order, target_bytes)
     groups = _groups(model, order, _joined(order, grouping), prefetch)
     _refuse_dtypes(model, groups)
     return Plan(groups, order, model, ignored)
 
 
-def _chosen(model: torch.nn.Module, classes: Classes) -> set[str]:
-    kinds = read_classes(classes)
-    for kind in kinds:
-        if not any(isinstance(module, kind) for module in model.modules()):
-            present = sorted({type(module).__name__ for module in model.modules()})
-            raise PlanError(f"no module of the model is a {kind.__name__}; there are: {', '.join(present)}")
-    return {name for name, module in model.named_modules() if name and isinstance(module, kinds)}
+def _chosen(model: torch.nn.Module, selection: Any) -> set[str]:
+    inner = {name: module for name, module in model.named_modules() if name}
+    modules = [Candidate(m, type(m), name, Scope(name, type(m).__name__)) for name, m in inner.items()]
+    for target in several(selection):
+        if not any(is_named(module, target) for module in modules):
+            near = near_names(target, [*sorted({type(m).__name__ for m in model.modules()}), *inner], ())
+            some = f"{crossing(target, inner)}there are: {', '.join(near[:8])}"
+            raise PlanError(f"no module of the model is {target_text(target)}; {some}")
+    return {str(module.fqn) for module in modules if is_named(module, selection)}
 
 
 def _refuse_params(model: torch.nn.Module, order: ExecutionOrder) -> None:

@@ -9,6 +9,7 @@ decoder   tables of rows -> tapes
     scopetrace/program.json    {"tables": {...}, "environment": ..., "recorded": row, "program": row}
     scopetrace/storages/0      raw bytes, in the byte order of the machine
     scopetrace/tensors/0.pt    torch.save of a tensor that is not strided
+    scopetrace/shared.json     {"file": "weights.data", "places": {"0": "storages/HASH"}}, of an archive beside it
 
 Reading runs no code of the file: it imports nothing and calls nothing that the file names. What torch.fx would write
 into the code of the graph is checked (`refuse_code`).
@@ -18,9 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -29,7 +33,7 @@ from scopetrace._compat.expressions import encode_environment
 from scopetrace._compat.ops import building
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import ScopetraceError, TraceFileError
-from scopetrace.files.archive import ArchiveReader, ArchiveWriter
+from scopetrace.files.archive import ArchiveReader, ArchiveWriter, add_shared, replacing
 from scopetrace.files.decoder import Decoder
 from scopetrace.files.encoder import Encoder, NoForm
 from scopetrace.files.records import refuse_code
@@ -41,16 +45,31 @@ VERSION = 3
 """Goes up when a file can no longer be read by the version before."""
 
 
-def write(recorded: ProgramTape, tape: ProgramTape, file: IO[bytes], foreign: list[Any] | None) -> None:
+def save(recorded: ProgramTape, tape: ProgramTape, path: Path, external_data: str | None) -> None:
+    """As `write`, to a path, the storages to a file beside it if one is named."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+    is_name = isinstance(external_data, str) and Path(external_data).name == external_data not in ("", path.name)
+    if external_data is not None and not is_name:
+        raise TraceFileError(f"external_data={external_data!r}: write the name of a file that lies beside the trace")
+    shared = None if external_data is None else path.with_name(external_data)
+    with replacing(path) as part, part.open("wb") as file:
+        write(recorded, tape, file, None, shared)
+
+
+def write(
+    recorded: ProgramTape, tape: ProgramTape, file: IO[bytes], foreign: list[Any] | None, shared: Path | None = None
+) -> None:
     """Write a program: its tape, and that of the recording, which may be the same.
 
-    `foreign` takes what has no form as data, for a pickle; None: it is refused.
+    `foreign` takes what has no form as data, for a pickle; None: it is refused. `shared` is the archive
+    of storages beside the file, where there is one.
 
     Raises TraceFileError for what a file cannot hold.
     """
     versions = {"scopetrace": sys.modules["scopetrace"].__version__, "torch": torch.__version__}
     with zipfile.ZipFile(file, "w") as entries:
-        archive = ArchiveWriter(entries)
+        archive = ArchiveWriter(entries, shared is not None)
         archive.add_json("header.json", {"format": FORMAT, "version": VERSION, **versions, "byteorder": sys.byteorder})
         encoder = Encoder(archive, foreign)
         try:
@@ -61,6 +80,12 @@ def write(recorded: ProgramTape, tape: ProgramTape, file: IO[bytes], foreign: li
         except ValueError as error:
             raise TraceFileError(f"a size of the trace has no form in a file: {error}") from error
         archive.add_json("program.json", {"tables": encoder.tables, "environment": environment, **rows})
+        if shared is not None and archive.shared is not None:
+            archive.add_json("shared.json", {"file": shared.name, "places": archive.places})
+            try:
+                add_shared(shared, archive.shared)
+            except zipfile.BadZipFile as error:
+                raise TraceFileError(f"{shared} is no file of weights of traces: name another one") from error
 
 
 def _refusal(x: Any, recorded: ProgramTape) -> TraceFileError:
@@ -100,12 +125,12 @@ def as_damage() -> Iterator[None]:
 
 @as_damage()
 @building()
-def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, ProgramTape]:
-    """The tapes that `write` wrote: that of the recording, and that of the program.
+def read(file: IO[bytes], foreign: Sequence[Any], folder: Path) -> tuple[ProgramTape, ProgramTape]:
+    """The tapes that `write` wrote: that of the recording, and that of the program. `folder` is that of the file.
 
     Raises TraceFileError for anything else.
     """
-    archive = ArchiveReader(file)
+    archive = ArchiveReader(file, folder)
     _check_header(archive.json("header.json"))
     data = archive.json("program.json")
     decoder = Decoder(data["tables"], data["environment"], archive, list(foreign))

@@ -5,23 +5,31 @@ Data flow:
     tensor -> a row of metadata, with the number of its storage -> the tensor, over the storage that is read once
     a tensor without plain storage (sparse, quantized) -> torch.save -> torch.load with weights_only=True
     a file -> checked entries: known names, no compression, together no larger than the file -> JSON, tensors
+    storages that several traces share -> an archive beside these, where each has its hash for a name
 
 Python's zipfile checks the CRC of each entry. As nothing is compressed, no file is larger in memory than on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import hashlib
 import io
 import itertools
 import json
 import os
+import shutil
 import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from scopetrace._compat.tensors import id_of_storage
+from scopetrace.errors import TraceFileError
 
 _PREFIX = "scopetrace/"
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -29,10 +37,16 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class ArchiveWriter:
-    """Writes entries one after the other, and each storage once."""
+    """Writes entries one after the other, and each storage once.
 
-    def __init__(self, entries: zipfile.ZipFile) -> None:
+    Attributes:
+        shared: by their names, the storages that `add_shared` is to write beside the archive; None for storages in it.
+    """
+
+    def __init__(self, entries: zipfile.ZipFile, shares: bool = False) -> None:
         self._zip = entries
+        self.shared: dict[str, torch.UntypedStorage] | None = {} if shares else None
+        self.places: dict[int, str] = {}
         self._storages: dict[int, int] = {}
         self._keep: list[torch.UntypedStorage] = []  # ids must not be used again
         self._numbers = itertools.count()
@@ -68,22 +82,59 @@ class ArchiveWriter:
             self._keep.append(storage)
             if storage.device.type != "meta":
                 on_cpu = storage.cpu()
-                self._add(f"storages/{number}", _bytes_of(on_cpu))
+                if self.shared is None:
+                    self._add(f"storages/{number}", _bytes_of(on_cpu))
+                else:
+                    name = self.places[number] = f"storages/{hashlib.sha256(_bytes_of(on_cpu)).hexdigest()}"
+                    self.shared[name] = storage
         return self._storages[key]
 
     def _add(self, name: str, data: bytes | memoryview) -> None:
-        """Write an entry. `data` is not copied."""
-        entry = zipfile.ZipInfo(_PREFIX + name)  # of a fixed date: equal traces are equal files
-        with self._zip.open(entry, "w", force_zip64=len(data) > zipfile.ZIP64_LIMIT // 2) as file:
-            file.write(data)
+        _add(self._zip, name, data)
+
+
+def _add(entries: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
+    """Write an entry. `data` is not copied."""
+    entry = zipfile.ZipInfo(_PREFIX + name)  # of a fixed date: equal traces are equal files
+    with entries.open(entry, "w", force_zip64=len(data) > zipfile.ZIP64_LIMIT // 2) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside this one, whose file takes its place in the end; after an error all is as it was."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def add_shared(path: Path, storages: Mapping[str, torch.UntypedStorage]) -> None:
+    """Add what an archive lacks. Who has the old one open keeps it. Raises BadZipFile for another file."""
+    known = zipfile.ZipFile(path).NameToInfo if path.exists() else {}
+    if not all(name.startswith(f"{_PREFIX}storages/") for name in known):
+        raise zipfile.BadZipFile("an archive of something else")
+    missing = {name: storage for name, storage in storages.items() if _PREFIX + name not in known}
+    if missing:
+        with replacing(path) as part:
+            if known:
+                shutil.copyfile(path, part)
+            with zipfile.ZipFile(part, "a") as entries:
+                for name, storage in missing.items():
+                    on_cpu = storage.cpu()
+                    _add(entries, name, _bytes_of(on_cpu))
 
 
 class ArchiveReader:
     """The entries of an archive. Raises what zipfile, json and torch raise, and ValueError, for a damaged one."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], folder: Path) -> None:
         self._zip = zipfile.ZipFile(file)
         self._entries = _checked_entries(self._zip, file.seek(0, os.SEEK_END))
+        shared = self.json("shared.json") or {"file": "", "places": {}}
+        self._file, self._places = folder / Path(shared["file"]).name, shared["places"]
         self._storages: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
 
     def json(self, name: str) -> Any:
@@ -106,6 +157,20 @@ class ArchiveReader:
 
     def _read(self, name: str) -> bytes:
         return self._zip.read(self._entries[_PREFIX + name])
+
+    def _bytes(self, number: int) -> bytes:
+        name = self._places.get(str(number))
+        if name is None:
+            return self._read(f"storages/{number}")
+        shared, entries = self._shared
+        return shared.read(entries[_PREFIX + name])
+
+    @functools.cached_property
+    def _shared(self) -> tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]:
+        if not self._file.is_file():
+            raise TraceFileError(f"the weights of the trace are in {self._file}, which is not there")
+        archive = zipfile.ZipFile(self._file)
+        return archive, _checked_entries(archive, self._file.stat().st_size)
 
     def _load(self, name: str) -> torch.Tensor:
         data = self._read(name)
@@ -131,7 +196,7 @@ class ArchiveReader:
             if device.type == "meta":  # of which the file has no bytes
                 self._storages[key] = torch.UntypedStorage(nbytes, device=device)
             else:
-                data = self._read(f"storages/{number}")
+                data = self._bytes(number)
                 storage = torch.empty(len(data), dtype=torch.uint8, device="cpu").untyped_storage()
                 _bytes_of(storage)[:] = data
                 self._storages[key] = storage if device.type == "cpu" else storage.to(device=device)

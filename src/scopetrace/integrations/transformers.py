@@ -33,8 +33,7 @@ from transformers.exporters.utils import apply_patches, disambiguate_io_names, g
 import scopetrace as st
 
 WEIGHTS = "weights.data"
-"""The file that all ONNX components of one export have their weights in."""
-
+"""The file that all components of one export have their weights in."""
 
 NUMBER = "number_"
 """Names a result that is a number: as in transformers' other formats, it is that of the example, and no output."""
@@ -115,8 +114,13 @@ class ScopetraceExporter(HfExporter):
 
     @classmethod
     def save_program(cls, program: Any, path: str | Path) -> None:
-        """Write the trace; see `Trace.save`."""
-        program.save(path)
+        """Write the trace; what components have in common is in their file of weights once."""
+        program.save(path, external_data=WEIGHTS)
+
+    @classmethod
+    def program_files(cls, filename: str) -> list[str]:
+        """The program, and the weights of all of them."""
+        return [filename, WEIGHTS]
 
     @classmethod
     def load_program(cls, path: str | Path) -> Any:
@@ -162,11 +166,6 @@ class ScopetraceOnnxExporter(ScopetraceExporter):
     def save_program(cls, program: Any, path: str | Path) -> None:
         """Write the model; what components have in common is in their file of weights once."""
         st.save_onnx(program, path, external_data=WEIGHTS)
-
-    @classmethod
-    def program_files(cls, filename: str) -> list[str]:
-        """The model, and the weights of all of them."""
-        return [filename, WEIGHTS]
 
     @classmethod
     def load_program(cls, path: str | Path) -> Any:

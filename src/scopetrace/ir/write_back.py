@@ -225,47 +225,38 @@ class WriteBack(Printed):
     """For each `AttributeWrite`, what the attribute is bound to; None where it shares no memory with other results, and
     is the write's value."""
 
-    def run(
-        self,
-        inputs: Sequence[torch.Tensor],
-        state: Callable[[str], torch.Tensor],
-        values: Sequence[torch.Tensor],
-        number: Number,
-    ) -> list[Any]:
-        """Write back and return the results, in order, then what `bound` has.
+    def statements(self, constant: Callable[[Any], str]) -> list[str]:
+        """Python that writes back and binds `results`: the results, in order, then what `bound` has.
 
-        Args:
-            inputs: the tensors of the call, as the graph took them.
-            state: gives a tensor of the graph module by its name.
-            values: what the graph returned.
-            number: gives the value of a symbolic size in this call.
+        It takes `inputs`, the tensors of the call, as the graph took them; `values`, what the graph returned; `held`,
+        which gives a tensor of the graph module by its name; and `number(inputs)`, which gives what gives a symbolic
+        size its value. `constant` gives the name of an object.
         """
-        resolver = _Tensors(inputs, state, values, number)
-        resolver.copies = {s: resolver.get(s) for s in self._copies()}  # before the inputs change
+        sources = _Expressions(constant)
+        for i, source in enumerate(copies := self._copies()):  # before the inputs change
+            sources.copies[source] = f"copy{i}"
+        lines = [
+            f"{sources.copies[s]} = {constant(_laid_out)}(values[{s.index}], {constant(s)}, {sources.number}, inputs)"
+            for s in dict.fromkeys(copies)
+        ]
         for update in self.updates:
-            target = resolver.get(update.target)
+            target = sources.get(update.target)
             if isinstance(update, ChangeShape):
-                update.step(target, resolver.number)
+                lines.append(f"{constant(update.step)}({target}, {sources.number})")
             elif isinstance(update, SetTo):
-                target.data = resolver.get(update.value).data  # `set_` would cut the history of a leaf
+                lines.append(f"{target}.data = {sources.get(update.value)}.data")  # `set_` would cut a leaf's history
             else:
-                value = resolver.get(update.value)
-                if value.size() != target.size():  # copy_ would repeat it
-                    raise EditError(
-                        f"{update}: the graph gives {list(value.size())} for {list(target.size())}",
-                        hint="run a model that sizes its buffers at the first call, as observers of quantization do, "
-                        "once before st.trace; in an edited graph, keep the sizes of what is written back",
-                    )
-                with _grad_mode(update.grad):
-                    _ = target.grad_fn  # brings up to date what autograd knows of a view whose base was written
-                    once = once_each(target.stride())
-                    target[once].copy_(value[once]) if once else target.copy_(value)
-        for source in (*self.results, *self.bound):
-            result = None if source is None else resolver.get(source)
-            if result is not None and isinstance(source, FromGraph) and source.freed:
-                result = _freed(result)
-            resolver.results.append(result)
-        return resolver.results
+                mode = "" if update.grad is None else f"with {constant(torch.set_grad_enabled)}({update.grad}): "
+                lines.append(f"{mode}{constant(copy_into)}({target}, {sources.get(update.value)}, {constant(update)})")
+        for i, returned in enumerate((*self.results, *self.bound)):
+            result = "None" if returned is None else sources.get(returned)
+            if isinstance(returned, FromGraph) and returned.freed:
+                result = f"{constant(_freed)}({result})"
+            sources.results.append(f"result{i}")
+            lines.append(f"result{i} = {result}")
+        if any(sources.number in line for line in lines):
+            lines.insert(0, f"{sources.number} = {constant(_numbers)}(number(inputs), values)")
+        return [*lines, f"results = [{', '.join(sources.results)}]"]
 
     def rows(self, by_compiler: Sequence[Update] = ()) -> tuple[WriteBackRow, ...]:
         """The updates and the results in order, as a table for a compiler that does the updates in `by_compiler`."""
@@ -380,30 +371,41 @@ class Resolver(Generic[T]):
         raise NotImplementedError
 
 
-class _Tensors(Resolver[torch.Tensor]):
-    """The tensor of each source in a call."""
+class _Expressions(Resolver[str]):
+    """The Python expression of each source; see `WriteBack.statements`."""
 
-    def __init__(
-        self,
-        inputs: Sequence[torch.Tensor],
-        state: Callable[[str], torch.Tensor],
-        values: Sequence[torch.Tensor],
-        number: Number,
-    ) -> None:
-        super().__init__(inputs, state)
-        self._values, self._symbol = values, number
-        self.copies: dict[FromGraph, torch.Tensor] = {}
+    number = "number_of"
 
-    def number(self, x: Any) -> Any:
-        return self._values[x.index] if isinstance(x, FromGraph) else self._symbol(x)
+    def __init__(self, constant: Callable[[Any], str]) -> None:
+        super().__init__((), lambda name: f"held({constant(name)})")
+        self._constant = constant
+        self.copies: dict[FromGraph, str] = {}
 
-    def value(self, source: FromGraph) -> torch.Tensor:
-        if source in self.copies:
-            return self.copies[source]
-        return _laid_out(self._values[source.index], source, self.number, self.inputs)
+    def before(self, target: GraphInput | StateRef) -> str:
+        return f"inputs[{target.index}]" if isinstance(target, GraphInput) else self.state(target.name)
 
-    def view(self, base: torch.Tensor, step: ViewStep | StridedStep) -> torch.Tensor:
-        return step(base, self.number)
+    def value(self, source: FromGraph) -> str:
+        return self.copies.get(source) or f"values[{source.index}]"
+
+    def view(self, base: str, step: ViewStep | StridedStep) -> str:
+        return f"{self._constant(step)}({base}, {self.number})"
+
+
+def _numbers(symbol: Number, values: Sequence[Any]) -> Number:
+    return lambda x: values[x.index] if isinstance(x, FromGraph) else symbol(x)
+
+
+def copy_into(target: torch.Tensor, value: torch.Tensor, update: CopyInto) -> None:
+    """Copy a value into a tensor. Raises EditError for one of another size, which `copy_` would repeat."""
+    if value.size() != target.size():
+        raise EditError(
+            f"{update}: the graph gives {list(value.size())} for {list(target.size())}",
+            hint="run a model that sizes its buffers at the first call, as observers of quantization do, "
+            "once before st.trace; in an edited graph, keep the sizes of what is written back",
+        )
+    _ = target.grad_fn  # brings up to date what autograd knows of a view whose base was written
+    once = once_each(target.stride())
+    target[once].copy_(value[once]) if once else target.copy_(value)
 
 
 class _Freed(torch.autograd.Function):

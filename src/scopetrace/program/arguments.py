@@ -159,9 +159,10 @@ class CallCode:
         questions, answers = ([probe[i] for probe in probes] for i in (0, 1))
         return f"all(map({same}, {starmap}({call}, {self.constant(questions)}), {self.constant(answers)}))"
 
-    def function(self, parameters: str, body: str) -> Callable[..., Any]:
-        """A function of these parameters."""
-        exec(compile(f"def call({parameters}): {body}", f"{__file__}, a call", "exec"), self.constants)
+    def function(self, parameters: str, body: Sequence[str]) -> Callable[..., Any]:
+        """A function of these parameters; `body` has its lines."""
+        text = "\n    ".join([f"def call({parameters}):", *body])
+        exec(compile(text, f"{__file__}, a call", "exec"), self.constants)
         function: Callable[..., Any] = self.constants.pop("call")
         return function
 
@@ -214,14 +215,14 @@ class CallCode:
         yield f"{t}.device == {self.constant(expected.device)}"
 
     def result(self, template: Any) -> str:
-        """An expression that puts `values` into a template, and for each Given what `objects` of the inputs has."""
+        """An expression that puts `results` into a template, and for each Given what `objects` of the inputs has."""
         count = 0
 
         def expression(x: Any) -> str:
             nonlocal count
             if isinstance(x, SLOTS):
                 count += 1
-                return f"values[{count - 1}]"
+                return f"results[{count - 1}]"
             if type(x) is Given:
                 count += x.leaves
                 return f"inputs.objects[{self.constant(x.path)}]"

@@ -16,7 +16,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,6 @@ class CallBoundary:
         self._guards = [guard for guard in tape.guards if guard.source.kind != "input"]
         self.facts = [guard for guard in tape.guards if guard.source.kind == "input"]  # what was read of inputs
         self._code = CallCode()
-        self._result = self._code.function("values, inputs", f"return {self._code.result(self.outputs)}")
         written = tape.written_storages()
         self._written = {v: _may_overlap(v.fake) for v in tape.inputs if v.storage in written}
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
@@ -82,26 +81,33 @@ class CallBoundary:
         self._sharing = sharing if sharing is not None and sharing.matters else None
         self._asks = any((self.facts, self._written, tape.argument_numbers, tape.uses_absolute_offset))
         """Whether a call compares more of its arguments than what they are."""
-        changes = (tape.write_back, tape.attribute_writes, tape.cleared, isinstance(self.outputs, Returned))
-        self.is_plain = not any((self._asks, self._objects, self._sharing, *changes))
-        """Whether a call compares its arguments, runs the graph and gives what that gives."""
+        self.is_plain = not any((self._asks, self._objects, self._left_behind))
+        """Whether a call compares what its arguments are, runs the graph and writes back."""
         writes = written and tape.write_back is not None
-        outside = [*(("", v) for v in tape.inputs), *tape.attribute_reads()] if writes else []
-        self._outside = [(name, v.storage in written, tape.grad and v.requires_grad) for name, v in outside]
-        """Of inputs and tensors of the model: the name of these, whether the write-back may write to it, and whether
-        autograd followed it in the trace."""
+        outside: list[tuple[Any, Value]] = [*enumerate(tape.inputs), *tape.attribute_reads()]
+        self._outside = outside if writes else []
+        """Inputs by place and tensors of the model by name, where the write-back writes to some of them."""
+        self._unseen = [key for key, v in self._outside if not (tape.grad and v.requires_grad)]
+        """Those that autograd did not follow in the trace."""
+        self._after = self._statements()
+        self.leave = self._code.function("inputs, values", self._after)
+        """Writes back the new values among the graph's outputs, and gives what the model would return."""
 
     def written_unseen(self, inputs: Sequence[Any]) -> set[int]:
         """The storages that the write-back writes, where autograd follows a tensor that it did not in the trace.
 
         Backward may read there, and the graph makes copies only of what it read in the trace.
         """
-        if not self._outside or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
+        if not self._unseen or not (self._enables_grad or torch.is_grad_enabled()) or in_transform():
             return set()  # torch has no such copies in a transform
-        outside = [(self.state.held(part[0]) if part[0] else inputs[i], part) for i, part in enumerate(self._outside)]
-        if not any(t.requires_grad and not followed for t, (_, _, followed) in outside):
+
+        def current(key: int | str) -> torch.Tensor:
+            return inputs[key] if isinstance(key, int) else self.state.held(key)
+
+        if not any([current(key).requires_grad for key in self._unseen]):
             return set()
-        return {storage_id(t) for t, (_, writes, _) in outside if writes}
+        written = self.tape.written_storages()
+        return {storage_id(current(key)) for key, v in self._outside if v.storage in written}
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
@@ -139,7 +145,7 @@ class CallBoundary:
     @functools.cached_property
     def _compared(self) -> Callable[..., list[Any] | None]:
         condition, inputs = self._condition
-        return self._code.function("args, kwargs", f"return [{inputs}] if {condition} else None")
+        return self._code.function("args, kwargs", [f"return [{inputs}] if {condition} else None"])
 
     @functools.cached_property
     def _condition(self) -> tuple[str, str]:
@@ -161,23 +167,22 @@ class CallBoundary:
         `graph` gives what runs the graph, `explain` takes what that raises, `otherwise` is a call in every other case.
         """
         code, (condition, inputs) = self._code, self._condition
-        code.constants |= functions | {"leave": self.leave, "MISMATCHES": MISMATCHES}
-        return code.function(
-            "args, kwargs",
-            f"""
+        code.constants |= functions | {"MISMATCHES": MISMATCHES}
+        unseen = f" or {code.constant(self.written_unseen)}(inputs)" if self._unseen else ""
+        shares = [] if self._sharing is None else [f"{code.constant(self._sharing.check)}(inputs, held)"]
+        before = f"""
     try:
         is_as_traced = {condition} and {code.asking(probes)}
     except MISMATCHES:
         is_as_traced = False
-    if not is_as_traced:
-        return otherwise(args, kwargs)
-    try:
-        values = graph()({inputs})
+    inputs = [{inputs}] if is_as_traced else None
+    if not is_as_traced{unseen}:
+        return otherwise(args, kwargs)"""
+        runs = """try:
+        values = graph()(*inputs)
     except Exception as error:
-        explain(error, [{inputs}])
-    return {code.result(self.outputs)} if len(values) == {self._count} else leave([{inputs}], values)
-""",
-        )
+        explain(error, inputs)"""
+        return code.function("args, kwargs", [before, *shares, runs, *self._after])
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit.
@@ -292,24 +297,23 @@ class CallBoundary:
                 behind.add(target.index)
         return self._left_behind - behind
 
-    def leave(self, inputs: list[Any], values: Sequence[Any]) -> Any:
-        """Write back the new values among the graph's outputs, and return what the model would return."""
-        count = self._count
-        promised = count + len(self.tape.attribute_writes)
-        if len(values) != promised:
-            raise other_count(len(values), promised, self.tape)
-        program = self.tape.write_back
-        returned = values[:count]
-        results = returned if program is None else program.run(inputs, self.state.held, returned, self.number(inputs))
-        out = self._result(results, inputs)
-        if promised > count or self.tape.cleared:
-            bound = itertools.zip_longest([] if program is None else results[len(program.results) :], values[count:])
-            self.state.write((value if result is None else result for result, value in bound), inputs)
-        if not isinstance(out, Returned):
-            return out
-        assert isinstance(inputs, Entered)
-        apply_effects(out.effects, [inputs.objects[effect.path] for effect in out.effects])
-        return out.result
+    def _statements(self) -> list[str]:
+        """Python that writes back what `values` has, for the `inputs` of the call, and returns what the model would."""
+        tape, code, count = self.tape, self._code, self._count
+        promised, program = count + len(tape.attribute_writes), tape.write_back
+        code.constants |= {"held": self.state.held, "number": self.number}
+        count_differs = f"{code.constant(other_count)}(len(values), {promised}, {code.constant(tape)})"
+        lines = [f"if len(values) != {promised}: raise {count_differs}"]
+        lines += ["results = values"] if program is None else program.statements(code.constant)
+        lines.append(f"out = {code.result(self.outputs)}")
+        if promised > count or tape.cleared:
+            bound = "()" if program is None else f"results[{len(program.results)}:]"
+            lines.append(f"{code.constant(self.state.write)}({bound}, values[{count}:], inputs)")
+        if isinstance(self.outputs, Returned):
+            paths = [effect.path for effect in self.outputs.effects]
+            objects = f"[inputs.objects[path] for path in {code.constant(paths)}]"
+            lines += [f"{code.constant(apply_effects)}(out.effects, {objects})", "out = out.result"]
+        return [*lines, "return out"]
 
     def number(self, inputs: Sequence[Any]) -> Callable[[Any], Any]:
         """A function from a symbolic size to its value in a call with these inputs."""
@@ -347,6 +351,8 @@ class LiveState:
         for name in targets & tape.attributes.keys():
             path, _, leaf = name.rpartition(".")
             self._places[name] = graph_module.get_submodule(path), leaf
+        holders = self._owners | self._places
+        self._tables = {n: (table_of(*holder) or {}, holder[1]) for n, holder in holders.items()}
         for name, owner in self._owners.items():
             last = tape.attributes[name]
             if name in self._places or (name in fakes and not tape.edited):
@@ -394,8 +400,11 @@ class LiveState:
 
     def held(self, name: str) -> torch.Tensor:
         """The present tensor behind a `get_attr` target: that of the GraphModule, or of the model if none reads it."""
-        place = self._places.get(name) or self._owners.get(name)
-        t = None if place is None else look_up(*place)
+        table, key = self._tables.get(name, ({}, ""))
+        t: Any = table.get(key)
+        if not isinstance(t, torch.Tensor):  # a gradient, or moved from the buffers to the parameters
+            place = self._places.get(name) or self._owners.get(name)
+            t = None if place is None else look_up(*place)
         return self._tape.attributes[name] if t is None else t
 
     def table_of(self, name: str) -> tuple[dict[str, Any], str] | None:
@@ -404,15 +413,19 @@ class LiveState:
         table = None if place is None else table_of(*place)
         return None if place is None or table is None else (table, place[1])
 
-    def write(self, results: Iterator[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Assign the tensors that forward assigned to attributes of the model's modules, and the gradients."""
+    def write(self, bound: Sequence[Any], values: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
+        """Assign the tensors that forward assigned to attributes of the model's modules, and the gradients.
+
+        `bound` has what shares memory with other results, None in the place of the rest, which `values` has.
+        """
 
         def outside(of: GraphInput | StateRef) -> torch.Tensor:
             return inputs[of.index] if isinstance(of, GraphInput) else self.held(of.name)
 
         for of in self._tape.cleared:
             outside(of).grad = None
-        for (write, module), tensor in zip(self._writes, results, strict=True):
+        for (write, module), shared, value in itertools.zip_longest(self._writes, bound, values):
+            tensor = value if shared is None else shared
             if write.is_cache and look_up(module, write.name) is not None:
                 continue
             if write.place is not None:

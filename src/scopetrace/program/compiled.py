@@ -12,6 +12,7 @@ Data flow:
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from scopetrace.ir.write_back import (
     resolved,
 )
 from scopetrace.ops.view_inverses import Geometry
+from scopetrace.program.arguments import CallCode
 
 
 class GraphValues:
@@ -91,7 +93,13 @@ class GraphValues:
             if returned := {i: pairs[i] for i in places if i in pairs}:
                 for i, tensor in zip(returned, _in_one_memory([*returned.values()], taken), strict=True):
                     outputs[i] = tensor
-        return outputs if self._are_own else WriteBack([], self.sources).run(inputs, state, outputs, number)
+        return outputs if self._are_own else self._restore(inputs, outputs, state, lambda inputs: number)
+
+    @functools.cached_property
+    def _restore(self) -> Callable[..., list[Any]]:
+        code = CallCode()
+        lines = WriteBack([], self.sources).statements(code.constant)
+        return code.function("inputs, values, held, number", [*lines, "return results"])
 
     def _source(self, value: Value) -> ValueSource | None:
         """What gives a value in a call: the tensor that has its memory, and views of it.

@@ -18,6 +18,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -616,21 +617,24 @@ class TracedProgram:
         recorded = dataclasses.replace(self.recorded, outputs=outputs)
         return TracedProgram(recorded, recorded, self.model).functional()
 
-    def write(self, file: IO[bytes], foreign: list[Any] | None = None) -> None:
-        """Write both tapes, with the tensors that the model has now; see `files.write`."""
+    def save(self, path: Path, external_data: str | None) -> None:
+        """Write a file; see `Trace.save`."""
+        files.save(*self._current_tapes(), path, external_data)
+
+    def _current_tapes(self) -> tuple[ProgramTape, ProgramTape]:
+        """Both tapes, with the tensors that the model has now."""
         recorded = _with_current_tensors(self.recorded)
-        tape = recorded if self.tape is self.recorded else _with_current_tensors(self.tape)
-        files.write(recorded, tape, file, foreign)
+        return recorded, recorded if self.tape is self.recorded else _with_current_tensors(self.tape)
 
     def __reduce__(self) -> Any:
         file, foreign = io.BytesIO(), list[Any]()
-        self.write(file, foreign)
+        files.write(*self._current_tapes(), file, foreign)
         return _from_pickle, (file.getvalue(), dumps(foreign))
 
     @classmethod
-    def read(cls, file: IO[bytes], foreign: Sequence[Any] = ()) -> TracedProgram:
-        """What `write` wrote. Raises TraceFileError for anything else."""
-        recorded, tape = files.read(file, foreign)
+    def read(cls, file: IO[bytes], foreign: Sequence[Any] = (), folder: Path = Path()) -> TracedProgram:
+        """What `save` wrote into a folder. Raises TraceFileError for anything else."""
+        recorded, tape = files.read(file, foreign, folder)
         if not isinstance(recorded, RecordedTape):
             raise TraceFileError("the file is damaged: it has no recording")
         program = cls(recorded, tape, None)

@@ -265,8 +265,8 @@ _UNKNOWN = "_empty_nn_module_stack_from_metadata_hook"
 
 
 def _fqn(path: str) -> str:
-    """Of what Dynamo writes as `L['self'].layers[0]`, and torch.export as `layers.0`."""
-    plain = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
+    """Of `L['self'].layers[0]` of Dynamo, `_export_root.layers.0` of bodies of ops, and `layers.0` of torch.export."""
+    plain = re.sub(r"^(L\[['\"]\w+['\"]\])?\.?(_export_root\b)?", "", path)
     return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", plain).lstrip(".")
 
 
