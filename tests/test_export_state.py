@@ -69,15 +69,13 @@ class Turns(nn.Module):
         return self.c(x + self.c(x)) + self.c.n
 
 
-@pytest.mark.parametrize("route", ["trace", "decomposed trace", "decomposed program"])
+@pytest.mark.parametrize("decompose", [False, True])
 @pytest.mark.parametrize("model", [Twice, ReadsLate, Turns])
-def test_unflattened_calls_that_change_a_buffer(model, route):
+def test_unflattened_calls_that_change_a_buffer(model, decompose):
     model, x = model(), torch.linspace(-1, 1, 3)
-    tr = st.trace(copy.deepcopy(model), (x,))
-    tr = tr.decompose() if route == "decomposed trace" else tr
-    ep = tr.to_exported_program(preserve_module_call_signature=("*",))
-    ep = ep.run_decompositions() if route == "decomposed program" else ep
-    has_signature = isinstance(model.c, Counter) and route != "decomposed program"
+    ep = st.trace(copy.deepcopy(model), (x,)).to_exported_program(preserve_module_call_signature=("*",))
+    ep = ep.run_decompositions() if decompose else ep
+    has_signature = isinstance(model.c, Counter)
     assert any(e.fqn == "c@1" and e.signature for e in ep.module_call_graph) == has_signature
     programs = [torch.export.unflatten(ep)]
     if has_signature:

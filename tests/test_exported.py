@@ -493,18 +493,8 @@ def test_a_result_that_nobody_needs_stays():
             return self.mha(x, x, x)[0]
 
     model = Attend()
-    decomposed = st.trace(model, (X,)).decompose().to_exported_program(preserve_module_call_signature=("*",))
-    for program in (signed(model, X), decomposed):
-        unflattened = torch.export.unflatten(program)
-        torch.testing.assert_close(unflattened.mha(X, X, X), model.mha(X, X, X))
-
-
-def test_decompositions_of_torch_leave_no_signatures():
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
-    ep = signed(model, X)
-    decomposed = ep.run_decompositions()
-    assert signatures(decomposed) == {"": "() -> ()", "0": None, "1": None} and all(signatures(ep).values())
-    torch.testing.assert_close(torch.export.unflatten(decomposed)(X), model(X))
+    unflattened = torch.export.unflatten(signed(model, X).run_decompositions({}))
+    torch.testing.assert_close(unflattened.mha(X, X, X), model.mha(X, X, X))
 
 
 def test_a_size_among_the_arguments():
@@ -653,10 +643,9 @@ TABLES = [
 def test_decompositions_keep_the_signatures_of_calls_that_take_pieces(tables):
     model, x = UsesAll(), torch.arange(32.0).reshape(2, 4, 4).sin()
     want = model(x)
-    tr = st.trace(model, (x,))
+    ep = signed(model, x)
     for table in tables:
-        tr = tr.decompose(table)
-        ep = tr.to_exported_program(preserve_module_call_signature=("*",))
+        ep = ep.run_decompositions(table)
         signatures = {entry.fqn: entry.signature for entry in ep.module_call_graph}
         assert all(signatures[f"of.{name}.{part}"] for name in MANY for part in ("pieces", "fc", "same"))
         torch.testing.assert_close(ep.module()(x), want)

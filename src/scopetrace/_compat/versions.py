@@ -17,15 +17,20 @@ import torch
 class Differences:
     """The form of torch in one version."""
 
+    erased_ops: frozenset[str]
+    """Ops by schema name that `ExportedProgram.run_decompositions` replaces by their argument, where they return it."""
     hop_defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """By name of a higher-order op, the keyword arguments that torch always passes, and their default values."""
     checkpoint_generator: str = "_checkpoint_without_reentrant_generator"
     """The generator of `torch.utils.checkpoint` around a region that is not reentrant."""
 
 
-TORCH_2_13 = Differences()
+_ERASED = "alpha_dropout feature_alpha_dropout feature_dropout conj conj_physical positive resolve_conj resolve_neg"
+
+TORCH_2_13 = Differences(frozenset(f"aten::{name}" for name in _ERASED.split()))
 TORCH_2_14 = dataclasses.replace(
     TORCH_2_13,
+    erased_ops=TORCH_2_13.erased_ops | {"aten::dropout"},  # one that drops nothing decomposed into a copy before
     hop_defaults={"map_impl": {"mutated_arg_indices": ""}},
     checkpoint_generator="_checkpoint_without_reentrant_generator_impl",
 )

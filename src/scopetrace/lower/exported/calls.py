@@ -37,9 +37,11 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.export import can_be_saved
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
+from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Nested, Scope, innermost_common
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
+from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import call_position, class_text, has_effect, live_ops, node_value
 
 Node = torch.fx.Node
@@ -228,9 +230,9 @@ def with_marks(
 ) -> FunctionalTape:
     """The tape with a check before each cast, and of the `chosen` calls in those without ops, of dead values passed.
 
-    `torch.export.unflatten` fails on a signature of a call without nodes (`nn.Identity`), and leaves out results that
-    nothing reads. The check is `_assert_tensor_metadata` of the dtype, which torch.export itself writes before casts:
-    torch's passes keep it, and ONNX drops it.
+    `torch.export.unflatten` fails on a signature of a call without nodes (`nn.Identity`), and `run_decompositions`
+    refuses a signature whose values it removed as dead. The check is `_assert_tensor_metadata` of the dtype, which
+    torch.export itself writes before casts: torch's passes keep it, and ONNX drops it.
     """
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
     for i, op in enumerate(tape.ops):
@@ -273,9 +275,21 @@ def _mark_dead_values(tape: FunctionalTape, calls: list[Call], marks: dict[int, 
 
 
 def is_erased(call: Op | torch.fx.Node) -> bool:
-    """Whether it is `x[:]`, which torch leaves out."""
-    bounds = call.args[2:] if call.target is torch.ops.aten.slice.Tensor else ()
-    return all(type(n) is int for n in bounds) and bounds == (0, sys.maxsize)
+    """Whether torch replaces the result of this call by its argument: `run_decompositions`, or indexing for `x[:]`.
+
+    The first does not follow that in `module_call_graph` and raises SpecViolationError, so such a call is left out.
+    """
+    op = call.target
+    if op is torch.ops.aten.slice.Tensor:
+        bounds = call.args[2:]
+        return all(type(n) is int for n in bounds) and bounds == (0, sys.maxsize)
+    if not is_op(op) or schema_of(op).name not in CURRENT.erased_ops:
+        return False
+    operands = by_name(op, call.args, call.kwargs)
+    if "train" in operands:
+        return not operands["train"] or operands["p"] == 0
+    tensor = tensor_of(call.args[0])
+    return not (tensor.is_complex() or tensor.is_neg())
 
 
 def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames, grad: bool) -> Op:

@@ -219,7 +219,7 @@ class Lifted:
             next(iter(self._graph.nodes)).prepend(node)
         for node in list(self._graph.nodes):
             of_literal = node.target is _aten.detach.default and node.args[0].target is _aten.lift_fresh_copy.default
-            if of_literal or is_erased(node):  # `torch.tensor(...)` detaches its copy
+            if of_literal or (node.op == "call_function" and is_erased(node)):  # `torch.tensor(...)` detaches its copy
                 self._move(node, node.all_input_nodes[0])
         written = [n for n, v in tape.attribute_reads() if v.storage in tape.written_storages()]
         if any(self.state[n][0].kind is InputKind.PARAMETER for n in written if n in self.state):

@@ -7,7 +7,7 @@ Data flow:
     `get_attr` nodes and Python values among the arguments -> placeholders in torch.export's order (inputs.py)
     write-back program -> outputs: new values of parameters, buffers and inputs, then the results (outputs.py)
     module calls -> `module_call_graph` (calls.py)
-    both -> TracedExportedProgram
+    both -> TracedExportedProgram, whose `run_decompositions` keeps the signatures of module calls
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import ast
 import collections
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.fx
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, TensorArgument
 
 from scopetrace._compat import export as compat
 from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
@@ -295,32 +295,84 @@ def _switch_in(lowered: FxLowering) -> None:
         grad, state = wanted
 
 
+_ALIAS, _COPY = torch.ops.aten.alias.default, torch.ops.aten.copy.default
+
+
 class TracedExportedProgram(ExportedProgram):
-    """An ExportedProgram of a trace. Those that `torch.export.load` returns are torch's own."""
+    """An ExportedProgram of a trace. Those that `torch.export.load` returns are torch's own.
+
+    In torch's `run_decompositions`, the arguments and results of a module call are found in the decomposed graph by the
+    name of the last node that an old node became. That is wrong for a piece of a result (`unbind`, `max`), which has no
+    node of its own there, for an op that is dropped (a cast to the same dtype), and for one whose last node is not its
+    result. So an `aten.alias`, which torch keeps as it is, stands behind each value that a signature names for the time
+    of the run. The copies into changed inputs are taken out, as torch has it for buffers.
+    """
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> ExportedProgram:
-        """As torch's, without signatures of module calls: torch finds other values for some that are parts of results.
-
-        `Trace.decompose` keeps them. The copies into changed inputs are taken out, as torch has it for buffers.
-        """
-        guards = compat.guards_of(self)
-        with outside_modes(), compat.bare(self):  # a FakeTensorMode of the user is not the program's
-            result = super().run_decompositions(*args, **kwargs)
+        """As torch's, with the module signatures naming the same values as before."""
+        guards, aliases = compat.guards_of(self), _add_aliases(self)
+        added = {alias.name for alias in aliases}
+        try:
+            with outside_modes(), compat.without_guards(self):  # a FakeTensorMode of the user is not the program's
+                result = super().run_decompositions(*args, **kwargs)
+        finally:
+            _remove_aliases(self, aliases)
+        new = result.graph.find_nodes(op="call_function", target=_ALIAS)
+        ours = [n for n in new if any(old.name in added for old in n.meta.get("from_node", [])[-1:])]
+        _remove_aliases(result, ours)
         _remove_copies(result)
         result.__class__ = TracedExportedProgram
         compat.set_guards(result, [*compat.guards_of(result), *guards])
         return result
 
 
+def _add_aliases(program: ExportedProgram) -> list[torch.fx.Node]:
+    named = {x.name for x in _tensors_of_calls(program)}
+    aliases: dict[str, torch.fx.Node] = {}
+    for node in list(program.graph.nodes):
+        if node.name in named and node.op == "call_function" and isinstance(node_value(node), torch.Tensor):
+            with program.graph.inserting_after(node):
+                alias = aliases[node.name] = program.graph.call_function(_ALIAS, (node,))
+            alias.meta = dict(node.meta)
+            node.replace_all_uses_with(alias, delete_user_cb=lambda user, alias=alias: user is not alias)
+    _rename(program, {name: alias.name for name, alias in aliases.items()})
+    return list(aliases.values())
+
+
+def _remove_aliases(program: ExportedProgram, aliases: list[torch.fx.Node]) -> None:
+    renamed: dict[str, str] = {}
+    for alias in aliases:
+        (node,) = alias.all_input_nodes
+        renamed[alias.name] = node.name
+        alias.replace_all_uses_with(node)
+        program.graph.erase_node(alias)
+    _rename(program, renamed)
+
+
 def _remove_copies(program: ExportedProgram) -> None:
     """Let the new value of an input be what torch copies into it: `unflatten` fails at a copy that is in no module."""
+    renamed: dict[str, str] = {}
     output = program.graph.output_node()
     nodes: Any = output.args[0]
     for spec, node in zip(program.graph_signature.output_specs, nodes, strict=True):
-        if spec.kind is OutputKind.USER_INPUT_MUTATION and node.target is torch.ops.aten.copy.default:
+        if spec.kind is OutputKind.USER_INPUT_MUTATION and node.target is _COPY:
             value = node.args[1]
             if value.op == "call_function" and output not in value.users:
-                spec.arg.name = value.name
+                renamed[node.name] = value.name
                 node.replace_all_uses_with(value)
                 program.graph.erase_node(node)
+    _rename(program, renamed)
+
+
+def _tensors_of_calls(program: ExportedProgram) -> Iterator[TensorArgument]:
+    for entry in program.module_call_graph:
+        if entry.signature is not None:
+            for x in (*entry.signature.inputs, *entry.signature.outputs):
+                if isinstance(x, TensorArgument):
+                    yield x
+
+
+def _rename(program: ExportedProgram, names: dict[str, str]) -> None:
+    for x in (*_tensors_of_calls(program), *(spec.arg for spec in program.graph_signature.output_specs)):
+        x.name = names.get(x.name, x.name)
     program.graph_module.recompile()
