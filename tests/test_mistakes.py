@@ -135,6 +135,11 @@ def test_a_mistake_is_one_line_that_says_what_to_write(tr, mistake, tmp_path, mo
     assert "\n" not in str(caught.value)
 
 
+def test_inputs_that_are_not_on_the_models_device():
+    with pytest.raises(st.errors.OpError, match=r"(?s)module: Net/Linear\[layers.0\].*instead: move the inputs to"):
+        st.trace(copy.deepcopy(NET).to("meta"), (X,))
+
+
 def test_an_error_inside_a_forward_is_the_models_own():
     class Raises(nn.Module):
         def forward(self, x):

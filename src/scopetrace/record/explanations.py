@@ -87,7 +87,8 @@ def _refused(error: Exception, builder: TapeBuilder) -> OpError | None:
         ", ".join(f"{path}: {str(v.fake.dtype).removeprefix('torch.')} {list(v.fake.shape)}" for path, v in tensors)
         or "no tensors"
     )
-    return OpError(f"{name} was called with {operands}", op=str(op), **_place(error, builder))
+    hint = "move the inputs to the model's device, as by x.to('meta')" if "on the same device" in str(error) else None
+    return OpError(f"{name} was called with {operands}", op=str(op), hint=hint, **_place(error, builder))
 
 
 def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
