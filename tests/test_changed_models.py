@@ -45,7 +45,7 @@ REFUSED = {
     "a submodule": (lambda m: setattr(m, "fc", nn.Linear(4, 4)), differs("fc: Linear when traced and another one now")),
     "an item": (
         lambda m: m.layers.__setitem__(1, nn.Tanh()),
-        differs("layers._modules['1']: ReLU when traced and Tanh now"),
+        differs("layers._modules['1']: ReLU when traced and Tanh now; trace again, or put it back") + "$",
     ),
     "a new item": (
         lambda m: m.layers.append(nn.ReLU()),

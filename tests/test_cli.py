@@ -369,6 +369,7 @@ WRONG_INPUTS = {
     ("x=-1x4",): "'-1' is not a size",
     ("x=2x",): "'' is not a size",
     ("x=2x4:flaot32",): "'flaot32' is no dtype; write one such as float32",
+    ("x=2x4:int46",): "'int46' is no dtype; write one such as int64",
     ("x=99999999999x99999999999",): "no tensor of that size and dtype can be made",
     ("y=2x4",): "Net.forward has no argument 'y': its arguments are x, ids, scale",
     ("scales=2x4",): "write --input scale=…",

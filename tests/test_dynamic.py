@@ -853,6 +853,11 @@ def test_channels_of_a_convolution_are_fixed_by_its_weight():
         st.trace(net, (x,), dynamic_shapes=({1: Dim("c")},))
 
 
+def test_a_size_that_one_of_two_inputs_fixes_is_named_for_both():
+    with pytest.raises(DynamicShapeError, match="name the sizes of other inputs that must equal it, too"):
+        st.trace(torch.add, (torch.ones(3), torch.ones(3)), dynamic_shapes=({0: "n"}, None))
+
+
 def test_a_size_written_in_another_way_is_no_other_size():
     def writes_twice(x):
         pairs = x.unflatten(0, (-1, 2))

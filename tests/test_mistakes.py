@@ -1,5 +1,6 @@
 """What a new user writes first and wrong: each gives one line that says what to write."""
 
+import copy
 import itertools
 import logging
 import re
@@ -26,10 +27,18 @@ class Net(nn.Module):
 
 NET, X = Net(), torch.randn(2, 4)
 
+
+def call_after(change, model):
+    """A call of a trace, after a change of its model."""
+    tr = st.trace(model, (X,))
+    change(model)
+    tr(X)
+
+
 MISTAKES = {
     "a class for a module": (lambda tr: st.trace(Net, (X,)), "is the class Net: make one"),
     "a name for a module": (lambda tr: st.trace("resnet18", (X,)), "must be a module"),
-    "no arguments": (lambda tr: st.trace(NET), "Net takes (x, *, scale=1.0), and missing a required argument: 'x'; "),
+    "no arguments": (lambda tr: st.trace(NET), "Net takes (x, *, scale=1.0): missing a required argument: 'x'; "),
     "a shape for arguments": (lambda tr: st.trace(NET, (2, 4)), "positional arguments are args=(…,)"),
     "arguments one by one": (lambda tr: st.trace(NET, X, X), "several positional arguments are one tuple, args=(a, b)"),
     "a dict for args": (lambda tr: st.trace(NET, {"x": X}), "pass keyword arguments as kwargs={...}"),
@@ -37,24 +46,45 @@ MISTAKES = {
     "another size": (lambda tr: tr(torch.randn(3, 4)), "trace again for this size, or with dynamic_shapes="),
     "another dtype": (lambda tr: tr(X.double()), "convert it, or trace again"),
     "another device": (lambda tr: tr(X.to("meta")), "convert it, or trace again"),
+    "data for shapes": (
+        lambda tr: st.trace(copy.deepcopy(NET).to("meta"), (X.to("meta"),))(X),
+        "device was meta when traced and is cpu now; tensors there have no data: trace a model with weights",
+    ),
+    "an argument of the model": (
+        lambda tr: st.trace(NET, (X,), scale=2.0),
+        "st.trace has no argument scale=: the model's own arguments are given as args=(x, …) and kwargs=",
+    ),
+    "another mode": (
+        lambda tr: call_after(nn.Module.eval, nn.Dropout()),
+        "when traced and False now; trace again, or put it back; the trace is of training mode: call train()",
+    ),
     "another number": (lambda tr: tr(X, scale=3.0), "trace again with this one, or pass it as a tensor"),
     "no input": (lambda tr: tr(), "pass the same arguments in the same way"),
-    "a name of no call": (lambda tr: tr.call("layers.2"), "there are 'layers.1', 'layers.0'"),
-    "a misspelt class": (lambda tr: tr.outline("Linaer"), "'Linaer' is no call of this trace; there are 'Linear'"),
+    "a name of no call": (lambda tr: tr.call("layers.2"), "similar names: 'layers.1', 'layers.0'"),
+    "a misspelt class": (lambda tr: tr.outline("Linaer"), "'Linaer' is no call of this trace; similar names: 'Linear'"),
     "a misspelt class of ONNX": (
         lambda tr: tr.to_onnx(functions="linear"),
-        "is no call of this trace; there are 'Linear'",
+        "is no call of this trace; similar names: 'Linear'",
     ),
     "a misspelt leaf": (
         lambda tr: st.trace(NET, (X,), leaf_modules="Linaer"),
-        "no module is named 'Linaer'; there are Linear",
+        "no module is named 'Linaer'; similar names: 'Linear'",
     ),
-    "a container": (lambda tr: tr.call("layers"), "there are 'layers.1', 'layers.0'"),
-    "a pattern of no call": (lambda tr: tr.calls["layer.*"], "there are 'layers.1', 'layers.0'"),
-    "a class of no call": (lambda tr: tr.outline("Liner"), "there are 'Linear', 'layers.1', 'layers.0'"),
+    "a container": (lambda tr: tr.call("layers"), "similar names: 'layers.1', 'layers.0'"),
+    "a pattern of no call": (lambda tr: tr.calls["layer.*"], "similar names: 'layers.1', 'layers.0'"),
+    "a class of no call": (lambda tr: tr.outline("Liner"), "similar names: 'Linear', 'layers', 'layers.1'"),
+    "a class that is not there": (
+        lambda tr: tr.to_onnx(functions=nn.Conv2d),
+        "Conv2d is no call of this trace; there are 'Linear'",
+    ),
+    "a leaf of another class": (
+        lambda tr: st.trace(NET, (X,), leaf_modules=nn.LSTM),
+        "the model has no LSTM; there are 'Linear', 'ModuleList', 'Net'",
+    ),
+    "a misspelt rule": (lambda tr: tr.outline("repeatd"), "similar names: 'repeated'"),
     "a leaf that is not there": (
         lambda tr: st.trace(NET, (X,), leaf_modules="fcc"),
-        "no module is named 'fcc'; there are fc",
+        "no module is named 'fcc'; similar names: 'fc'",
     ),
     "no file": (lambda tr: st.load("no.st"), "No such file or directory: 'no.st'"),
     "no folder": (lambda tr: tr.save("no/net.st"), "No such file or directory: 'no'"),
@@ -103,6 +133,11 @@ def test_a_mistake_is_one_line_that_says_what_to_write(tr, mistake, tmp_path, mo
         use(tr)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_inputs_that_are_not_on_the_models_device():
+    with pytest.raises(st.errors.OpError, match=r"(?s)module: Net/Linear\[layers.0\].*instead: move the inputs to"):
+        st.trace(copy.deepcopy(NET).to("meta"), (X,))
 
 
 def test_an_error_inside_a_forward_is_the_models_own():

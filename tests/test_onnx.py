@@ -758,6 +758,25 @@ def test_verify_finds_a_wrong_translation():
         st.trace(blocks(1), (X,)).to_onnx(opset_version=20, custom_translation_table=table, verify=True)
 
 
+def test_an_edited_trace_is_compared_with_itself():
+    traced = st.trace(blocks(1), (X,))
+    [relu] = traced.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    relu.target = torch.ops.aten.sigmoid.default
+    traced.graph_module.recompile()
+    traced.to_onnx(verify=True)
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_masks_of_verify_hide_something_and_not_all(hides):
+    """A row of which nothing is left is NaN in one of ONNX Runtime and torch, and 0 in the other."""
+
+    def attend(x, mask):
+        bias = torch.zeros(mask.shape).masked_fill(mask if hides else ~mask, float("-inf"))
+        return nn.functional.scaled_dot_product_attention(x, x, x, bias)
+
+    st.trace(attend, (torch.randn(2, 2, 2, 4), torch.ones(2, 1, 1, 2).bool())).to_onnx(verify=True)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 def test_verify_looks_at_small_outputs_too(scale):
     onnxscript = pytest.importorskip("onnxscript")

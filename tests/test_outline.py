@@ -101,7 +101,7 @@ def test_targets_are_classes_patterns_and_predicates():
         assert {f.name for f in outlined(blocks(), (X,), target).functions} == {"Block"}
     with pytest.raises(st.OutlineError, match=r"'layers\.\*' is no call of this trace; there are '0', '0.fc'"):
         st.trace(blocks(), (X,)).outline("layers.*")
-    with pytest.raises(st.OutlineError, match=r"'1\.fd' is no call of this trace; there are '1\.fc', "):
+    with pytest.raises(st.OutlineError, match=r"'1\.fd' is no call of this trace; similar names: '1\.fc', "):
         st.trace(blocks(), (X,)).outline("1.fd")
     with pytest.raises(st.OutlineError, match="functional=True"):
         st.trace(Relu(), (X,), functional=False).outline(Relu)

@@ -188,8 +188,8 @@ def test_calls_by_name():
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("layer.1", "no module call is named 'layer.1'; there are 'layers.1'"),
-        (nn.Conv2d, "no module call is named Conv2d; there are 'layers.0'"),
+        ("layer.1", "no module call is named 'layer.1'; similar names: 'layers.1'"),
+        (nn.Conv2d, "no module call is named Conv2d; there are 'Block', 'Linear'"),
         (nn.Linear(2, 2), "no module call is named this Linear"),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_call_by_its_index():
     assert tr.call("first", 1).index == 1
     with pytest.raises(LookupError, match="'first' is called 2 times: there is no call with index 2"):
         tr.call("first", 2)
-    with pytest.raises(CallNotFoundError, match="no module call has the name 'frst'; there are 'first'"):
+    with pytest.raises(CallNotFoundError, match="no module call has the name 'frst'; similar names: 'first'"):
         tr.call("frst")
     with pytest.raises(ArgumentTypeError, match="give a module class"):
         tr.calls[1.5]

@@ -77,7 +77,7 @@ def knows_others(name: str, others: Mapping[str, str]) -> Callable[[Callable[P, 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for wrong in kwargs.keys() - known:
-                near = [f"{match}=" for match in difflib.get_close_matches(wrong, known, n=1)]
+                near = [f"{match}=" for match in difflib.get_close_matches(wrong, known, n=1, cutoff=0.7)]
                 hint = others.get(wrong) or (f"write {near[0]}" if near else others.get("", ""))
                 raise ArgumentTypeError(f"{name} has no argument {wrong}=" + (f": {hint}" if hint else ""))
             return function(*args, **kwargs)

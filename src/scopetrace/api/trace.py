@@ -250,7 +250,8 @@ class Trace(Shown):
             attributes: names of plain module attributes that become ONNX attributes of the calls, True for all, or a
                 function from a ModuleCall to a dict of its attributes.
             metadata: write scopes and source lines to the nodes.
-            verify: check the file with onnx.checker, and run it in ONNX Runtime beside the model.
+            verify: check the file with onnx.checker, and run it in ONNX Runtime beside the model, or beside the trace
+                where its graph was edited.
             progress: called with what is being done.
 
         Raises:
@@ -591,7 +592,7 @@ def _unbound(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argum
     except TypeError as error:
         name = getattr(model, "__qualname__", type(model).__name__)
         hint = "positional arguments are args=(…,), keyword arguments kwargs={…}"
-        return ArgumentTypeError(f"{name} takes {signature}, and {error}; {hint}")
+        return ArgumentTypeError(f"{name} takes {signature}: {error}; {hint}")
     return None
 
 

@@ -99,7 +99,8 @@ def _dtype(text: str, name: str) -> torch.dtype:
     known |= {str(getattr(dtype, "abbr", dtype)): dtype for dtype in known.values()}
     dtype = known.get(name.removeprefix("torch."))
     if dtype is None:
-        near = difflib.get_close_matches(name, known, n=3) or ["float32", "int64", "bool", "bf16"]
+        usual = ["float32", "int64", "bool", "bfloat16", "float16", "float64", "int32", "uint8"]
+        near = difflib.get_close_matches(name, usual, n=2) or usual[:4]
         raise UsageError(f"--input {text}: {name!r} is no dtype; write one such as {' or '.join(near)}")
     return dtype
 

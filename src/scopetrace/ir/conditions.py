@@ -252,8 +252,8 @@ class SizeRules:
         if expr.is_number:
             problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {expr}"
             hint = (
-                f"write {expr} for it in dynamic_shapes, or Dim.AUTO to let the model decide; "
-                "or compute with x.size(0), as by n ** 0.5 for math.sqrt(n), math.trunc(n / 2) for int(n / 2)"
+                f"write {expr} for it in dynamic_shapes, or Dim.AUTO to let the model decide; name the sizes of other "
+                "inputs that must equal it, too; write n ** 0.5 for math.sqrt(n), math.trunc(n / 2) for int(n / 2)"
             )
         else:
             problem = f"{self._place(symbol)} must always be {self._say(expr)} in this model"

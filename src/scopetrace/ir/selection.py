@@ -108,6 +108,10 @@ def _regex(pattern: str, separator: str) -> re.Pattern[str]:
     return re.compile("".join(parts), re.DOTALL)
 
 
+LISTED = 6
+"""Names in a message or a repr."""
+
+
 def crossing(pattern: Any, names: Iterable[str]) -> str:
     """What a message says of a pattern that names nothing, where it would with `**` in place of `*`; else nothing."""
     wider = re.sub(r"\*+", "**", pattern) if isinstance(pattern, str) else ""
@@ -117,13 +121,19 @@ def crossing(pattern: Any, names: Iterable[str]) -> str:
     return f"* stops at dots and slashes, ** crosses them: write {wider!r}; "
 
 
-def near_names(target: Any, names: Iterable[str], classes: Iterable[str]) -> list[str]:
-    """Up to three names of modules or of their classes that are like a target; where none is, all names of modules."""
-    names = list(dict.fromkeys(names))
-    text = target.__name__ if isinstance(target, type) else target if isinstance(target, str) else ""
-    known = {name.lower(): name for name in (*([] if "*" in text else sorted(set(classes))), *names)}
-    near = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.4)
-    return [known[name] for name in near] or names
+def near_text(target: Any, names: Iterable[str], classes: Iterable[str] = (), paths: Iterable[str] = ()) -> str:
+    """What a message says of a target that names nothing: up to three names like it, or which names there are.
+
+    These are names of modules (`names`) and of their classes; for a class, of classes alone. `paths` are scope paths.
+    """
+    is_class, classes = isinstance(target, type), sorted(set(classes))
+    names = classes if is_class else list(dict.fromkeys(names))
+    text = target.__name__ if is_class else target if isinstance(target, str) else ""
+    known = {name.lower(): name for name in (*([] if "*" in text else classes), *names)}
+    cutoff = 0.6 if is_class else 0.4
+    near = [known[name] for name in difflib.get_close_matches(text.lower(), known, n=3, cutoff=cutoff)]
+    some = ", ".join(map(repr, near or names[:LISTED])) + (", …" if not near and len(names) > LISTED else "")
+    return f"{crossing(target, [*names, *paths])}{'similar names:' if near else 'there are'} {some or 'none'}"
 
 
 def target_text(target: Any) -> str:

@@ -95,9 +95,11 @@ class ExpectedTensor:
             )
         for what in ("dtype", "device", "layout"):
             if (was := getattr(self, what)) != (now := getattr(tensor, what)):
-                raise InputMismatchError(
-                    f"{self.path}: {what} was {was} when traced and is {now} now; convert it, or trace again"
+                meta = what == "device" and was.type == "meta"
+                hint = (
+                    "tensors there have no data: trace a model with weights" if meta else "convert it, or trace again"
                 )
+                raise InputMismatchError(f"{self.path}: {what} was {was} when traced and is {now} now; {hint}")
 
 
 class ExpectedArguments:

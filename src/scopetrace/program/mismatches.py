@@ -44,8 +44,17 @@ def mismatch(guard: Guard, value: Any, current: Any) -> InputMismatchError:
         problem = f"the code or the default arguments of {which} are not those of the trace"
     if isinstance(source, Flag):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
-    hint = (asked and asked.hint) or ("or pass it as an argument, if calls differ in it" if guard.line else "")
+    hint = (asked and asked.hint) or (_hint(name, value) if guard.line else "")
     return StateMismatchError(f"{problem}; trace again, or put it back" + (f"; {hint}" if hint else ""))
+
+
+def _hint(name: str, value: Any) -> str:
+    """What to do about something that the model reads and that differs, beside putting it back."""
+    if name.endswith(".training") or name == "training":
+        return f"the trace is of {'training' if value else 'eval'} mode: call {'train' if value else 'eval'}()"
+    if name.endswith(".grad is not None"):
+        return "optimizer.zero_grad() at the beginning or end of a step makes it the same in each call"
+    return "" if isinstance(value, torch.nn.Module) else "or pass it as an argument, if calls differ in it"
 
 
 def _text(value: Any) -> str:

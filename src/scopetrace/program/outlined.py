@@ -30,7 +30,7 @@ from scopetrace.outline.interface import Interfaces
 from scopetrace.outline.signature import FunctionSignature, OutlinedBody
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
-from scopetrace.program.selection import near_text
+from scopetrace.program.selection import near_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 OutlineTarget = Target | bool
@@ -250,7 +250,8 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
                 "leave it out of the targets"
             )
         if not matched:
-            raise OutlineError(f"{target_text(target)} is no call of this trace; {near_text(target, source.calls)}")
+            near = near_calls(target, source.calls, (REPEATED, OUTERMOST))
+            raise OutlineError(f"{target_text(target)} is no call of this trace; {near}")
         matches.update(matched)
     calls = [call for call in all_calls if not call.is_leaf and call.raised is None]
     named = [call.record for call in calls if call in matches]

@@ -11,7 +11,7 @@ The values are what people use forward hooks for; a hook does not see keyword ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex, overload
 
 import torch
@@ -19,10 +19,8 @@ import torch.fx
 
 from scopetrace.containers.structure import instantiate, leaves
 from scopetrace.errors import CallNotFoundError
-from scopetrace.ir.selection import Selection, crossing, is_named, near_names, several, target_text
+from scopetrace.ir.selection import LISTED, Selection, is_named, near_text, several, target_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
-
-_LISTED = 6  # names in a message or a repr
 
 
 class Calls(list[ModuleCall]):
@@ -44,7 +42,7 @@ class Calls(list[ModuleCall]):
         targets = several(key)
         for target in targets:
             if isinstance(target, (str, type, torch.nn.Module)) and not any(is_named(call, target) for call in self):
-                raise CallNotFoundError(f"no module call is named {target_text(target)}; {near_text(target, self)}")
+                raise CallNotFoundError(f"no module call is named {target_text(target)}; {near_calls(target, self)}")
         return Calls(call for call in self if is_named(call, targets))
 
     def of(self, fqn: str, index: int = 0) -> ModuleCall:
@@ -55,22 +53,22 @@ class Calls(list[ModuleCall]):
         if matches:
             times = "once" if len(matches) == 1 else f"{len(matches)} times"
             raise CallNotFoundError(f"{fqn!r} is called {times}: there is no call with index {index}")
-        raise CallNotFoundError(f"no module call has the name {fqn!r}; {near_text(fqn, self)}")
+        raise CallNotFoundError(f"no module call has the name {fqn!r}; {near_calls(fqn, self)}")
 
     def __repr__(self) -> str:
-        if len(self) <= _LISTED:
+        if len(self) <= LISTED:
             return super().__repr__()
-        return f"[{', '.join(map(repr, super().__getitem__(slice(_LISTED - 1))))}, … {len(self) - _LISTED + 1} more]"
+        return f"[{', '.join(map(repr, super().__getitem__(slice(LISTED - 1))))}, … {len(self) - LISTED + 1} more]"
 
 
-def near_text(target: Any, calls: Iterable[ModuleCall]) -> str:
-    """What a message says of a target that names no call: names of called modules, or of their classes, like it."""
+def near_calls(target: Any, calls: Iterable[ModuleCall], words: Sequence[str] = ()) -> str:
+    """What a message says of a target that names no call; `words` could stand there, too."""
     calls = [call for call in calls if call.fqn]
-    fqns = [str(call.fqn) for call in calls]
-    near = near_names(target, fqns, [call.scope.type_name for call in calls])
-    some = ", ".join(map(repr, near[:_LISTED])) + (", …" if len(near) > _LISTED else "")
-    hint = crossing(target, [*fqns, *(call.scope.path for call in calls)])
-    return f"{hint}there are {some}" if near else "only the model itself is called"
+    if not calls:
+        return "only the model itself is called"
+    fqns, paths = [str(call.fqn) for call in calls], [call.scope.path for call in calls]
+    kinds = [call.scope.type_name for call in calls]
+    return near_text(target, fqns, kinds if isinstance(target, type) else [*kinds, *words], paths)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.guards import Guard
 from scopetrace.ir.scopes import Scope, scope
-from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_names, several
+from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_text, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
@@ -339,8 +339,7 @@ def leaf_targets(leaf_modules: Any, model: Model) -> list[Target]:
             is_name = isinstance(target, str) and "/" not in target
             what, matching = f"no module is named {target!r}", not is_name or any(matches(x, target) for x in texts)
         if not matching and (kinds or not is_class):
-            some = ", ".join(near_names(target, names, [kind.__name__ for kind in kinds])[:5]) or "none"
-            raise LeafPatternError(f"leaf_modules: {what}; {crossing(target, names)}there are {some}")
+            raise LeafPatternError(f"leaf_modules: {what}; {near_text(target, names, [k.__name__ for k in kinds])}")
     return targets
 
 

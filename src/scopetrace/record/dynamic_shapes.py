@@ -277,7 +277,9 @@ def _dims(t: torch.Tensor, spec: Any, path: str) -> dict[int, DimSpec | None]:
         dims = {(d + t.dim() if d < 0 else d): dim for d, dim in spec.items()}
         beyond = [d for d in dims if not 0 <= d < t.dim()]
         if beyond:
-            raise DynamicShapeError(f"dynamic_shapes has dimension {beyond[0]} of {path}, which has {t.dim()}")
+            raise DynamicShapeError(
+                f"dynamic_shapes has dimension {beyond[0]} of {path}, which has {t.dim()}, from 0 on"
+            )
     elif isinstance(spec, (list, tuple)):
         if len(spec) != t.dim():
             raise DynamicShapeError(f"dynamic_shapes has {len(spec)} dimensions for {path}, which has {t.dim()}")

@@ -90,7 +90,8 @@ def _refused(error: Exception, builder: TapeBuilder) -> OpError | None:
         ", ".join(f"{path}: {str(v.fake.dtype).removeprefix('torch.')} {list(v.fake.shape)}" for path, v in tensors)
         or "no tensors"
     )
-    return OpError(f"{name} was called with {operands}", op=str(op), **_place(error, builder))
+    hint = "move the inputs to the model's device, as by x.to('meta')" if "on the same device" in str(error) else None
+    return OpError(f"{name} was called with {operands}", op=str(op), hint=hint, **_place(error, builder))
 
 
 def text_used(what: str, *, module: str | None, source: str | None) -> DataDependentError:
@@ -177,13 +178,12 @@ _NO_FAKE = {
 """By what torch raises for a fake tensor: the problem ("" for torch's own words), and the way out."""
 
 _SPECIALIZE = (
-    "or trace with specialize=True, which fixes the value to that of the example inputs, says so in "
-    "Trace.specializations, and refuses calls in which it is another one"
+    "or trace with specialize=True, which lets the example inputs decide and refuses calls that would decide otherwise"
 )
 _BRANCH = (
-    "compute both sides and pick with torch.where, or write torch.cond; for min(n, 4) and max(n, 4) write "
-    "torch.sym_min(n, 4) and torch.sym_max(n, 4); a check that is only for users can be skipped, as "
-    f"torch.compiler.is_exporting() is True here; or make the value an argument that is a Python number; {_SPECIALIZE}"
+    f"compute both sides and pick with torch.where, or write torch.cond; {_SPECIALIZE}; or make the value an argument "
+    "that is a Python number; write torch.sym_min(n, 4) and torch.sym_max(n, 4) for min(n, 4) and max(n, 4); skip "
+    "a check of values where torch.compiler.is_exporting(), as it is here"
 )
 
 _WAYS_OUT = {

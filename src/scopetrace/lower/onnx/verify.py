@@ -60,8 +60,8 @@ class _Example:
 def _examples(tape: ProgramTape) -> Iterator[_Example]:
     """Random inputs: some of the traced sizes, and one of other sizes where sizes are dynamic.
 
-    Whole numbers are 0 and 1, which are valid as indices, masks and positions alike, and 1 where the last dimension
-    begins: a mask that hides everything is one that attention has no defined result for.
+    Whole numbers are 0 and 1, which are valid as indices, masks and positions alike. The last dimension begins with 1
+    and ends in 0: for a mask that hides everything, whether it hides by 1 or by 0, attention has no defined result.
     """
     for seed in range(_SEEDS):
         yield _example(tape, seed, example)
@@ -100,7 +100,9 @@ def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
         else:
             memory = torch.randint(0, 2, [length], generator=random)
             if shape:
-                memory.as_strided(shape, stride)[..., :1].fill_(1)
+                numbers = memory.as_strided(shape, stride)
+                numbers[..., -1:].fill_(0)
+                numbers[..., :1].fill_(1)
         tensors[id(fake)] = tracked_as(fake, memory.to(fake.dtype).to(fake.device).as_strided(shape, stride))
     return _Example(tape, size, [tensors[id(value.fake)] for value in tape.inputs])
 
@@ -246,7 +248,7 @@ class _Comparison:
         return False
 
     def _eager(self, inputs: _Example, seed: int = 0) -> list[torch.Tensor]:
-        model = self.program.model or self.program
+        model = (not self.program.tape.edited and self.program.model) or self.program
         with torch.set_grad_enabled(self.program.tape.grad):  # the model may differentiate
             results: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
         return results
@@ -268,9 +270,8 @@ class _Comparison:
                 )
             error = _error(a, b)
             if not _is_small(error, a, self._limit):
-                raise OnnxVerificationError(
-                    f"{where}: {name} differs from the model's by {error:.3g}{self._why(inputs)}"
-                )
+                by = "in which values are finite" if error == float("inf") else f"by {error:.3g}"
+                raise OnnxVerificationError(f"{where}: {name} differs from the model's {by}{self._why(inputs)}")
             worst = max(worst, error)
         return worst
 

@@ -23,7 +23,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 
 from scopetrace._compat.onnx import packed_tensor
 from scopetrace.errors import OnnxOptionError
-from scopetrace.ir.selection import crossing, matches, near_names
+from scopetrace.ir.selection import matches, near_text
 from scopetrace.lower.onnx import ExternalData, WeightNames
 
 PROTO_LIMIT = 2**31 - 2**27
@@ -51,8 +51,8 @@ def chosen(names: Collection[str], wanted: WeightNames) -> set[str]:
     weights: set[str] = set()
     for pattern in [wanted] if isinstance(wanted, str) else wanted or ():
         if not (matching := [name for name in names if matches(name, pattern)]):
-            some = f"{crossing(pattern, names)}there are {', '.join(near_names(pattern, names, ())[:8])}, …"
-            raise OnnxOptionError(f"weight_inputs: {pattern!r} matches no parameter or buffer; {some}")
+            near = near_text(pattern, names)
+            raise OnnxOptionError(f"weight_inputs: {pattern!r} matches no parameter or buffer; {near}")
         weights.update(matching)
     return weights
 
