@@ -185,7 +185,8 @@ def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
         if is_op(node.target):
             name = schema_of(node.target).op_name
             count[name] += 1
-            node.meta["torch_fn"] = f"{name}_{count[name]}", f"function.{name}"
+            function = getattr(torch.nn.functional, name, getattr(torch.Tensor, name, len))
+            node.meta["torch_fn"] = f"{name}_{count[name]}", f"{type(function).__name__}.{name}"
 
 
 def _sort_operands(lowered: FxLowering) -> None:
