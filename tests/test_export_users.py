@@ -771,6 +771,20 @@ def test_a_program_that_changes_parameters_has_ops_of_torch_only(decompose):
     torch.testing.assert_close(run.p, again.p)
 
 
+@pytest.mark.parametrize("dim", [Dim("n"), Dim.AUTO, Dim.DYNAMIC])
+def test_a_size_that_a_decomposition_fixes_is_dynamic_in_the_trace(dim):
+    """torch unrolls a GRU."""
+    model, others = nn.GRU(4, 3), torch.randn(7, 2, 4)
+    tr = st.trace(model, (torch.randn(5, 2, 4),), dynamic_shapes={"input": {0: dim}})
+    text, ep = str(tr), tr.to_exported_program()
+    decomposed = ep.run_decompositions()
+    assert str(tr) == text
+    for program in (tr, ep.module(), tr.to_exported_program().module()):
+        assert_close(program(others), model(others))
+    with pytest.raises(AssertionError, match=r"input.size\(\)\[0\] == 5"):
+        decomposed.module()(others)
+
+
 def test_symbols_that_are_numbers_have_no_bindings():
     def forward(self, x, y):
         n = x.item()

@@ -317,7 +317,8 @@ class TracedExportedProgram(ExportedProgram):
         guards, aliases = compat.guards_of(self), _add_aliases(self)
         added = {alias.name for alias in aliases}
         try:
-            with outside_modes(), compat.without_guards(self):  # a FakeTensorMode of the user is not the program's
+            # a FakeTensorMode of the user is not the program's; a size that a decomposition fixes is not the trace's
+            with outside_modes(), compat.without_guards(self), compat.in_another_environment(self):
                 result = super().run_decompositions(*args, **kwargs)
         finally:
             _remove_aliases(self, aliases)
