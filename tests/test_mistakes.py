@@ -232,6 +232,19 @@ def test_operands_that_an_op_does_not_take(op, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_text_of_torch_in_several_lines():
+    @torch.library.custom_op("scopetrace_test::strict", mutates_args=())
+    def strict(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @strict.register_fake
+    def _(x):
+        raise ValueError("sizes differ:\n  x has 3")
+
+    with pytest.raises(st.errors.OpError, match="torch: sizes differ:\n  x has 3"):
+        st.trace(lambda x: strict(x), (torch.ones(3),))
+
+
 def test_the_log_of_torch_is_as_before():
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = list(log.filters)

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import sym_and
 
 import scopetrace as st
 
@@ -336,6 +337,22 @@ def test_what_torch_check_says_is_asserted_where_the_number_is_read():
     assert "Runtime assertion failed for expression u0 <= 3 on node 'le'" in code
     with pytest.raises(RuntimeError, match="u0 <= 3"):
         tr(EXAMPLE[0], torch.tensor(4))
+
+
+WRONG = {"u0 >= 2": [1, 5], "u0 <= 8": [9, 5], "u1 >= 5": [3, 4], "u1 <= 5": [3, 6]}
+
+
+@pytest.mark.parametrize("failed", WRONG)
+def test_the_message_names_the_part_of_a_condition_that_failed(failed):
+    def run(ns):
+        n, m = ns.tolist()
+        torch._check(sym_and(n >= 2, n <= 8, m == 5))
+        return n + m
+
+    ep = st.trace(run, (torch.tensor([3, 5]),)).to_exported_program()
+    assert ep.module()(torch.tensor([4, 5])) == 9
+    with pytest.raises(RuntimeError, match=f"expression {failed} on node"):
+        ep.module()(torch.tensor(WRONG[failed]))
 
 
 def test_what_torch_check_says_decides_branches():

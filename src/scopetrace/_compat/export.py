@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,13 +15,15 @@ from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad
 from torch._export.verifier import TrainingIRVerifier as TrainingIRVerifier
 from torch._export.verifier import Verifier as Verifier
 from torch._library.opaque_object import get_opaque_type_name, is_opaque_value_type
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils import _pytree as pytree
 
+from scopetrace._compat.fake_mode import fake_mode_of
 from scopetrace._compat.graph_module import enter_autocast, set_grad_enabled
-from scopetrace._compat.shape_env import WatchedShapeEnv
+from scopetrace._compat.shape_env import WatchedShapeEnv, symint
 from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import FakeTensor, is_symbolic
 
@@ -110,6 +113,32 @@ def guards_of(program: Any) -> list[str]:
 def without_guards(program: Any) -> contextlib.AbstractContextManager[Any]:
     """Inside, `program.module()` checks nothing: torch would trace the checks, of what need not be a tensor."""
     return mock.patch.object(program, "_guards_code", [])
+
+
+@contextlib.contextmanager
+def in_another_environment(program: Any) -> Iterator[None]:
+    """Inside, the inputs of a program have symbols of another environment: what becomes of them, others do not see."""
+    nodes = {node: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    env = next((x.fake_mode.shape_env for x in nodes.values() if isinstance(x, FakeTensor) and is_symbolic(x)), None)
+    if isinstance(env, WatchedShapeEnv):
+        mode = fake_mode_of(env := env.copied())
+        for node, x in nodes.items():
+            node.meta["val"] = _moved(x, env, mode)
+    try:
+        yield
+    finally:
+        for node, x in nodes.items():
+            node.meta["val"] = x
+
+
+def _moved(x: Any, env: WatchedShapeEnv, mode: FakeTensorMode) -> Any:
+    if isinstance(x, torch.SymInt):
+        return symint(env, x.node.expr, x.node.hint)
+    if not isinstance(x, FakeTensor) or x.layout is not torch.strided:
+        return x
+    size, stride = ([_moved(n, env, mode) for n in numbers] for numbers in (x.size(), x.stride()))
+    with mode:
+        return torch.empty_strided(size, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
 
 
 def opaque_name(x: Any) -> str | None:

@@ -229,10 +229,16 @@ class WatchedShapeEnv(ShapeEnv):
         for condition in guards:
             self.add_guard(condition)
 
+    def copied(self) -> WatchedShapeEnv:
+        """Another environment with these symbols, and what is known of them."""
+        new = copy.copy(self)
+        vars(new).update({name: copy.copy(x) for name, x in vars(self).items() if isinstance(x, (dict, list, set))})
+        return new
+
     @contextlib.contextmanager
     def unchanged(self, where_it_raises: bool = False) -> Iterator[None]:
         """What is assumed of sizes inside is forgotten after it, or only after an error."""
-        before = {name: copy.copy(x) if isinstance(x, (dict, list, set)) else x for name, x in vars(self).items()}
+        before = vars(self.copied())
         keeps = False
         try:
             yield

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -106,11 +106,19 @@ class SymbolNodes:
         """
         for symbol in symbols:
             facts = shape_env.deferred_runtime_asserts.get(symbol, ())
-            for fact in facts:
-                if not all(map(self._gives, fact.expr.free_symbols)):
+            parts = [(part, fact.msg) for fact in facts for part in self._parts(fact.expr)]
+            for expr, message in parts:
+                if not all(map(self._gives, expr.free_symbols)):
                     continue  # about a symbol inside an op, which is in no result
-                if fact.msg in messages or not _is_looser(fact.expr, [other.expr for other in facts]):
-                    self.assert_condition(fact.expr, fact.msg if fact.msg in messages else None)
+                if message in messages or not _is_looser(expr, [other for other, _ in parts]):
+                    self.assert_condition(expr, message if message in messages else None)
+
+    def _parts(self, expr: Any) -> Iterator[Any]:
+        """What a condition consists of, so that a message names what failed; a number is two limits, as in torch."""
+        for part in sympy.And.make_args(expr):
+            is_number = isinstance(part, sympy.Eq) and part.lhs.is_symbol and part.rhs.is_number
+            is_limits = is_number and part not in self._nodes
+            yield from (sympy.Ge(*part.args), sympy.Le(*part.args)) if is_limits else (part,)
 
     def assert_condition(self, expr: Any, message: str | None = None) -> None:
         """Assert in the graph that a condition holds, with torch.export's message if there is none."""

@@ -35,7 +35,7 @@ from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.selection import Candidate, Selection, crossing, is_named, near_names, several, target_text
+from scopetrace.ir.selection import Candidate, Selection, is_named, near_text, several, target_text
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.record.model import Model
 
@@ -306,9 +306,8 @@ def _chosen(model: torch.nn.Module, selection: Any) -> set[str]:
     modules = [Candidate(m, type(m), name, Scope(name, type(m).__name__)) for name, m in inner.items()]
     for target in several(selection):
         if not any(is_named(module, target) for module in modules):
-            near = near_names(target, [*sorted({type(m).__name__ for m in model.modules()}), *inner], ())
-            some = f"{crossing(target, inner)}there are: {', '.join(near[:8])}"
-            raise PlanError(f"no module of the model is {target_text(target)}; {some}")
+            near = near_text(target, inner, [type(m).__name__ for m in model.modules()])
+            raise PlanError(f"no module of the model is {target_text(target)}; {near}")
     return {str(module.fqn) for module in modules if is_named(module, selection)}
 
 

@@ -157,6 +157,7 @@ class FxLowering:
         first = [op for op in tape.ops if op.kind == "placeholder"]
         for op in first:
             self._emit(op)
+        before = len(self._all)
         symbols = [s for op in first if isinstance(op.outputs, Symbolic) for s in to_expr(op.outputs).free_symbols]
         self._symbols.assert_facts(tape.shape_env, symbols, self._messages)
         for condition in self._asserted:
@@ -165,7 +166,8 @@ class FxLowering:
             # an op of a graph that was traced again may assert what the lowering asserts anyway
             is_new = op.target is not _ASSERT or not self._symbols.is_asserted(op.args[0])
             if id(op) in live and op.kind != "placeholder" and is_new:
-                self._emit_described(op)
+                self._emit_described(op, before)
+                before = len(self._all)
         self._switch_grad(tape.outer_grad)
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
@@ -174,9 +176,8 @@ class FxLowering:
         self.output.meta["val"] = fakes_of(returned)
         set_place(self.output, str(tape.root), 0)
 
-    def _emit_described(self, op: Op) -> None:
-        """As `_emit`; nodes that compute numbers of the op get its annotations and phase too."""
-        before = len(self._all)
+    def _emit_described(self, op: Op, before: int) -> None:
+        """As `_emit`; the nodes after so many, which compute and assert numbers, get its annotations and phase too."""
         self._emit(op)
         for node in itertools.islice(reversed(self.graph.nodes), len(self._all) - before):
             if op.meta is not None and "custom" in op.meta:

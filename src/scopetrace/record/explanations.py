@@ -31,7 +31,7 @@ def errors_explained(builder: TapeBuilder, ops: OpRecorder) -> Iterator[None]:
     except Exception as error:
         meant = explained(error, builder, ops) or _refused(error, builder)
         if meant is not None:
-            meant.stands_for(error, f"  torch: {_first_line(error)}")
+            meant.stands_for(error, f"  torch: {str(error).partition(_CPP_STACK)[0]}")
             raise meant from error
         place = _place(error, builder)
         error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
@@ -126,6 +126,8 @@ def _call(error: Exception, builder: TapeBuilder) -> Call:
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
+
+_CPP_STACK = "\nException raised from"
 
 _NO_DATA = re.compile(
     r"doesn't have storage|Cannot access data pointer|\.numpy\(\) is not supported|doesn't have data"

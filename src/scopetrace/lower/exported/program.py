@@ -182,7 +182,8 @@ def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
         if is_op(node.target):
             name = schema_of(node.target).op_name
             count[name] += 1
-            node.meta["torch_fn"] = f"{name}_{count[name]}", f"function.{name}"
+            function = getattr(torch.nn.functional, name, getattr(torch.Tensor, name, len))
+            node.meta["torch_fn"] = f"{name}_{count[name]}", f"{type(function).__name__}.{name}"
 
 
 def _sort_operands(lowered: FxLowering) -> None:
@@ -313,7 +314,8 @@ class TracedExportedProgram(ExportedProgram):
         guards, aliases = compat.guards_of(self), _add_aliases(self)
         added = {alias.name for alias in aliases}
         try:
-            with outside_modes(), compat.without_guards(self):  # a FakeTensorMode of the user is not the program's
+            # a FakeTensorMode of the user is not the program's; a size that a decomposition fixes is not the trace's
+            with outside_modes(), compat.without_guards(self), compat.in_another_environment(self):
                 result = super().run_decompositions(*args, **kwargs)
         finally:
             _remove_aliases(self, aliases)
