@@ -218,7 +218,7 @@ REFUSED = {
     "absent class": (
         Llama,
         dict(classes=nn.Conv2d),
-        "no module of the model is Conv2d; there are: Attention, Embedding",
+        "no module of the model is Conv2d; there are 'Attention', 'Embedding'",
     ),
     "container": (Llama, dict(classes=nn.ModuleList), "ModuleList 'layers' has no forward"),
     "scalar": (
