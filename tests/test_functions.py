@@ -545,7 +545,7 @@ class Seeds(Recomputes):
 @pytest.mark.parametrize(
     "f, reason",
     [
-        (lambda net, x: Recomputes.apply(x, net.a, *net.a.parameters()), "differentiates"),
+        (lambda net, x: Recomputes.apply(x, net.a, *net.a.parameters()), "it differentiates by itself; trace the step"),
         (lambda net, x: Seeds.apply(x, net.a, *net.a.parameters()), "seeds torch's random generator"),
         (lambda net, x: Branches.apply(net.a(x)), "data-dependent"),
         (lambda net, x: Short.apply(net.a(x), x), "1 gradients for 2 arguments"),

@@ -165,7 +165,8 @@ class FunctionRecorder(BodyRecorder):
         failed, error = self._cut(self._run_backward_if_possible, "backward", "bwd_body")
         if error is None:
             return [failed]
-        why = f"a trace of a forward has no gradient through {self._path}, as no graph has its backward: {error}"
+        reason = "it differentiates by itself; trace the step" if isinstance(error, Retrace) else error
+        why = f"a trace of a forward has no gradient through {self._path}, as no graph has its backward: {reason}"
 
         def run() -> tuple[list[Any], None]:
             needed = zip(self._arguments, self._ctx.needs_input_grad, strict=True)
