@@ -5,6 +5,7 @@ if m.cos is None: m.cos = table(len(x))     # settled, another program that stor
 m.n += 1; return x * 2 if m.n < 3 else x    # asked, and never settled: right for one call
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -24,6 +25,7 @@ class Net(nn.Module):
         super().__init__()
         self.run, self.n, self.seen, self.table, self.cos, self.shape = forward, 0, [], {}, None, None
         self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+        self.recent, self.kinds = collections.deque([1, 2, 3], maxlen=3), set()
 
     def forward(self, x):
         return self.run(self, x)
@@ -37,6 +39,13 @@ def counter(m, x):
 def history(m, x):
     m.seen.append(tuple(x.shape))
     return x * 2
+
+
+def recent_steps(m, x):
+    m.n += 1
+    m.recent.append(m.n)
+    m.kinds.add(tuple(x.shape))
+    return x * m.recent.maxlen
 
 
 def last_kept(m, x):
@@ -102,6 +111,16 @@ def grows(m, x):
     return x * len(m.seen)
 
 
+def shifts(m, x):
+    m.recent.append(m.recent[0] + 5)
+    return x * 2 if 2 in m.recent else x
+
+
+def meets(m, x):
+    m.kinds.add(len(x) + len(m.kinds))
+    return x * (2 if m.kinds & {4} else 3)
+
+
 def recurrent(m, x):
     m.cos = x if m.cos is None else m.cos * 0.5 + x
     return m.cos * 1
@@ -117,9 +136,9 @@ def drawn(m, x):
     return x * random.random()
 
 
-SERVED = [counter, history, last_kept, rebuilt, set_once, other_ops_at_first]
+SERVED = [counter, history, recent_steps, last_kept, rebuilt, set_once, other_ops_at_first]
 CACHES = [rotary, anchors, scratch, memo]
-ONE_CALL = [scheduled, grows, recurrent, of_the_first_batch, drawn]
+ONE_CALL = [scheduled, grows, shifts, meets, recurrent, of_the_first_batch, drawn]
 
 
 @pytest.mark.parametrize("forward", [*SERVED, *CACHES])

@@ -280,7 +280,7 @@ CASES = [
     (keeps_and_reads, ["self.hist was [] and became [a tensor [2, 4]]"], True),
     (writes_a_dict, ["self.stats['n'] was 0 and became 1", "self.stats['deep']['k'] was 0 and became 1"], False),
     (writes_a_set, ["self.names was {} and became {'a'}"], False),
-    (writes_a_deque, ["self.last was [] and became [2]"], True),
+    (writes_a_deque, ["self.last was [] and became [2]"], False),
     (writes_a_counter, ["self.counts['f'] was missing and became 1"], False),
     (writes_an_ordered_dict, ["self.order['b'] was missing and became a tensor [2, 4]"], False),
     (writes_a_namespace, ["self.config.n was 0 and became 1"], False),

@@ -1,7 +1,7 @@
 """Stand-ins for values that a forward has changed: they note what else is asked of them than the change itself.
 
 Data flow:
-    the value that a run of the forward left -> a subclass of int, float, list or dict with the same value
+    the value that a run of the forward left -> a subclass of int, float, list, deque, set or dict with the same value
     `self.n += 1`, `self.log.append(y)` -> the result is a stand-in again, and nothing is noted
     `self.n % 10`, `if self.n > 3`, `len(self.log)`, `self.log[-1]` -> `asked` is called
 
@@ -10,6 +10,7 @@ What C code takes of a subclass of int without a method (`table[n]`, `range(n)`)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,16 +26,16 @@ class StandIn:
 
 
 def stand_in(x: Any, asked: Asked) -> Any:
-    """One for a number, list or dict, and for those in it; other values as they are."""
+    """One for a number or container, and for those in it; other values as they are."""
     kind = _CLASSES.get(type(x))
     if kind is None:
         return x
     inner = x
-    if type(x) is list:
+    if type(x) in (list, deque):
         inner = [stand_in(item, asked) for item in x]
     elif type(x) is dict:
         inner = {key: stand_in(item, asked) for key, item in x.items()}
-    new = kind(inner)
+    new = kind(inner, x.maxlen) if type(x) is deque else kind(inner)
     new.asked, new.fresh = asked, set()
     return new
 
@@ -46,6 +47,10 @@ def plain(x: Any) -> Any:
         return [plain(item) for item in list.__iter__(x)]
     if base is dict:
         return {key: plain(item) for key, item in dict.items(x)}
+    if base is deque:
+        return deque(map(plain, deque.__iter__(x)), x.maxlen)
+    if base is set:
+        return {*set.__iter__(x)}
     if base is tuple:
         return tuple([plain(item) for item in x])
     return base.__pos__(x) if isinstance(x, StandIn) else x  # by the method of int, which notes nothing
@@ -83,7 +88,7 @@ def _kind(kind: type, changing: str, asking: str) -> type:
         key = name if hasattr(kind, name) and not hasattr(kind, f"__{name}__") else f"__{name}__"
         members[key] = _asking(kind, key)
     if "__eq__" in members:
-        members.setdefault("__hash__", None if kind in (list, dict) else _asking(kind, "__hash__"))
+        members.setdefault("__hash__", _asking(kind, "__hash__") if kind in (int, float) else None)
     members["__reduce_ex__"] = lambda self, protocol: (plain, (plain(self),))
     return type(f"{kind.__name__}", (StandIn, kind), members)
 
@@ -120,10 +125,13 @@ def _with_fresh(kind: Any) -> type:
 _ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv neg pos"
 _COMPARED = "eq ne lt le gt ge"
 _OF_NUMBERS = f"{_COMPARED} bool mod rmod floordiv rfloordiv divmod rdivmod pow rpow int float round trunc abs"
+_OF_SETS = "and rand or ror sub rsub xor rxor issubset issuperset isdisjoint union intersection difference"
 _CLASSES: dict[type, Any] = {
     int: _kind(int, _ARITHMETIC, f"{_OF_NUMBERS} index and rand or ror xor rxor lshift rshift invert"),
     float: _kind(float, _ARITHMETIC, f"{_OF_NUMBERS} is_integer"),
     list: _with_fresh(_kind(list, "", f"{_COMPARED} len iter getitem contains reversed add mul index count pop copy")),
+    deque: _kind(deque, "", f"{_COMPARED} len iter getitem contains reversed add mul index count pop popleft copy"),
+    set: _kind(set, "", f"{_COMPARED} len iter contains pop copy symmetric_difference {_OF_SETS}"),
     dict: _with_fresh(
         _kind(dict, "", "eq ne len iter getitem contains reversed or get keys values items pop popitem copy setdefault")
     ),

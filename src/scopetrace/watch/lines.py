@@ -22,6 +22,7 @@ import torch
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.sources import is_users
 from scopetrace.containers.contents import Change, form_of
+from scopetrace.containers.stand_ins import is_watched
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.guards import MODULE_TABLES
 from scopetrace.ir.scopes import user_line
@@ -74,7 +75,7 @@ def _getter(change: Change) -> Callable[[], Any]:
         return lambda: pickle.dumps(form.read(owner)) if form is not None else None
     if key is not MISSING:
         return change.place.current
-    if change.places and type(owner) is list:  # which may have a stand-in there
+    if change.places and is_watched(owner):  # which may have a stand-in there
         return lambda: _ids(change.places[0].current())
     return lambda: _ids(owner)
 

@@ -181,14 +181,15 @@ def _watched_state(left: _Left) -> Iterator[list[str]]:
     replaced: list[tuple[Place, Any]] = []
     with _state(left):
         for change, value in left.values:
-            owner, watched = change.place.owner, stand_in(value, functools.partial(asked.append, change.name))
+            owner, note = change.place.owner, functools.partial(asked.append, change.name)
             if not _is_content(change):
-                change.place.put(watched)
+                change.place.put(stand_in(value, note))
                 continue
-            for place in change.places if type(owner) is list else ():
+            watched = stand_in(owner, note)
+            for place in change.places if watched is not owner else ():
                 replaced.append((place, owner))
                 place.put(watched)
-            if type(owner) is not list or not change.places:  # nobody can see what is asked of it
+            if watched is owner or not change.places:  # nobody can see what is asked of it
                 asked.append(change.name)
         try:
             yield asked
