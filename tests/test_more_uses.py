@@ -178,15 +178,12 @@ def test_settings_that_a_forward_sets_for_a_while_are_its_own():
 # Tensors as Python objects -------------------------------------------------------------------------------------------
 
 
-def test_the_text_of_a_tensor_may_be_shown_and_not_read(capsys):
+def test_the_text_of_a_tensor_may_be_shown(capsys):
     def shows(x):
         print(x, f"{x}", repr(x) + "!", LOG.debug("%s", x))
         return x * 2
 
     assert torch.equal(st.trace(shows, (X,))(X), X * 2)
-    for read in (len, hash, set, lambda text: "0." in text, lambda text: text == "tensor(0.)"):
-        with pytest.raises(st.errors.DataDependentError, match="makes text of a tensor"):
-            st.trace(lambda x, read=read: x * 2 if read(str(x)) else x, (X,))
 
 
 def test_errors_that_a_forward_catches():

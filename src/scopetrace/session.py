@@ -79,7 +79,7 @@ from scopetrace.record.dynamic_shapes import (
     refuse_shared,
     symbolic_strides,
 )
-from scopetrace.record.explanations import errors_explained, explained
+from scopetrace.record.explanations import errors_explained, explained, text_used
 from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
 from scopetrace.record.leaks import refuse_hidden, refuse_leak
 from scopetrace.record.maybe_views import expect_copies
@@ -423,6 +423,9 @@ class Recording:
             tape.given = containers.argument_parts(out)
             for x, where in ((out, "the result"), (fakes, "the arguments")):
                 for path, leaf in leaves_with_path(x, where, object_types):
+                    shown = f"{path}: {leaf}" if isinstance(leaf, str) else path
+                    if any(text in shown for text in self.builder.texts):
+                        raise text_used("returns", module=tape.root.path, source=None)
                     if not isinstance(leaf, FakeTensor):
                         refuse_leak(leaf, path, is_result=x is out)
         return fakes

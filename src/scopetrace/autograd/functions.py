@@ -25,8 +25,8 @@ from scopetrace.guards.reach import names_of
 from scopetrace.ir.segment import TapeSegment, body_tape, captured
 from scopetrace.ir.tape import BodyTape, Value
 from scopetrace.ops.higher_order import written_inputs
-from scopetrace.ops.history import ONCE_DIFFERENTIABLE
-from scopetrace.record.builder import TapeBuilder
+from scopetrace.ops.history import NO_GRADIENT, ONCE_DIFFERENTIABLE
+from scopetrace.record.builder import Retrace, TapeBuilder
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.values import ValueTable
 
@@ -64,7 +64,7 @@ class FunctionRecorder(BodyRecorder):
             returned = self._results
             results += self._write_to_copies(forward)
             self._refuse_absent_gradients()
-            backward, _ = self._cut(self._run_backward, "backward", "bwd_body")
+            *failed, backward = self._cut_backward()
         saved = captured([backward])
         marked = {self.values.value_of(t) for t in self._ctx.saved_tensors if isinstance(t, torch.Tensor)}
         kwargs = {
@@ -75,7 +75,7 @@ class FunctionRecorder(BodyRecorder):
         operands = captured([forward])
         backward.outputs += [None for _ in operands]
         body, of_gradients = (body_tape(self.builder.tape, s, x) for s, x in ((forward, operands), (backward, saved)))
-        self._forget([forward, backward], operands)
+        self._forget([forward, *failed, backward], operands)
         late = len(of_gradients.inputs) - len(saved)  # backward may write to the gradients that it gets
         if written_inputs(body) or any(i >= late for i in written_inputs(of_gradients)):
             self._defer("writes to a tensor from outside", "clone() it first")
@@ -161,7 +161,35 @@ class FunctionRecorder(BodyRecorder):
         constant = *self._ctx.non_differentiable, *self._results[self._count :]
         return floating and all(t is not other for other in constant)
 
-    def _run_backward(self) -> tuple[list[Any], None]:
+    def _cut_backward(self) -> list[TapeSegment]:
+        """The body of the backward, last; before it what was recorded of one that is refused.
+
+        A trace of the forward is right without that backward: in its place is an op that raises in a call.
+        """
+        failed, error = self._cut(self._run_backward_if_possible, "backward", "bwd_body")
+        if error is None:
+            return [failed]
+        why = f"a trace of a forward has no gradient through {self._path}, as no graph has its backward: {error}"
+
+        def run() -> tuple[list[Any], None]:
+            needed = zip(self._arguments, self._ctx.needs_input_grad, strict=True)
+            tensors = [(a, is_needed) for a, is_needed in needed if isinstance(a, torch.Tensor)]
+            gradients = [self.recorded(NO_GRADIENT, (a, why)) if is_needed else None for a, is_needed in tensors]
+            return [x if x is None else self.values.value_of(x) for x in gradients], None
+
+        return [failed, self._cut(run, "backward", "bwd_body")[0]]
+
+    def _run_backward_if_possible(self) -> tuple[list[Any], BaseException | None]:
+        deferred = len(self.builder.deferred)
+        try:
+            return self._run_backward(), None
+        except (Exception, Retrace) as error:
+            if isinstance(error, Retrace) and not error.needed.differentiates:
+                raise
+            del self.builder.deferred[deferred:]
+            return [], error
+
+    def _run_backward(self) -> list[Any]:
         grads: list[Any] = [None for _ in self._results]
         for i, t in enumerate(self._results):
             if not isinstance(t, torch.Tensor):
@@ -180,7 +208,7 @@ class FunctionRecorder(BodyRecorder):
         if getattr(self._backward, "__code__", None) is _ONCE:
             taken = [grad for grad in grads if grad is not None]
             results = [x if x is None else self.recorded(ONCE_DIFFERENTIABLE, (x, taken)) for x in results]
-        return [x if x is None else self.values.value_of(x) for x in results], None
+        return [x if x is None else self.values.value_of(x) for x in results]
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         raise _error(self._path, problem, hint, self.builder)

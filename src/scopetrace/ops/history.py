@@ -7,7 +7,8 @@ another one in the same memory.
 
 `scopetrace::overwrite(old, new)` has the value of `new` and the gradient of `old`. That is what a write hidden from
 autograd means (under `no_grad`, through `detach()` or `.data`): the data changes, the history does not. No op of ATen
-says it. `scopetrace::once_differentiable` is what torch makes of the gradients of a function that is so marked.
+says it. `scopetrace::once_differentiable` is what torch makes of the gradients of a function that is so marked, and
+`scopetrace::no_gradient` raises in the place of a backward that no graph can have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import is_op, schema_of
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Op, RecordedTape, Value, values_in
 from scopetrace.ops.functional_variants import is_factory
 
@@ -67,6 +69,18 @@ def once_differentiable(gradient: torch.Tensor, gradients: list[torch.Tensor]) -
     return _Once.apply(gradient.detach().requires_grad_()) if twice else gradient.detach().clone()
 
 
+@torch.library.custom_op("scopetrace::no_gradient", mutates_args=())
+def no_gradient(like: torch.Tensor, why: str) -> torch.Tensor:
+    """In the place of the gradient of `like`."""
+    raise UnsupportedOpError(why)
+
+
+@no_gradient.register_fake
+def _(like: torch.Tensor, why: str) -> torch.Tensor:
+    return torch.empty_like(like)
+
+
+NO_GRADIENT = torch.ops.scopetrace.no_gradient.default
 ONCE_DIFFERENTIABLE = torch.ops.scopetrace.once_differentiable.default
 
 DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default, torch.ops.aten.view.dtype)

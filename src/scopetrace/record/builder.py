@@ -71,6 +71,8 @@ class TapeBuilder:
         """Errors that the forward may have caught and that eager may not have, each with the op, if one raised it."""
         self.deferred: list[TraceError] = []
         """Errors that the forward may have caught, but after which the tape is not the program."""
+        self.texts: set[str] = set()
+        """Texts that the forward has made of what has no value in a trace, such as `"u0"`."""
         self.optimizer: torch.optim.Optimizer | None = None
         """That which is taking a step."""
         self.first_states: list[Any] = []

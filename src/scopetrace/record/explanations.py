@@ -57,6 +57,9 @@ def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceE
     if isinstance(error, NoRealValue):
         problem = f"Python needs a value, and there is none: {error}"
         return DataDependentError(problem, op=ops.data.reader(None, running), **place)
+    names = isinstance(error, (LookupError, AttributeError)) or str(error).startswith(_NO_NUMBER)
+    if names and any(text in str(error) for text in builder.texts):
+        return text_used("looks up", **place)
     op = None if running is None else str(running)
     for text, (problem, hint) in _NO_FAKE.items():
         if text in str(error):
@@ -91,6 +94,19 @@ def _refused(error: Exception, builder: TapeBuilder) -> OpError | None:
     return OpError(f"{name} was called with {operands}", op=str(op), hint=hint, **_place(error, builder))
 
 
+def text_used(what: str, *, module: str | None, source: str | None) -> DataDependentError:
+    """The error for text that a forward makes of what has no value in a trace, and not only for people."""
+    return DataDependentError(
+        f"the forward {what} text of a tensor, of a number that depends on one or of a dynamic size; a graph makes no "
+        "text",
+        op="str",
+        module=module,
+        source=source,
+        hint="make the text outside of the forward; or trace with specialize=True, which lets the example inputs "
+        "decide and says so in Trace.specializations",
+    )
+
+
 def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
     """The error for a gradient that eager would add to `grad` by rules of its own for sparse tensors."""
     problem = "the gradient of a parameter is sparse, as that of an embedding with sparse=True"
@@ -118,6 +134,7 @@ _NO_DATA = re.compile(
     r"|unsupported format string passed to FakeTensor|\bSym(Int|Float|Bool)\b"  # what symbolic numbers cannot do
 )
 
+_NO_NUMBER = ("could not convert string to", "invalid literal for")
 _NO_FAKE = {
     "NYI: aten._pin_memory": (
         "the forward pins a tensor (pin_memory()), and tensors have no data while they are traced",

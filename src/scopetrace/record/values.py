@@ -402,8 +402,11 @@ class ValueTable:
 
     def forget(self, values: Collection[Value], storages: set[int]) -> None:
         """Values of a body are none outside: `values`, of which `storages` are of the body alone."""
-        for key in [key for key, v in self.by_id.items() if v in values]:
+        forgotten = [key for key, v in self.by_id.items() if v in values]
+        for key in forgotten:
             del self.by_id[key]
+        for tensors in (self.new_tensors, self.factory_leaves):
+            tensors[:] = [t for t in tensors if id(t) not in forgotten]
         for storage in {v.storage for v in values}.intersection(self._by_storage):
             self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in values]
         self._of_bodies |= storages

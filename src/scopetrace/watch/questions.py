@@ -25,21 +25,18 @@ from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
 from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
 from scopetrace._compat.sources import (
-    NOT_THE_MODEL,
     SCOPETRACE,
     TORCH_DIRECTORY,
     asked_by_model,
     asking_frame,
-    is_of_python,
     prefixes,
 )
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
-from scopetrace.errors import DataDependentError
 from scopetrace.guards.attributes import static_lookup
 from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.explanations import text_used
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.watch.uses import shows_only
 
 # Code that asks to restore what was, or to choose between kernels that compute the same.
 _KEEPING_STATE = (
@@ -160,7 +157,6 @@ def _report_switches(torch_calls: Interception, reads: ReadRecorder) -> None:
 
 _STORAGES = prefixes(TORCH_DIRECTORY, "storage.py")
 _MAKES_TEXT = prefixes(TORCH_DIRECTORY, "_tensor.py", "_tensor_str.py")
-_OF_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
 
 
 def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
@@ -188,7 +184,7 @@ class PythonValues:
         on(tensor.tolist, self._list)
         on(tensor.__format__, self._format)
         always(tensor.nbytes.__get__, lambda _, t: t.numel() * t.element_size())  # torch's takes no symbolic sizes
-        on(tensor.__repr__, self._first(self._tell_text))
+        on(tensor.__repr__, self._text)
         for copy in (tensor.__reduce_ex__, tensor.__deepcopy__):
             on(copy, self._first(self._refuse_copy))
         for run in (tensor.apply_, tensor.map_, tensor.map2_):  # which call a function of Python for each element
@@ -336,9 +332,7 @@ class PythonValues:
         number = NotImplemented if t.dim() > 0 else self._ops.data.number_of(t)
         if number is not NotImplemented:
             return format(number, spec)
-        if isinstance(t, FakeTensor):
-            self._tell_text()
-        return ask(t, "" if isinstance(t, FakeTensor) and t.dim() == 0 else spec)
+        return self._text(ask, t, "" if isinstance(t, FakeTensor) and t.dim() == 0 else spec)
 
     def _of_number(self, ask: Callable[..., Any], number: Any, *spec: str) -> Any:
         """`hash`, `repr` or `format` of a symbolic number: of the number itself where the model's own code asks."""
@@ -347,29 +341,35 @@ class PythonValues:
         known = self._ops.data.number_of(number)
         if known is not NotImplemented:
             return getattr(known, ask.__name__)(*spec)
-        if ask.__name__ != "__hash__":
-            self._tell_text()
-        return ask(number, *(("",) if spec else ()))
+        return ask(number) if ask.__name__ == "__hash__" else self._text(ask, number, *(("",) if spec else ()))
 
-    def _tell_text(self) -> None:
-        """Refuse text that code of the model makes, beyond `__repr__`s, whose text is that of their object.
+    def _text(self, ask: Callable[..., str], x: Any, *spec: Any, **kwargs: Any) -> str:
+        """Text of what has no value in a trace."""
+        text = str.__str__(ask(x, *spec, **kwargs))  # torch asks for one by another
+        if isinstance(x, torch.Tensor) and not (isinstance(x, FakeTensor) and asked_by_model(_MAKES_TEXT)):
+            return text
+        self._builder.texts.add(text)
+        shown = _TextForPeople(text)
+        shown.builder, shown.is_observed = self._builder, self._torch_calls.in_forward
+        return shown
 
-        What torch makes text of by itself, in an op, is for messages.
-        """
-        frame = asking_frame()
-        while frame is not None and (
-            frame.f_code.co_name in _OF_TEXT
-            or frame.f_code.co_filename.startswith(_MAKES_TEXT)
-            or is_of_python(frame.f_code.co_filename)
-        ):
-            frame = frame.f_back
-        if frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL) and not shows_only(frame):
-            raise DataDependentError(
-                "the forward makes text of a tensor, of a number that depends on one or of a dynamic size, and does "
-                "not only show it; a graph makes no text",
-                op="str",
-                **self._builder.where(),
-                hint="show it alone, by print, logging, warnings or an error; make other text outside of the forward; "
-                "or trace with specialize=True, which lets the example inputs decide and says so in "
-                "Trace.specializations",
-            )
+
+class _TextForPeople(str):
+    """Text that may be shown and made part of other text, which is plain; while the forward runs it is not read."""
+
+    builder: TapeBuilder
+    is_observed: Condition
+
+
+def _unless_observed(name: str) -> Callable[..., Any]:
+    def read(text: _TextForPeople, *args: Any) -> Any:
+        if text.is_observed() and asked_by_model():
+            raise text_used("reads", **text.builder.where())
+        return getattr(str, name)(text, *args)
+
+    return read
+
+
+_READS = "__eq__ __ne__ __lt__ __gt__ __le__ __ge__ __hash__ __len__ __contains__ __getitem__ __iter__"
+for _name in f"{_READS} endswith startswith count find index isdigit split encode".split():
+    setattr(_TextForPeople, _name, _unless_observed(_name))

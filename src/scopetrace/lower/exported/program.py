@@ -161,6 +161,9 @@ def _refuse(tape: FunctionalTape) -> None:
             raise ExportError(problem, op=str(op.target), module=op.scope.path, hint=hint)
 
 
+_NO_ARITHMETIC = (torch.ops.aten._assert_scalar.default, set_grad_enabled)
+
+
 def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
     """Give the nodes what torch.export gives them beside what lowering does.
 
@@ -175,7 +178,7 @@ def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
             continue
         if node.op == "call_function" and "val" not in node.meta:
             args = torch.fx.map_arg(node.args, node_value)
-            symbolic = node.target is not torch.ops.aten._assert_scalar.default
+            symbolic = node.target not in _NO_ARITHMETIC
             node.meta["val"] = node.target(*args) if symbolic and callable(node.target) else None
         if node.op != "output":
             compat.set_tensor_meta(node)
