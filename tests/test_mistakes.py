@@ -58,6 +58,10 @@ MISTAKES = {
         lambda tr: call_after(nn.Module.eval, nn.Dropout()),
         "when traced and False now; trace again, or put it back; the trace is of training mode: call train()",
     ),
+    "another whole number": (
+        lambda tr: st.trace(torch.mul, (X, 2))(X, 3),
+        "or pass it as a tensor, or as Dim.DYNAMIC in dynamic_shapes=",
+    ),
     "another number": (lambda tr: tr(X, scale=3.0), "trace again with this one, or pass it as a tensor"),
     "no input": (lambda tr: tr(), "pass the same arguments in the same way"),
     "a name of no call": (lambda tr: tr.call("layers.2"), "similar names: 'layers.1', 'layers.0'"),
@@ -73,6 +77,14 @@ MISTAKES = {
     "a container": (lambda tr: tr.call("layers"), "similar names: 'layers.1', 'layers.0'"),
     "a pattern of no call": (lambda tr: tr.calls["layer.*"], "similar names: 'layers.1', 'layers.0'"),
     "a class of no call": (lambda tr: tr.outline("Liner"), "similar names: 'Linear', 'layers', 'layers.1'"),
+    "an attribute that is not there": (
+        lambda tr: tr.to_onnx(functions=nn.Linear, attributes=["in_feature"]),
+        "attributes: no called module has 'in_feature'; similar names: 'in_features'",
+    ),
+    "a name for an op": (
+        lambda tr: tr.to_onnx(custom_translation_table={"aten::relu": print}),
+        "custom_translation_table has 'aten::relu': write an op, torch.ops.aten.relu.default",
+    ),
     "a class that is not there": (
         lambda tr: tr.to_onnx(functions=nn.Conv2d),
         "Conv2d is no call of this trace; there are 'Linear'",
@@ -103,8 +115,8 @@ MISTAKES = {
         "is a int; give a module class",
     ),
     "what the model gives": (lambda tr: st.trace(NET(X), (X,)), "is a Tensor; write st.trace(model, args)"),
-    "a path first": (lambda tr: st.save("net.st", tr), "not str: write st.save(tr, path)"),
-    "a model in a file": (lambda tr: st.save(NET, "net.st"), "write st.save(tr, path)"),
+    "a path first": (lambda tr: st.save("net.st", tr), "not str: write tr.save(path)"),
+    "a model in a file": (lambda tr: st.save(NET, "net.st"), "write tr.save(path)"),
     "the class of a trace": (lambda tr: st.Trace(NET), "st.trace(model, args)"),
     "a summary of a model": (lambda tr: st.summary(NET, X), "write st.trace(model, args).summary"),
     "an ONNX file of a model": (lambda tr: st.to_onnx(NET, X), "write st.trace(model, args).to_onnx"),

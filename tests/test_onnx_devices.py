@@ -138,7 +138,7 @@ def test_arguments_of_a_custom_op_that_is_a_plugin():
         ({"functions": torch.ops.example.rms_norm}, "name one, as torch.ops"),
         ({"plugins": example.RMS_NORM}, "needs a name"),
         ({"plugins": {example.RMS_NORM: "Norm"}}, "write 'my.domain::Norm'"),
-        ({"weight_inputs": "*adapter*"}, "matches no parameter or buffer; there are 0.norm.weight"),
+        ({"weight_inputs": "*adapter*"}, "matches no parameter or buffer; there are '0.norm.weight'"),
         ({"export_params": False}, "give a path"),
         ({"external_data": "folder/shared.data"}, "the name of a file of its own, which lies beside"),
         ({"external_data": ""}, "the name of a file of its own, which lies beside"),

@@ -436,6 +436,19 @@ def test_pooled_memory_is_that_of_torch_s_kernel(shape, args):
     assert torch.equal(flat(x.detach()), pooled(x.detach()).view(-1))
 
 
+@pytest.mark.parametrize("dims", [None, {0: torch.export.Dim("n", min=2)}])
+def test_a_view_that_is_tried_first(dims):
+    def flat(x):
+        try:
+            return x.t().view(-1)
+        except RuntimeError:
+            return x.t().reshape(-1) * 2
+
+    tr = st.trace(flat, (torch.randn(2, 3),), dynamic_shapes=dims and (dims,))
+    for x in (torch.randn(2, 3), torch.randn(5 if dims else 2, 3)):
+        assert torch.equal(tr(x), flat(x))
+
+
 def test_composite_ops_of_a_forward_that_does_not_differentiate_stay_whole():
     tr = st.trace(nn.LayerNorm(4), (torch.randn(3, 4, requires_grad=True),))
     assert [str(n.target) for n in tr.graph_module.graph.nodes if n.op == "call_function"] == [

@@ -420,10 +420,15 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     dispatcher decomposes composite ops. Ops without symbolic arguments need neither, and the parts of a composite op
     may alias otherwise than the op: those of `dropout` in eval mode return a copy.
     """
-    if inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
-        out = _run_composite_in_inference_mode(mode, func, args, kwargs)
-    else:
-        out = _run_op(mode, func, args, kwargs)
+    try:
+        if inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
+            out = _run_composite_in_inference_mode(mode, func, args, kwargs)
+        else:
+            out = _run_op(mode, func, args, kwargs)
+    except ValueError as error:
+        if func is not torch.ops.aten.view.default:
+            raise
+        raise RuntimeError(str(error)) from None  # as its kernel does: `except RuntimeError` may be around it
     return _as_on_cpu(args[0], out) if func in _BATCH_NORMS and args else out
 
 

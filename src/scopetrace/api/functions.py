@@ -55,9 +55,7 @@ def diff(before: Shown | ModuleCall | str, after: Shown | ModuleCall | str) -> D
 def save(traced: Trace, path: str | os.PathLike[str], *, external_data: str | None = None) -> None:
     """Write a trace to a file; see `Trace.save`. Raises ArgumentTypeError for what is no trace."""
     if not isinstance(traced, Trace):
-        raise ArgumentTypeError(
-            f"save takes a trace, then a path, not {type(traced).__name__}: write st.save(tr, path)"
-        )
+        raise ArgumentTypeError(f"save takes a trace, then a path, not {type(traced).__name__}: write tr.save(path)")
     traced.save(path, external_data=external_data)
 
 

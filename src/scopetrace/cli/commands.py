@@ -50,7 +50,7 @@ def show(
 
     TARGET is package.module:name (a torch.nn.Module, or a class or function that makes one when called without
     arguments; modules in the current directory are found), timm:NAME, torchvision:NAME, hf:NAME (a kind of model of
-    transformers, a class, or a local config file; random weights), or a file NAME.st that st.save wrote.
+    transformers, a class, or a local config file; random weights), or a file NAME.st that tr.save wrote.
 
     \b
         scopetrace show timm:vit_tiny_patch16_224 --depth 2

@@ -203,7 +203,7 @@ class Asked:
         if self.inputs or self.dynamic_shapes or self.meta or self.train or self.specialize or self.step:
             raise UsageError(f"{self.target} is a saved trace, which has its inputs: leave out the options for them")
         if not Path(self.target).exists():
-            raise UsageError(f"there is no file {self.target}; st.save(trace, path) writes one")
+            raise UsageError(f"there is no file {self.target}; tr.save(path) writes one")
         return load(self.target)
 
 

@@ -428,6 +428,7 @@ def match_constant(old: Any, new: Any, path: str) -> None:
         f"{path} was {traced} when traced and is {'another one' if traced == current else current} now: "
         "Python values are fixed in a trace; trace again with this one, "
         + (by_identity if is_by_identity else "or pass it as a tensor")
+        + (", or as Dim.DYNAMIC in dynamic_shapes=" if type(old) is int else "")
     )
 
 

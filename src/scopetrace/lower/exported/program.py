@@ -30,7 +30,7 @@ from scopetrace._compat.ops import building, is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
-from scopetrace.ir.selection import crossing, matches
+from scopetrace.ir.selection import matches, near_text
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, flat, renamed
 from scopetrace.lower.exported.calls import ModuleCallFrame, ModuleCalls, frames_of, is_cast, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
@@ -137,8 +137,8 @@ def _chosen(frames: Iterable[ModuleCallFrame], signed: Sequence[str], modules: l
         names = [*modules, *(f.fqn for f in inner)]
         if pattern != "*" and not any(matches(name, pattern) for name in names):
             raise ArgumentError(
-                f"preserve_module_call_signature: {pattern!r} matches no module call; {crossing(pattern, names)}"
-                'Trace.calls has their fqns, and "*" is all of them'
+                f"preserve_module_call_signature: {pattern!r} matches no module call; {near_text(pattern, names)}; "
+                '"*" is all of them'
             )
     return inner if "*" in signed else {f for f in inner if any(matches(f.fqn, pattern) for pattern in signed)}
 

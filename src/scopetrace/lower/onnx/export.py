@@ -27,6 +27,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, InlinePass, Rem
 from scopetrace._compat.onnx import optimize
 from scopetrace._compat.ops import building
 from scopetrace.errors import ArgumentTypeError, FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
+from scopetrace.ir.selection import near_text
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, ExternalData, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
@@ -142,6 +143,11 @@ class Options:
     weight_inputs: WeightNames = ()
     retain_weights: bool = False
     export_params: bool = True
+
+    def __post_init__(self) -> None:
+        if names := [op for op in self.custom_translation_table or () if isinstance(op, str)]:
+            said = f"custom_translation_table has {names[0]!r}: write an op, torch.ops.aten.relu.default"
+            raise OnnxOptionError(said)
 
 
 def export(program: TracedProgram, options: Options, say: Callable[[str], None]) -> Exported:
@@ -272,6 +278,11 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttrib
     """
     attributes_of = read_attributes(attributes)
     calls: dict[int | None, ModuleCall] = {call.record.position: call for call in main.all_calls}
+    if attributes and attributes is not True and not callable(attributes):
+        known = {name for call in main.all_calls for name in call.attributes}
+        for name in attributes:
+            if name not in known:
+                raise OnnxOptionError(f"attributes: no called module has {name!r}; {near_text(name, sorted(known))}")
 
     def of(subgraph: Subgraph, site: CallSite, needed: Container[str]) -> dict[str, Any]:
         call = calls[call_position(site.node)]
