@@ -129,7 +129,7 @@ class Decoder:
         elif op.kind not in ("placeholder", "get_attr", "call_module") or not op.name:
             raise ValueError(f"an op of kind {op.kind!r}")
         _expect(dict, *(op.meta or {}).values())
-        if op.meta and not op.meta.keys() <= {*GIVEN_META, "nn_module_stack"}:  # which earlier versions wrote
+        if op.meta and not op.meta.keys() <= {*GIVEN_META}:
             raise ValueError(f"an op with {', '.join(op.meta)}")
         return op
 

@@ -77,10 +77,6 @@ FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 """By class, the tag that an object has as data, what it consists of, and how it is made of that."""
 
-_FORMER_FIELDS = {"reads": "guards", "place": "source"}
-"""The names that version 2 of the format has for fields."""
-RECORDS["Read"] = guards.Guard  # in version 2
-
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
 LEFT_OUT: dict[type, tuple[str, ...]] = {
@@ -121,7 +117,6 @@ def checked_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     """
     hints, checked = _hints(kind), {}
     for name, value in values.items():
-        name = name if name in hints else _FORMER_FIELDS.get(name, name)
         hint = hints.get(name)
         if type(value) is list and (kind_of_set := typing.get_origin(hint)) in (set, frozenset):
             value = kind_of_set(value)
