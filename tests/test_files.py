@@ -560,22 +560,6 @@ def test_versions(tmp_path):
     )
 
 
-def test_guards_by_the_names_of_version_2(tmp_path):
-    def change(program):
-        for _, tape in program["tables"]["tapes"]:
-            tape["reads"] = tape.pop("guards", [])
-            for record in tape["reads"]:
-                record["record"][0] = "Read"
-                record["record"][1]["place"] = record["record"][1].pop("source")
-
-    trace = st.trace(lambda x: x * 2 if x.is_contiguous() else x, (torch.ones(2, 3),))
-    trace.save(tmp_path / "trace")
-    loaded = st.load(rewritten(tmp_path / "trace", change))
-    assert torch.equal(loaded(torch.ones(2, 3)), torch.full((2, 3), 2.0))
-    with pytest.raises(st.errors.InputMismatchError, match="is_contiguous"):
-        loaded(torch.ones(3, 2).t())
-
-
 def test_ops_that_this_torch_does_not_have(tmp_path):
     def change(program):
         op = next(op for op in program["tables"]["ops"] if op["target"] == {"op": ["aten::relu", ""]})

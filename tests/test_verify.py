@@ -233,7 +233,7 @@ def test_results_of_a_write_back_are_there(source: Any) -> None:
     tape = functional()
     assert tape.write_back is not None
     tape.write_back.results[0] = source
-    with pytest.raises(errors.InvalidTapeError, match=r"write-back: result 0 is .*, which is not there"):
+    with pytest.raises(errors.InvalidTapeError, match=r"write back: result 0 is .*, which is not there"):
         verify(tape, "functionalization")
 
 
@@ -241,7 +241,7 @@ def test_updates_of_a_write_back_are_there() -> None:
     tape = functional()
     assert tape.write_back is not None
     tape.write_back.updates.append(CopyInto(GraphInput(0, "x"), FromGraph(9), grad=False))
-    with pytest.raises(errors.InvalidTapeError, match=r"write-back: `x.copy_\(graph\[9\]\)` names what is not there"):
+    with pytest.raises(errors.InvalidTapeError, match=r"write back: `x.copy_\(graph\[9\]\)` names what is not there"):
         verify(tape, "functionalization")
 
 

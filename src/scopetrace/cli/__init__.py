@@ -53,11 +53,11 @@ class LazyGroup(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """The command itself, of the file of its name or of `commands`."""
+        """The command itself, of its file."""
         name, stub, rest = super().resolve_command(ctx, args)
         if stub is None:
             return name, stub, rest
-        file = stub.name if stub.name in ("demo", "estimate", "plan") else "commands"
+        file = {"demo": "demo", "estimate": "training", "plan": "training"}.get(str(stub.name), "commands")
         return name, getattr(importlib.import_module(f"scopetrace.cli.{file}"), str(stub.name)), rest
 
 

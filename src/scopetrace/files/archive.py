@@ -67,7 +67,7 @@ class ArchiveWriter:
         return {
             **row,
             "storage": self._storage(t.untyped_storage()),
-            "dtype": str(t.dtype).removeprefix("torch."),
+            "dtype": name_of(t.dtype),
             "device": str(t.device),
             "size": list(t.size()),
             "stride": list(t.stride()),
@@ -201,6 +201,11 @@ class ArchiveReader:
                 _bytes_of(storage)[:] = data
                 self._storages[key] = storage if device.type == "cpu" else storage.to(device=device)
         return self._storages[key]
+
+
+def name_of(x: Any) -> str:
+    """`float32` of torch.float32."""
+    return str(x).removeprefix("torch.")
 
 
 def torch_object(kind: type, name: Any) -> Any:

@@ -10,7 +10,6 @@ wrong raises; `read` makes one error of it.
 
 from __future__ import annotations
 
-import base64
 import enum
 import inspect
 import types
@@ -25,16 +24,17 @@ from scopetrace._compat.ops import OPS, find_higher_order, find_op
 from scopetrace._compat.shape_env import sym_node
 from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.classes import NamedObject, class_of_name, look_up
-from scopetrace.containers.structure import Removed, unflattened
+from scopetrace.containers.structure import unflattened
 from scopetrace.errors import TraceFileError
 from scopetrace.files.archive import ArchiveReader, torch_object
-from scopetrace.files.records import LEFT_OUT, RECORDS, checked_fields
+from scopetrace.files.records import FORMS, LEFT_OUT, RECORDS, checked_fields
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
 from scopetrace.ir.tape import GIVEN_META, Call, Op, Signed, Tape, Value
 
 _NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
 _PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}
+_PLAIN_FORMS = {tag: make for tag, _, make in FORMS.values()}
 _BUSY = object()
 
 
@@ -74,6 +74,8 @@ class Decoder:
         if not isinstance(x, dict):
             return x
         ((tag, inside),) = x.items()
+        if tag in _PLAIN_FORMS:
+            return _PLAIN_FORMS[tag](self.data(inside))
         return self.row(tag, inside) if tag in _ROWS else _FORMS[tag](self, inside)
 
     # ---------------------------------------------------------------- the program
@@ -127,7 +129,7 @@ class Decoder:
         elif op.kind not in ("placeholder", "get_attr", "call_module") or not op.name:
             raise ValueError(f"an op of kind {op.kind!r}")
         _expect(dict, *(op.meta or {}).values())
-        if op.meta and not op.meta.keys() <= {*GIVEN_META, "nn_module_stack"}:  # which earlier versions wrote
+        if op.meta and not op.meta.keys() <= {*GIVEN_META}:
             raise ValueError(f"an op with {', '.join(op.meta)}")
         return op
 
@@ -257,19 +259,4 @@ _FORMS: dict[str, Callable[[Decoder, Any], Any]] = {
     "higher_order": _higher_order,
     "expression": lambda decoder, data: decode_expression(data),
     "foreign": lambda decoder, number: decoder._foreign[number],
-    "float": lambda decoder, text: {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}[text],
-    "complex": lambda decoder, parts: complex(*decoder.data(parts)),
-    "bytes": lambda decoder, text: base64.b64decode(text, validate=True),
-    "tuple": lambda decoder, items: tuple(map(decoder.data, items)),
-    "dict": lambda decoder, items: {decoder.data(key): decoder.data(item) for key, item in items},
-    "set": lambda decoder, items: set(map(decoder.data, items)),
-    "frozenset": lambda decoder, items: frozenset(map(decoder.data, items)),
-    "slice": lambda decoder, parts: slice(*map(decoder.data, parts)),
-    "size": lambda decoder, items: torch.Size(map(decoder.data, items)),
-    "dtype": lambda decoder, name: torch_object(torch.dtype, name),
-    "device": lambda decoder, text: torch.device(text),
-    "layout": lambda decoder, name: torch_object(torch.layout, name),
-    "memory_format": lambda decoder, name: torch_object(torch.memory_format, name),
-    "removed": lambda decoder, name: Removed(str(name)),
-    "ellipsis": lambda decoder, data: ...,
 }

@@ -9,7 +9,6 @@ What has no form as data is foreign: an error for a file, a number in a list for
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import enum
 import inspect
@@ -28,16 +27,16 @@ from scopetrace._compat.ops import OPS, is_higher_order, schema_of
 from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, look_up
-from scopetrace.containers.structure import Removed, flattened, is_plain_object
+from scopetrace.containers.structure import flattened, is_plain_object
 from scopetrace.errors import ScopetraceWarning
-from scopetrace.files.archive import PLAIN, ArchiveWriter
-from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
+from scopetrace.files.archive import PLAIN, ArchiveWriter, name_of
+from scopetrace.files.records import FORMS, NAMES, TABLES, fields_of, is_default
 from scopetrace.formatting import short_repr
 from scopetrace.ir.guards import in_a_file
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, is_plain, signature_of
 
-_ITSELF = (type(None), bool, int, str)
+_ITSELF = (type(None), bool, int, str, float)
 
 
 class NoForm(Exception):
@@ -62,12 +61,13 @@ class Encoder:
     def data(self, x: Any) -> Any:
         """An object as data."""
         kind = type(x)
-        if kind in _ITSELF:
+        if kind in _ITSELF and (kind is not float or math.isfinite(x)):
             return x
         if kind is list:
             return [self.data(item) for item in x]
-        if kind in _FORMS:
-            return _FORMS[kind](self, x)
+        if kind in FORMS:
+            tag, contents, _ = FORMS[kind]
+            return {tag: self.data(contents(x))}
         if kind in TABLES:
             return {TABLES[kind]: self.row_of(x)}
         if kind in NAMES:
@@ -176,8 +176,8 @@ class Encoder:
             if fake.layout not in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
                 raise NoForm(fake)
             strided = fake.layout is torch.strided
-            layout = self.data(list(fake.stride())) if strided else _name(fake.layout)
-            return [self.data(list(fake.size())), layout, _name(fake.dtype), str(fake.device), fake.requires_grad]
+            layout = self.data(list(fake.stride())) if strided else name_of(fake.layout)
+            return [self.data(list(fake.size())), layout, name_of(fake.dtype), str(fake.device), fake.requires_grad]
 
         return self._row("fakes", fake, id(fake), make)
 
@@ -270,11 +270,6 @@ def _by_name(stack: dict[str, Any]) -> dict[str, Any]:
     return {key: (path, names.get(cls, cls)) for key, (path, cls) in stack.items()}
 
 
-def _name(x: Any) -> str:
-    """`float32` of torch.float32."""
-    return str(x).removeprefix("torch.")
-
-
 def _target(encoder: Encoder, x: Any) -> dict[str, Any]:
     return {"higher_order": x.name()} if is_higher_order(x) else {"op": [schema_of(x).name, schema_of(x).overload]}
 
@@ -284,29 +279,11 @@ _ROWS: dict[str, Callable[[Encoder, Any], Any]] = {
     **{"ops": Encoder._op, "tapes": Encoder._tape},
 }
 
-_FORMS: dict[type, Callable[[Encoder, Any], Any]] = {
-    float: lambda encoder, x: x if math.isfinite(x) else {"float": str(x)},
-    complex: lambda encoder, x: {"complex": [encoder.data(x.real), encoder.data(x.imag)]},
-    bytes: lambda encoder, x: {"bytes": base64.b64encode(x).decode()},
-    tuple: lambda encoder, x: {"tuple": [encoder.data(item) for item in x]},
-    dict: lambda encoder, x: {"dict": [[encoder.data(key), encoder.data(item)] for key, item in x.items()]},
-    set: lambda encoder, x: {"set": [encoder.data(item) for item in x]},
-    frozenset: lambda encoder, x: {"frozenset": [encoder.data(item) for item in x]},
-    slice: lambda encoder, x: {"slice": encoder.data([x.start, x.stop, x.step])},
-    torch.Size: lambda encoder, x: {"size": encoder.data(list(x))},
-    torch.dtype: lambda encoder, x: {"dtype": _name(x)},
-    torch.device: lambda encoder, x: {"device": str(x)},
-    torch.layout: lambda encoder, x: {"layout": _name(x)},
-    torch.memory_format: lambda encoder, x: {"memory_format": _name(x)},
-    type(...): lambda encoder, x: {"ellipsis": None},
-    NamedObject: Encoder._saved_object,
-    Removed: lambda encoder, x: {"removed": x.name},
-}
-
 _BASES: tuple[tuple[Any, Callable[[Encoder, Any], Any]], ...] = (
     (torch.Tensor, Encoder._tensor),
+    (NamedObject, Encoder._saved_object),
     (Symbolic, Encoder._number),
     (OPS, _target),
     (sympy.Basic, lambda encoder, x: {"expression": encode_expression(x)}),
 )
-"""The same for classes of which there are subclasses."""
+"""How instances of classes and of their subclasses are written."""

@@ -6,14 +6,16 @@ new fields have defaults.
 
 from __future__ import annotations
 
+import base64
 import collections.abc
 import dataclasses
 import enum
 import functools
 import keyword
+import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from scopetrace._compat.graph_module import is_writable
 from scopetrace._compat.ops import OPS, is_op, schema_of
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import BINDING_KEYS, METHODS, CallMethodKey, Symbolic
-from scopetrace.containers.structure import Effect, Returned
+from scopetrace.containers.structure import Effect, Removed, Returned
+from scopetrace.files.archive import name_of, torch_object
 from scopetrace.ir import conditions, guards, registered, tape, write_back
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect
@@ -54,9 +57,25 @@ RECORDS = {kind.__name__: kind for kind in (*_TAPES, *_INLINE)}
 
 NAMES = {kind: name for name, kind in RECORDS.items()}
 
-_FORMER_FIELDS = {"reads": "guards", "place": "source"}
-"""The names that version 2 of the format has for fields."""
-RECORDS["Read"] = guards.Guard  # in version 2
+FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    float: ("float", str, {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__),
+    complex: ("complex", lambda x: [x.real, x.imag], lambda parts: complex(*parts)),
+    bytes: ("bytes", lambda x: base64.b64encode(x).decode(), lambda text: base64.b64decode(text, validate=True)),
+    tuple: ("tuple", list, tuple),
+    dict: ("dict", lambda x: [[key, item] for key, item in x.items()], dict),
+    set: ("set", list, set),
+    frozenset: ("frozenset", list, frozenset),
+    slice: ("slice", lambda x: [x.start, x.stop, x.step], lambda parts: slice(*parts)),
+    torch.Size: ("size", list, torch.Size),
+    torch.device: ("device", str, torch.device),
+    **{
+        kind: (kind.__name__, name_of, functools.partial(torch_object, kind))
+        for kind in (torch.dtype, torch.layout, torch.memory_format)
+    },
+    type(...): ("ellipsis", lambda x: None, lambda data: ...),
+    Removed: ("removed", lambda x: x.name, lambda name: Removed(str(name))),
+}
+"""By class, the tag that an object has as data, what it consists of, and how it is made of that."""
 
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
@@ -98,7 +117,6 @@ def checked_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     """
     hints, checked = _hints(kind), {}
     for name, value in values.items():
-        name = name if name in hints else _FORMER_FIELDS.get(name, name)
         hint = hints.get(name)
         if type(value) is list and (kind_of_set := typing.get_origin(hint)) in (set, frozenset):
             value = kind_of_set(value)

@@ -8,7 +8,7 @@ verifier after each pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.containers.structure import leaves
@@ -23,12 +23,11 @@ def verify(tape: Tape, stage: str) -> None:
 
     `stage` names what made the tape, for the message.
     """
-    functional = isinstance(tape, FunctionalTape)
     problems = [
-        f"{inner.name if isinstance(inner, BodyTape) else 'program'}, {rule}: {problem}"
+        f"{inner.name if isinstance(inner, BodyTape) else 'program'},{rule.__name__.replace('_', ' ')}: {problem}"
         for inner in tape.walk()
-        for rule, check in (_RULES | _FUNCTIONAL_RULES if functional else _RULES).items()
-        for problem in check(inner)
+        for rule in (*_RULES, *(_FUNCTIONAL_RULES if isinstance(tape, FunctionalTape) else ()))
+        for problem in rule(inner)
     ]
     if problems:
         raise InvalidTapeError(
@@ -107,7 +106,7 @@ def _writes(tape: Tape) -> Iterator[str]:
 # Calls and scopes ----------------------------------------------------------------------------------------------------
 
 
-def _call_ranges(tape: Tape) -> Iterator[str]:
+def _ranges_of_calls(tape: Tape) -> Iterator[str]:
     """The range of a call lies in that of its parent, in the order of the calls."""
     calls = set(tape.calls)
     if [c.position for c in tape.calls] != sorted(c.position for c in tape.calls):
@@ -185,14 +184,5 @@ def _write_back(tape: Tape) -> Iterator[str]:
             yield f"result {i} is `{result}`, which is not there"
 
 
-_RULES: dict[str, Callable[[Tape], Iterator[str]]] = {
-    "producers": _producers,
-    "placeholders": _placeholders,
-    "attributes": _attributes,
-    "storages": _storages,
-    "ranges of calls": _call_ranges,
-    "calls of ops": _calls_of_ops,
-    "scopes": _scopes,
-    "results": _results,
-}
-_FUNCTIONAL_RULES: dict[str, Callable[[Tape], Iterator[str]]] = {"writes": _writes, "write-back": _write_back}
+_RULES = (_producers, _placeholders, _attributes, _storages, _ranges_of_calls, _calls_of_ops, _scopes, _results)
+_FUNCTIONAL_RULES = (_writes, _write_back)

@@ -11,6 +11,8 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils._pytree import tree_structure
+
 from scopetrace.errors import InputMismatchError, ScopetraceError
 from scopetrace.ir.scopes import tracing_state
 from scopetrace.ir.tape import RecordedTape
@@ -39,16 +41,16 @@ class EntryOrder:
         """
         called = self._sorted(args, kwargs)
         ordered = _ordered(self._traced, called)
-        order = _order_of(called)
-        if order != _order_of(ordered) and self._forward is not None and tracing_state() is None:
+        order = tree_structure(called)
+        if order != tree_structure(ordered) and self._forward is not None and tracing_state() is None:
             if order not in self._matters:
                 self._matters[order] = self._is_another_program(ordered, called)
             if not self._matters[order]:
                 return ordered
         more = [name for name in kwargs if name in self._more]
         if more != self._more and len(more) == len(self._more):
-            order = f"{self._more} when traced and {more} now"
-            raise InputMismatchError(f"the order of **kwargs was {order}; pass them in that of the trace")
+            orders = f"{self._more} when traced and {more} now"
+            raise InputMismatchError(f"the order of **kwargs was {orders}; pass them in that of the trace")
         return args, kwargs
 
     def _sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -79,11 +81,3 @@ def _ordered(form: Any, x: Any) -> Any:
     if kind is type(x) and kind in (list, tuple) and len(form) == len(x):
         return kind([_ordered(*pair) for pair in zip(form, x, strict=True)])
     return x
-
-
-def _order_of(x: Any) -> Any:
-    """The keys of the dicts in `x`, in order."""
-    kind = type(x)
-    if kind in _DICTS:
-        return tuple([(key, _order_of(item)) for key, item in x.items()])
-    return tuple(map(_order_of, x)) if kind in (list, tuple) else None

@@ -2,18 +2,18 @@
 
 Data flow:
     op of a node -> the scopes around it, root first, then those of the forward op that it is the backward of
-    scopes of neighbours -> ranges that end, ranges that begin: one more node there -> the code of a graph with these
+    scopes of neighbours -> ranges that end, ranges that begin, before the node runs
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.fx
 
-from scopetrace._compat.graph_module import method_of, set_grad_enabled, without_grad_switches
+from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Op
 from scopetrace.program.graph import FxLowering
@@ -22,50 +22,41 @@ Range = tuple[str, int]
 """The name, and the position of the module call that it is a part of: two calls in a row are two ranges."""
 
 
-def _change(opened: list[torch.profiler.record_function], depth: int, names: tuple[str, ...]) -> None:
-    """End all but the outer `depth` of the ranges that are open while a graph runs, and begin others."""
-    while len(opened) > depth:
-        opened.pop().__exit__(None, None, None)
-    for name in names:
-        opened.append(torch.profiler.record_function(name))
-        opened[-1].__enter__()
-
-
-def graph_variant(
-    lowering: FxLowering, graph_module: torch.fx.GraphModule, *, ranges: bool, switches: bool
-) -> Callable[..., Any]:
-    """What runs the graph of a GraphModule: naming the module calls to the profiler that is active, with `ranges`.
+class RangedRun(torch.fx.Interpreter):
+    """One run of the graph of a GraphModule, which names the module calls to the profiler that is active.
 
     `switches`: with the nodes that switch autograd on or off.
     """
-    if not ranges:
-        return method_of(without_grad_switches(graph_module.graph), graph_module)
-    calls = {call.position: call for tape in lowering.tape.walk() for call in tape.calls}
-    graph, copies, current = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node](), list[Range]()
-    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
-    opened = graph.placeholder(f"{max(names, key=len, default='ranges')}_")  # which no other input is called
-    for node in graph_module.graph.nodes:
-        if node.target is set_grad_enabled and not switches:
-            continue
-        op = lowering.op_of.get(node)
-        if op is not None and node.op in ("call_function", "call_module"):  # others take their values, or nothing
-            around = list(_around(op, calls))
-            pairs = zip(current, around, strict=False)
-            depth = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if current != around:
-                graph.call_function(_change, (opened, depth, tuple([name for name, _ in around[depth:]])))
-            current = around
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    run = method_of(graph, graph_module)
 
-    def run_with_ranges(*inputs: Any) -> Any:
-        ranges: list[torch.profiler.record_function] = []
+    def __init__(self, lowering: FxLowering, graph_module: torch.fx.GraphModule, *, switches: bool) -> None:
+        super().__init__(graph_module)
+        self._op_of, self._switches = lowering.op_of, switches
+        self._calls = {call.position: call for tape in lowering.tape.walk() for call in tape.calls}
+        self._open: list[tuple[Range, torch.profiler.record_function]] = []
+
+    def __call__(self, *inputs: Any) -> Any:
         try:
-            return run(ranges, *inputs)
+            return self.run(*inputs)
         finally:
-            _change(ranges, 0, ())
+            self._enter([])
 
-    return run_with_ranges
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.target is set_grad_enabled and not self._switches:
+            return None
+        op = self._op_of.get(n)
+        if op is not None and n.op in ("call_function", "call_module"):  # others take their values, or nothing
+            self._enter([*_around(op, self._calls)])
+        return super().run_node(n)
+
+    def _enter(self, around: list[Range]) -> None:
+        """End the ranges that are open and not among these, and begin the others."""
+        pairs = zip(self._open, around, strict=False)
+        depth = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs))
+        while len(self._open) > depth:
+            self._open.pop()[1].__exit__(None, None, None)
+        for name, position in around[depth:]:
+            self._open.append(((name, position), torch.profiler.record_function(name)))
+            self._open[-1][1].__enter__()
 
 
 def _around(op: Op, calls: dict[int, Call]) -> Iterator[Range]:

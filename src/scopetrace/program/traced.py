@@ -33,9 +33,11 @@ from scopetrace._compat.graph_module import (
     has_hooks,
     is_profiling,
     look_up,
+    method_of,
     parts_that_switch_grad,
     unwrapped,
     was_erased,
+    without_grad_switches,
 )
 from scopetrace._compat.ops import building, is_op
 from scopetrace._compat.questions import autocast_enabled
@@ -66,7 +68,7 @@ from scopetrace.program.graph import FxLowering, call_position, forward_place, n
 from scopetrace.program.inline import has_regions, inlined, without_regions
 from scopetrace.program.mismatches import explained
 from scopetrace.program.outputs import without_effects
-from scopetrace.program.ranges import graph_variant
+from scopetrace.program.ranges import RangedRun
 
 Program = TypeVar("Program", bound=ProgramTape)
 Built = TypeVar("Built")
@@ -285,7 +287,7 @@ class TracedProgram:
         self.tape = tape
         self.model = model
         self.was_called = False
-        self._variants: dict[tuple[str, bool, bool], Callable[..., Any]] = {}  # what `_variant` gave
+        self._without_switches: dict[str, Callable[..., Any]] = {}  # by code of the graph, the same in one grad mode
 
     @property
     def current(self) -> TracedProgram:
@@ -548,31 +550,29 @@ class TracedProgram:
         Raises StateMismatchError where the graph has such blocks, is not this program's own, and has no
         `in_other_grad_mode`, a function that does the same without them.
         """
-        parts = parts_that_switch_grad(self.graph_module)
+        module = self.graph_module
+        parts = parts_that_switch_grad(module)
         without: Callable[..., Any] | None = getattr(graph, "in_other_grad_mode", None)
         if not parts or without is not None:
             return without or graph
-        if graph is not self.graph_module or parts != [self.graph_module]:
+        if graph is not module or parts != [module]:
             raise StateMismatchError(
                 f"torch.is_grad_enabled(): {self.tape.grad} when traced and {not self.tape.grad} now, and functions, "
                 "branches or compiled code of the graph switch it; trace again in this state"
             )
-        return self._variant(ranges=is_profiling(), switches=False)
+        if is_profiling():
+            return RangedRun(self.lowering, self.graph_module, switches=False)
+        code = self.graph_module.code
+        if code not in self._without_switches:
+            run = method_of(without_grad_switches(self.graph_module.graph), self.graph_module)
+            self._without_switches = {code: run}
+        return self._without_switches[code]
 
     def runnable(self) -> Callable[..., Any]:
         """What runs the GraphModule in the least time, or where a profiler is active names the module calls to it."""
         if not is_profiling() or has_hooks(self.graph_module):
             return self._unwrapped()
-        return self._variant(ranges=True, switches=True)
-
-    def _variant(self, *, ranges: bool, switches: bool) -> Callable[..., Any]:
-        """What runs the graph as it is now, with ranges for a profiler, with the nodes that switch autograd."""
-        code = self.graph_module.code
-        key = code, ranges, switches
-        if key not in self._variants:
-            run = graph_variant(self.lowering, self.graph_module, ranges=ranges, switches=switches)
-            self._variants = {k: other for k, other in self._variants.items() if k[0] == code} | {key: run}
-        return self._variants[key]
+        return RangedRun(self.lowering, self.graph_module, switches=True)
 
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
