@@ -206,7 +206,7 @@ def test_plan():
 
 WRONG_PLANS = {
     "neither": ((), "write --classes NAME, once for each class, or --target-mb N", 2),
-    "unknown class": (("--classes", "Conv2d"), "no module of the model is 'Conv2d'; there are: body", 2),
+    "unknown class": (("--classes", "Conv2d"), "no module of the model is 'Conv2d'; similar names: 'body'", 2),
     "step": (("--target-mb", 1, "--step"), "leave out --step", 2),
     "nan": (("--target-mb", "nan"), "--target-mb nan: write a finite number", 2),
     "infinite": (("--target-mb", 1, "--bandwidth", "inf"), "--bandwidth inf: write a finite number", 2),

@@ -31,7 +31,8 @@ def errors_explained(builder: TapeBuilder, ops: OpRecorder) -> Iterator[None]:
     except Exception as error:
         meant = explained(error, builder, ops) or _refused(error, builder)
         if meant is not None:
-            meant.stands_for(error, f"  torch: {str(error).partition(_CPP_STACK)[0]}")
+            paragraph, _, _ = str(error).partition(_CPP_STACK)[0].partition("\n\n")
+            meant.stands_for(error, f"  torch: {paragraph}")
             raise meant from error
         place = _place(error, builder)
         error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
