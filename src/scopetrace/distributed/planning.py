@@ -306,7 +306,7 @@ def _chosen(model: torch.nn.Module, selection: Any) -> set[str]:
     modules = [Candidate(m, type(m), name, Scope(name, type(m).__name__)) for name, m in inner.items()]
     for target in several(selection):
         if not any(is_named(module, target) for module in modules):
-            near = near_names(target, [*sorted({type(m).__name__ for m in model.modules()}), *inner], ())
+            near = near_names(target, [*sorted({type(m).__name__ for m in inner.values()}), *inner], ())
             some = f"{crossing(target, inner)}there are: {', '.join(near[:8])}"
             raise PlanError(f"no module of the model is {target_text(target)}; {some}")
     return {str(module.fqn) for module in modules if is_named(module, selection)}
