@@ -438,6 +438,8 @@ def test_classes_say_with_which_modules_stages_begin():
     for target, hint in ((nn.Conv2d, "named Conv2d; there are"), ("lay*", r"write 'lay\*\*'")):
         with pytest.raises(st.errors.CallNotFoundError, match=hint):
             st.distributed.split_points(tr, 2, classes=target)
+    with pytest.raises(st.errors.ArgumentTypeError, match="3 is a int; give a module class"):
+        st.distributed.split_points(tr, 2, classes=3)
 
 
 @pytest.mark.parametrize("targets", ["Layer", "layers.*", ["layers.0", "layers.[!0]"]])

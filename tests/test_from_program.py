@@ -160,6 +160,12 @@ def test_tied_layers_are_those_of_the_model(name, strict):
         assert len({t.data_ptr() for t in states[0].values()}) == len({*model.parameters()})
 
 
+def test_a_program_with_a_sparse_buffer_that_it_does_not_read():
+    model = Layer()
+    model.register_buffer("eye", torch.eye(4).to_sparse())
+    torch.testing.assert_close(st.from_exported_program(torch.export.export(model, (X,)))(X), model(X))
+
+
 def test_sizes_are_dynamic_as_in_the_program():
     batch = torch.export.Dim("batch", min=2, max=8)
     tr = st.from_exported_program(torch.export.export(Net().eval(), (X,), dynamic_shapes=({0: batch},)))

@@ -606,9 +606,20 @@ def test_a_tensor_that_is_two_inputs_and_changes_its_shape_in_place():
     torch.testing.assert_close(twin, x)
 
 
-def test_a_call_that_writes_to_buffers_is_one_generated_function(monkeypatch):
+class Assigns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = self.mean * 0.9 + x.mean(0)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), Assigns], ids=["BatchNorm1d", "an assignment"])
+def test_a_call_that_writes_to_buffers_is_one_generated_function(make, monkeypatch):
     """`run` does all other calls: the first one, and those with arguments or state that differ."""
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(3, 4)
+    model, x = make(), torch.randn(3, 4)
     tr, eager = st.trace(model, (x,)), copy.deepcopy(model)
     torch.testing.assert_close(tr(x), eager(x))
     monkeypatch.setattr(TracedProgram, "run", lambda *_: pytest.fail("the call is not generated"))

@@ -119,7 +119,8 @@ def _tie(module: torch.fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> N
     """Give a module one tensor under all its names: a strict export keeps one of them, a file a tensor for each."""
     names, first = module.state_dict(keep_vars=True), dict[Any, torch.Tensor]()
     for name, t in {**names, **tensors}.items():
-        same = first.setdefault((storage_id(t), t.storage_offset(), t.size(), t.stride(), type(t)), t)
+        place = (t.storage_offset(), t.size(), t.stride()) if t.layout is torch.strided else ()
+        same = first.setdefault((storage_id(t), *place, t.dtype, type(t)), t)
         if same is not names.get(name):
             *path, leaf = name.split(".")
             holder: Any = module

@@ -24,7 +24,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, columns
-from scopetrace.ir.selection import Selection
+from scopetrace.ir.selection import Selection, several
 from scopetrace.ir.tape import Call, Op, ProgramTape, Value
 from scopetrace.program.selection import Calls
 
@@ -134,7 +134,7 @@ def split_points(
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
     _refuse_order_of_inputs(tape)
     alive = _alive(tape)
-    calls = tape.calls if classes is None else [call.record for call in Calls(program.calls)[classes]]
+    calls = tape.calls if classes is None else [call.record for call in Calls(program.calls)[several(classes)]]
     places = _places(tape, calls)
     cuts = _possible_cuts(tape, alive, places)
     _refuse_few(tape, alive, places, cuts, stages)

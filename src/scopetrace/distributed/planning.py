@@ -306,7 +306,7 @@ def _chosen(model: torch.nn.Module, selection: Any) -> set[str]:
     modules = [Candidate(m, type(m), name, Scope(name, type(m).__name__)) for name, m in inner.items()]
     for target in several(selection):
         if not any(is_named(module, target) for module in modules):
-            near = near_text(target, inner, [type(m).__name__ for m in model.modules()])
+            near = near_text(target, inner, [type(m).__name__ for m in inner.values()])
             raise PlanError(f"no module of the model is {target_text(target)}; {near}")
     return {str(module.fqn) for module in modules if is_named(module, selection)}
 

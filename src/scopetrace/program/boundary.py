@@ -360,13 +360,20 @@ class LiveState:
                 self._bound[name] = _Bound(self._places.get(name), owner, table, last, traced)
 
     def terms(self, code: CallCode) -> list[str]:
-        """What holds where the model has the tensors that it had last, and they are as in the trace: loops in C."""
+        """What holds where the model has the tensors that it had last, or such as could be bound: loops in C."""
         bound = self._bound.values()
         held = code.constant([b.table for b in bound]), code.constant([b.owner[1] for b in bound])
         last, same, get = map(code.constant, (self._last, operator.is_, operator.getitem))
         kind, kinds = code.constant(_kind), code.constant([b.traced for b in bound])
-        is_as_last = f"all(map({same}, map({get}, {', '.join(held)}), {last}))"
+        refreshed = code.constant(self._is_refreshed)
+        is_as_last = f"(all(map({same}, map({get}, {', '.join(held)}), {last})) or {refreshed}())"
         return [is_as_last, f"[*map({kind}, {last})] == {kinds}"] if bound else []
+
+    def _is_refreshed(self) -> bool:
+        with contextlib.suppress(StateMismatchError):  # which is raised again where all is compared
+            self.refresh()
+            return True
+        return False
 
     def refresh(self) -> None:
         """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there.
