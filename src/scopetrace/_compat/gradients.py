@@ -41,10 +41,10 @@ from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.ops import eager
 from scopetrace._compat.replaced import Handler, Interception, after
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT
+from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")

@@ -36,9 +36,9 @@ from scopetrace._compat.gradients import report_hooks, report_steps
 from scopetrace._compat.ops import device_at_once, in_transform, short_way, without_transforms
 from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.replaced import Handler, Interception, after, without_mode
-from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
+from scopetrace.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 
 _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""

@@ -42,8 +42,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
+from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
 
 _MACHINERY = (
     *prefixes(TORCH_DIRECTORY, "fx/", "__init__.py", "_guards.py", "utils/"),

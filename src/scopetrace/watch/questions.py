@@ -24,7 +24,13 @@ from scopetrace._compat import questions
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
 from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
-from scopetrace._compat.sources import (
+from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
+from scopetrace.errors import DataDependentError
+from scopetrace.guards.attributes import static_lookup
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.ops import OpRecorder
+from scopetrace.record.reads import ReadRecorder
+from scopetrace.sources import (
     NOT_THE_MODEL,
     SCOPETRACE,
     TORCH_DIRECTORY,
@@ -33,12 +39,6 @@ from scopetrace._compat.sources import (
     is_of_python,
     prefixes,
 )
-from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
-from scopetrace.errors import DataDependentError
-from scopetrace.guards.attributes import static_lookup
-from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.ops import OpRecorder
-from scopetrace.record.reads import ReadRecorder
 from scopetrace.watch.uses import shows_only
 
 # Code that asks to restore what was, or to choose between kernels that compute the same.
