@@ -267,11 +267,8 @@ def _report_saved_tensors_hooks(torch_calls: Interception, listener: Any) -> Non
         mark = marks.pop(id(hooks), None)
         if mark is None or not _stays_off(hooks):
             ask(hooks, *error)
-        if mark is not None and not any(error):
-            if _is_users(hooks):
-                listener.leave_saved_tensors_hooks(mark)
-            elif isinstance(hooks, torch.autograd.graph.save_on_cpu):
-                listener.leave_offloading(mark)
+        if mark is not None and not any(error) and _is_users(hooks):
+            listener.leave_saved_tensors_hooks(mark)
 
     torch_calls.replace(_saved_tensors_hooks, "__enter__", enter)
     torch_calls.replace(_saved_tensors_hooks, "__exit__", leave, when=lambda: bool(marks))

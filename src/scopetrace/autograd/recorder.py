@@ -243,10 +243,6 @@ class AutogradRecorder:
         for v in [v for op in ops for v in op.values() if can_require_grad(v)][:1]:
             self._reads.on_gradient(v.fake)
 
-    def leave_offloading(self, mark: tuple[int, int]) -> None:
-        """The forward leaves `save_on_cpu`."""
-        self._builder.tape.offloaded.update(self._builder.tape.ops[mark[0] :])
-
     def _hook_error(self, what: str, op: str) -> UnsupportedOpError:
         return self._builder.refusal(
             f"the forward makes or uses {what}, which a graph of ops does not have",
