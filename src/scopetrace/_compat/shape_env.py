@@ -57,10 +57,8 @@ Origin = dict[str, str | None]
 
 
 _NOWHERE = SLoc("", "")
-
-
-def _nobody() -> Any:
-    return None
+_nobody: Callable[[], Any] = type(None)
+"""Gives None, as a weak reference does to what is gone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,11 +424,6 @@ class FreshFakes:
                 self._env.var_to_range[new] = env.var_to_range[old]
             self._symbols[realm, old] = new
         return new
-
-
-def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
-    """The SymInt of an expression whose example value is `value`; an int if the expression is a constant."""
-    return env.create_symintnode(sympy.sympify(expr), hint=value)
 
 
 class _NumberArithmetic(PythonReferenceAnalysis):

@@ -11,6 +11,7 @@ This is what torch.utils.checkpoint does, except that Python does not run again.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -76,7 +77,6 @@ class CheckpointedRegion:
         self._start = len(self._tape.ops)
         self._stop: int | None = None
         self._saved: list[_SavedTensor] = []
-        self._held = [self]
         self._again: dict[Value, Value] = {}
         self._backward = 0
 
@@ -87,16 +87,12 @@ class CheckpointedRegion:
             self._builder.run_again.add((self._start, self._stop))
 
     def hooks(self) -> SavedTensorsHooks:
-        """What autograd saves tensors by, and reads them, until `forget` is called.
+        """What autograd saves tensors by, and reads them, as long as somebody holds the region.
 
         Autograd's graph has references to these, which Python's collector does not see, and the region has some to it.
         """
-        held = self._held
-        return (lambda t: held[0].pack(t)), (lambda number: held[0].unpack(number))
-
-    def forget(self) -> None:
-        """Nothing is asked for any more."""
-        self._held.clear()
+        region = weakref.proxy(self)
+        return (lambda t: region.pack(t)), (lambda number: region.unpack(number))
 
     def pack(self, t: torch.Tensor) -> int:
         """Autograd saves a tensor. The number stands for it."""

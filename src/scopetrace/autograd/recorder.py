@@ -37,7 +37,7 @@ class AutogradRecorder:
     def __init__(self, ops: OpRecorder) -> None:
         self._ops, self._builder, self._reads = ops, ops.builder, ops.reads
         self._values, self._model = ops.values, ops.values.model
-        self._checkpointed: list[CheckpointedRegion] = []
+        self._checkpointed: list[CheckpointedRegion] = []  # the hooks of autograd's graph do not hold them
         self._open_regions: list[CheckpointedRegion] = []
 
     def finish(self) -> None:
@@ -59,8 +59,6 @@ class AutogradRecorder:
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
-        for region in self._checkpointed:
-            region.forget()
         for part in self._used():
             part.close()
 
