@@ -281,11 +281,12 @@ class TapeCopier(TapeRewriter, abc.ABC):
                 return
             args = simplified[1] if simplified[0] is op.target else args
         old_inputs, new_inputs = op.inputs(), _values(op, (args, kwargs))
+        moved = {(a.storage, b.storage) for a, b in zip(old_inputs, new_inputs, strict=op.kind != "call_module")}
         if op.kind == "call_module":
             outputs = self.emitter.copy(op, args, kwargs)
-        elif all(map(alike, old_inputs, new_inputs)) and not _share_less(old_inputs, new_inputs):
-            storages = {v.storage: v.storage for v in op.values()}  # new tensors lie where they did
-            storages |= {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
+        elif all(map(alike, old_inputs, new_inputs)) and len(moved) == len({before for before, _ in moved}):
+            # new tensors lie where they did, and none that lay in one memory lie in several now
+            storages = {v.storage: v.storage for v in op.values()} | dict(moved)
             outputs = self.emitter.copy(op, args, kwargs, storages)
         else:
             outputs = self._run(op, op.target, args, kwargs)
@@ -444,9 +445,3 @@ def _holds(base: Value, view: Value) -> bool:
         return by_geometry(a, b) is not None
     (first, last), (start, end) = a.span(), b.span()
     return is_contiguous(base.fake) and first <= start and end <= last
-
-
-def _share_less(old: list[Value], new: list[Value]) -> bool:
-    """Whether values that lay in one memory lie in several now."""
-    storages = {(a.storage, b.storage) for a, b in zip(old, new, strict=True)}
-    return len({before for before, _ in storages}) < len(storages)

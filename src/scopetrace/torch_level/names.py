@@ -108,11 +108,6 @@ def _metadata(x: Any) -> Any:
 # Ops that Python says in another way ---------------------------------------------------------------------------------
 
 
-def _clone(node: torch.fx.Node) -> Iterator[Call]:
-    if node.kwargs.get("memory_format") is torch.contiguous_format:
-        yield "call_function", torch.clone, node.args, {}
-
-
 def _slice(node: torch.fx.Node) -> Iterator[Call]:
     arguments: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
     base, dim, start, end, step = arguments
@@ -135,7 +130,6 @@ def _to_copy(node: torch.fx.Node) -> Iterator[Call]:
 
 
 _SPECIAL: dict[Any, Callable[[torch.fx.Node], Iterator[Call]]] = {
-    _aten.clone.default: _clone,
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
     _aten._to_copy.default: _to_copy,
