@@ -150,7 +150,17 @@ def report_hooks(torch_calls: Interception, listener: Any) -> None:
         torch_calls.on(getattr(tensor, name), after(lambda t, *_, method=name, **__: listener.on_hook(t, method)))
     for name in ("grad_fn", "is_leaf"):
         torch_calls.on(getattr(tensor, name).__get__, _history(name, listener), torch_calls.in_forward)
-    _report_flags(torch_calls, listener)
+
+    def require(t: torch.Tensor, requires_grad: bool = True) -> None:
+        listener.on_requires_grad(t, requires_grad)
+
+    def detach_(ask: Callable[..., Any], t: torch.Tensor) -> torch.Tensor:
+        return ask(t) if listener.on_detach(t) else t
+
+    for func in (tensor.requires_grad_, tensor.requires_grad.__set__):
+        torch_calls.on(func, after(require), torch_calls.in_forward)
+    for func in (tensor.detach_, torch.detach_):
+        torch_calls.on(func, detach_, torch_calls.in_forward)
     _report_gradients(torch_calls, listener)
     _report_saved_tensors_hooks(torch_calls, listener)
 
@@ -178,22 +188,6 @@ def _history(name: str, listener: Any) -> Handler:
         return answer
 
     return get
-
-
-def _report_flags(torch_calls: Interception, listener: Any) -> None:
-    """`requires_grad` of a tensor."""
-
-    def require(t: torch.Tensor, requires_grad: bool = True) -> None:
-        listener.on_requires_grad(t, requires_grad)
-
-    def detach_(ask: Callable[..., Any], t: torch.Tensor) -> torch.Tensor:
-        return ask(t) if listener.on_detach(t) else t
-
-    tensor: Any = torch.Tensor
-    for func in (tensor.requires_grad_, tensor.requires_grad.__set__):
-        torch_calls.on(func, after(require), torch_calls.in_forward)
-    for func in (tensor.detach_, torch.detach_):
-        torch_calls.on(func, detach_, torch_calls.in_forward)
 
 
 class Leaf:
