@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scopetrace._compat.sources import prefixes
 from scopetrace._compat.versions import CURRENT, SUPPORTED, differences_of
+from scopetrace.sources import prefixes
 from tests.test_layers import SOURCE, Module, read_tree, torch_names
 
 COMPAT = [module for module in read_tree(SOURCE) if module.layer == "_compat"]

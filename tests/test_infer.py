@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
-from scopetrace._compat.shape_env import DimSpec, new_symbol, symint
+from scopetrace._compat.shape_env import DimSpec, new_symbol
 from scopetrace._compat.tensors import FakeFactory, run_fake, storage_id, without_dispatch
 from scopetrace.errors import InferenceError
 from scopetrace.infer import rules
@@ -293,7 +293,8 @@ class Values:
         env = self.factory.shape_env
         for n in sizes:
             if n not in self._known:
-                self._known[n] = symint(env, new_symbol(env, n, f"x{n}", 0, DimSpec(f"s{n}", 2, None)), n)
+                symbol = new_symbol(env, n, f"x{n}", 0, DimSpec(f"s{n}", 2, None))
+                self._known[n] = env.create_symintnode(symbol, hint=n)
         self._symbols = {n: self._known[n] for n in sizes}
 
     def value(self, real: torch.Tensor) -> Value:

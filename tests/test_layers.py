@@ -14,6 +14,8 @@ import pytest
 LAYERS = {
     "errors": "one exception class for each kind of mistake",
     "formatting": "aligned columns, quantities and objects as text",
+    "sources": "where the Python files of torch and of this package are, and who asks",
+    "interrupts": "signals that wait while programs are built",
     "_compat": "all private torch, one file for each concern",
     "containers": "arguments and results as trees: pytree, dataclasses, objects that hold tensors",
     "ir": "the program as data: values, ops, calls, scopes, tapes, write-back",

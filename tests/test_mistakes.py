@@ -108,7 +108,7 @@ MISTAKES = {
     "a trace for an order": (lambda tr: st.distributed.plan(NET, tr, classes=[nn.Linear]), "trace(model, ...).order"),
     "a misspelt class of a plan": (
         lambda tr: st.distributed.plan(NET, tr.order, classes=["Liner"]),
-        "no module of the model is 'Liner'; there are: Linear",
+        "no module of the model is 'Liner'; similar names: 'Linear'",
     ),
     "a number for a class": (
         lambda tr: st.distributed.plan(NET, tr.order, classes=2),

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.fake_mode import fake_mode_of
 from scopetrace._compat.graph_module import enter_autocast, set_grad_enabled
-from scopetrace._compat.shape_env import WatchedShapeEnv, symint
+from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import example
 from scopetrace._compat.tensors import FakeTensor, is_symbolic
 
@@ -133,7 +133,7 @@ def in_another_environment(program: Any) -> Iterator[None]:
 
 def _moved(x: Any, env: WatchedShapeEnv, mode: FakeTensorMode) -> Any:
     if isinstance(x, torch.SymInt):
-        return symint(env, x.node.expr, x.node.hint)
+        return env.create_symintnode(x.node.expr, hint=x.node.hint)
     if not isinstance(x, FakeTensor) or x.layout is not torch.strided:
         return x
     size, stride = ([_moved(n, env, mode) for n in numbers] for numbers in (x.size(), x.stride()))

@@ -41,10 +41,10 @@ from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.ops import eager
 from scopetrace._compat.replaced import Handler, Interception, after
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT
+from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
 
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -52,8 +52,6 @@ _TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py", 
 _MODULES = prefixes(TORCH_DIRECTORY, "nn/modules/module.py")
 _TAKES_NODES = (*_MODULES, *prefixes(TORCH_DIRECTORY, "autograd/graph.py"))
 _HOOK_ON_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__
-
-
 SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """`pack_hook` and `unpack_hook` of `saved_tensors_hooks`."""
 
@@ -152,7 +150,17 @@ def report_hooks(torch_calls: Interception, listener: Any) -> None:
         torch_calls.on(getattr(tensor, name), after(lambda t, *_, method=name, **__: listener.on_hook(t, method)))
     for name in ("grad_fn", "is_leaf"):
         torch_calls.on(getattr(tensor, name).__get__, _history(name, listener), torch_calls.in_forward)
-    _report_flags(torch_calls, listener)
+
+    def require(t: torch.Tensor, requires_grad: bool = True) -> None:
+        listener.on_requires_grad(t, requires_grad)
+
+    def detach_(ask: Callable[..., Any], t: torch.Tensor) -> torch.Tensor:
+        return ask(t) if listener.on_detach(t) else t
+
+    for func in (tensor.requires_grad_, tensor.requires_grad.__set__):
+        torch_calls.on(func, after(require), torch_calls.in_forward)
+    for func in (tensor.detach_, torch.detach_):
+        torch_calls.on(func, detach_, torch_calls.in_forward)
     _report_gradients(torch_calls, listener)
     _report_saved_tensors_hooks(torch_calls, listener)
 
@@ -180,22 +188,6 @@ def _history(name: str, listener: Any) -> Handler:
         return answer
 
     return get
-
-
-def _report_flags(torch_calls: Interception, listener: Any) -> None:
-    """`requires_grad` of a tensor."""
-
-    def require(t: torch.Tensor, requires_grad: bool = True) -> None:
-        listener.on_requires_grad(t, requires_grad)
-
-    def detach_(ask: Callable[..., Any], t: torch.Tensor) -> torch.Tensor:
-        return ask(t) if listener.on_detach(t) else t
-
-    tensor: Any = torch.Tensor
-    for func in (tensor.requires_grad_, tensor.requires_grad.__set__):
-        torch_calls.on(func, after(require), torch_calls.in_forward)
-    for func in (tensor.detach_, torch.detach_):
-        torch_calls.on(func, detach_, torch_calls.in_forward)
 
 
 class Leaf:
@@ -267,11 +259,8 @@ def _report_saved_tensors_hooks(torch_calls: Interception, listener: Any) -> Non
         mark = marks.pop(id(hooks), None)
         if mark is None or not _stays_off(hooks):
             ask(hooks, *error)
-        if mark is not None and not any(error):
-            if _is_users(hooks):
-                listener.leave_saved_tensors_hooks(mark)
-            elif isinstance(hooks, torch.autograd.graph.save_on_cpu):
-                listener.leave_offloading(mark)
+        if mark is not None and not any(error) and _is_users(hooks):
+            listener.leave_saved_tensors_hooks(mark)
 
     torch_calls.replace(_saved_tensors_hooks, "__enter__", enter)
     torch_calls.replace(_saved_tensors_hooks, "__exit__", leave, when=lambda: bool(marks))

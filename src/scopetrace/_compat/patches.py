@@ -36,14 +36,12 @@ from scopetrace._compat.gradients import report_hooks, report_steps
 from scopetrace._compat.ops import device_at_once, in_transform, short_way, without_transforms
 from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.replaced import Handler, Interception, after, without_mode
-from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbol_questions import behave_as_numbers, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
+from scopetrace.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 
 _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
-
-
 _CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_tensor_methods
 """Sets of torch's functions, by identity, that torch makes once. What they get inside a trace is forgotten after it."""
 
@@ -95,14 +93,13 @@ def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) ->
         if isinstance(module, _LazyGraphModule):  # its first forward replaces the class's forward, and calls it
             stack.callback(setattr, type(module), "forward", type(module).forward)
             module.real_recompile()
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            module._compiled_call_impl = None  # put back with the other attributes of the module
     stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
     stack.callback(torch.set_default_dtype, torch.get_default_dtype())
     stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
     torch.set_autocast_cache_enabled(False)  # it would keep casts of parameters, which are fake here
     stack.enter_context(exporting())
-    for module in modules:
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            module._compiled_call_impl = None  # put back with the other attributes of the module
 
 
 # Module calls --------------------------------------------------------------------------------------------------------
@@ -466,9 +463,6 @@ class _InThisThread(int):
 
     def __hash__(self) -> int:
         return hash(bool(self))
-
-    def __repr__(self) -> str:
-        return repr(bool(self))
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
+from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
 
 _MACHINERY = (
     *prefixes(TORCH_DIRECTORY, "fx/", "__init__.py", "_guards.py", "utils/"),
@@ -57,10 +57,8 @@ Origin = dict[str, str | None]
 
 
 _NOWHERE = SLoc("", "")
-
-
-def _nobody() -> Any:
-    return None
+_nobody: Callable[[], Any] = type(None)
+"""Gives None, as a weak reference does to what is gone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -432,11 +430,6 @@ class FreshFakes:
                 self._env.var_to_range[new] = env.var_to_range[old]
             self._symbols[realm, old] = new
         return new
-
-
-def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
-    """The SymInt of an expression whose example value is `value`; an int if the expression is a constant."""
-    return env.create_symintnode(sympy.sympify(expr), hint=value)
 
 
 class _NumberArithmetic(PythonReferenceAnalysis):

@@ -11,8 +11,8 @@ from torch._C._functorch import is_batchedtensor
 from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.replaced import Interception
-from scopetrace._compat.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 from scopetrace._compat.symbols import Symbolic
+from scopetrace.sources import TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 
 _PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 

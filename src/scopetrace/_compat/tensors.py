@@ -238,7 +238,7 @@ class FakeMaker:
         self, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int, like: torch.Tensor
     ) -> torch.Tensor:
         """A fake in `storage`, of the meta device, with dtype, device and `requires_grad` of `like`."""
-        with without_dispatch(), normal_tensors() if not is_inference_of(like) else _NOTHING, torch.no_grad():
+        with without_dispatch(), in_inference_mode(False) if not is_inference_of(like) else _NOTHING, torch.no_grad():
             meta = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, offset, size, stride)
             return self._wrap(meta, like.device, like.requires_grad)
 
@@ -250,7 +250,7 @@ class FakeMaker:
         symbolic = is_symbolic(base) or torch.SymInt in map(type, numbers)
         # as a meta tensor: kernels of other devices take no symbols
         as_meta = in_kernel_invocation_manager(self.mode) if symbolic else _NOTHING
-        with normal_tensors() if not is_inference_of(base) else _NOTHING:
+        with in_inference_mode(False) if not is_inference_of(base) else _NOTHING:
             with as_meta:
                 # of a plain alias: for a FakeTensor torch would ask its class, in Python, for the device
                 view = torch.as_strided(base if symbolic else base.detach(), size, stride, offset)
@@ -291,7 +291,7 @@ class FakeFactory(FakeMaker):
     def from_real(self, real: torch.Tensor) -> torch.Tensor:
         """The fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
         if id(real) not in self._fakes:
-            with normal_tensors():  # a tensor of the model is none of the block in which it is first used
+            with in_inference_mode(False):  # a tensor of the model is none of the block in which it is first used
                 fake = self._make(real)
             self._fakes[id(real)] = real, fake
             self._real_of.setdefault(storage_id(fake), real)
@@ -356,13 +356,11 @@ class FakeFactory(FakeMaker):
 _NOTHING = contextlib.nullcontext()
 
 
-def normal_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors are made that are no inference tensors, as views of normal ones are in inference mode too."""
-    return in_inference_mode(False)
-
-
 def in_inference_mode(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """Inside, inference mode is on or off, and autograd is off where it changes."""
+    """Inside, inference mode is on or off, and autograd is off where it changes.
+
+    Tensors that are made where it is off are no inference tensors, as views of normal ones are in inference mode too.
+    """
     if enabled is inference_mode_enabled():
         return _NOTHING
     stack = contextlib.ExitStack()
@@ -465,7 +463,7 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
     inputs, results = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
     in_place = any(t is x for t in results for x in inputs)
     if any(map(requires_grad_of, inputs)) and not (in_place or all(map(is_inference_of, results))):
-        with normal_tensors():
+        with in_inference_mode(False):
             return _run_op(mode, parts, args, kwargs)
     return out
 

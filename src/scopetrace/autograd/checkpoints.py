@@ -11,6 +11,7 @@ This is what torch.utils.checkpoint does, except that Python does not run again.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -76,7 +77,6 @@ class CheckpointedRegion:
         self._start = len(self._tape.ops)
         self._stop: int | None = None
         self._saved: list[_SavedTensor] = []
-        self._held = [self]
         self._again: dict[Value, Value] = {}
         self._backward = 0
 
@@ -87,16 +87,12 @@ class CheckpointedRegion:
             self._builder.run_again.add((self._start, self._stop))
 
     def hooks(self) -> SavedTensorsHooks:
-        """What autograd saves tensors by, and reads them, until `forget` is called.
+        """What autograd saves tensors by, and reads them, as long as somebody holds the region.
 
         Autograd's graph has references to these, which Python's collector does not see, and the region has some to it.
         """
-        held = self._held
-        return (lambda t: held[0].pack(t)), (lambda number: held[0].unpack(number))
-
-    def forget(self) -> None:
-        """Nothing is asked for any more."""
-        self._held.clear()
+        region = weakref.proxy(self)
+        return (lambda t: region.pack(t)), (lambda number: region.unpack(number))
 
     def pack(self, t: torch.Tensor) -> int:
         """Autograd saves a tensor. The number stands for it."""
@@ -272,8 +268,11 @@ def _different_again(
             "trace the model without checkpointing, which gives the same results; or write to the tensor before the "
             "region",
         )
-    name, value = _bound_again(tape, ops)
-    if value is not None:
+    inside = {v for op in ops for v in op.values()}
+    bound = [(w.path, w.value) for w in tape.attribute_writes if w.of is None]
+    if isinstance(tape.outputs, Returned):  # what the forward puts into its arguments
+        bound += [("".join(e.path[1:]), v) for e in tape.outputs.effects for v in leaves(e.content, Value)]
+    for name, value in [pair for pair in bound if pair[1] in inside][:1]:
         yield (
             f"binds a new tensor to {name}, and does it again when backward runs it again",
             value.op,
@@ -295,15 +294,6 @@ def _written_again(tape: RecordedTape, region: Region, *, within_forward: bool) 
     held = [*((op.name, op.result) for op in tape.ops if op.kind == "get_attr"), *region.attributes.items()]
     rebound = {bound[name] for name, v in held if v.storage in read and bound.get(name, v.op) is not v.op}
     return next((op for op in later if op in rebound or any(v.storage in read for v in op.writes)), None)
-
-
-def _bound_again(tape: RecordedTape, ops: Iterable[Op]) -> tuple[str, Value | None]:
-    """What the Python around some ops binds or puts into an argument, of the values that they make."""
-    inside = {v for op in ops for v in op.values()}
-    bound = [(w.path, w.value) for w in tape.attribute_writes if w.of is None]
-    if isinstance(tape.outputs, Returned):
-        bound += [("".join(e.path[1:]), v) for e in tape.outputs.effects for v in leaves(e.content, Value)]
-    return next(((name, value) for name, value in bound if value in inside), ("", None))
 
 
 def _new_storages(ops: Iterable[Op]) -> set[int]:

@@ -11,6 +11,7 @@ the call, the ops of the forward are recorded in its place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NoReturn
@@ -46,7 +47,9 @@ class FunctionRecorder(BodyRecorder):
         super().__init__(values, _apply, (None, None, *tensors), recorded)
         self.name, self._path = cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
         self._arguments = arguments
-        self._forward, self._backward = _parts_of(cls)
+        has_setup = cls.setup_context is not torch.autograd.Function.setup_context
+        self._forward = functools.partial(_in_two, cls) if has_setup else cls.forward
+        self._backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
         self._ctx = _Context(tuple(isinstance(a, torch.Tensor) and requires_grad_of(a) for a in arguments))
         self._results: tuple[Any, ...] = ()
         self._is_one = False
@@ -270,15 +273,8 @@ class _Context(FunctionCtx):
         return tuple(self.to_save)
 
 
-def _parts_of(cls: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward of a `torch.autograd.Function` with `ctx` as first argument, whichever way it is written, and the
-    backward."""
-
-    def in_two(ctx: Any, *args: Any) -> Any:
-        out = cls.forward(*args)
-        cls.setup_context(ctx, args, out)
-        return out
-
-    has_setup = cls.setup_context is not torch.autograd.Function.setup_context
-    backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
-    return (in_two if has_setup else cls.forward), backward
+def _in_two(cls: Any, ctx: Any, *args: Any) -> Any:
+    """The forward of a `torch.autograd.Function` that has a `setup_context`, with `ctx` as first argument."""
+    out = cls.forward(*args)
+    cls.setup_context(ctx, args, out)
+    return out

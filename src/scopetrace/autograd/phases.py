@@ -105,9 +105,6 @@ class PhaseRecorder:
         if self._ended is not None and self._ended[0] == sequence_number(node):
             read = (id(v.fake) for v in flat(args) if isinstance(v, Value))
             node = next((self._ended[1][i] for i in read if i in self._ended[1]), node)
-        return self._of_node(node)
-
-    def _of_node(self, node: Any) -> Phase:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             return self.of_op(self._values.value_of(unwrapped(leaf)).op)

@@ -37,7 +37,7 @@ class AutogradRecorder:
     def __init__(self, ops: OpRecorder) -> None:
         self._ops, self._builder, self._reads = ops, ops.builder, ops.reads
         self._values, self._model = ops.values, ops.values.model
-        self._checkpointed: list[CheckpointedRegion] = []
+        self._checkpointed: list[CheckpointedRegion] = []  # the hooks of autograd's graph do not hold them
         self._open_regions: list[CheckpointedRegion] = []
 
     def finish(self) -> None:
@@ -59,8 +59,6 @@ class AutogradRecorder:
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
-        for region in self._checkpointed:
-            region.forget()
         for part in self._used():
             part.close()
 
@@ -242,10 +240,6 @@ class AutogradRecorder:
             raise self._hook_error("hooks on what autograd saves for backward", "saved_tensors_hooks")
         for v in [v for op in ops for v in op.values() if can_require_grad(v)][:1]:
             self._reads.on_gradient(v.fake)
-
-    def leave_offloading(self, mark: tuple[int, int]) -> None:
-        """The forward leaves `save_on_cpu`."""
-        self._builder.tape.offloaded.update(self._builder.tape.ops[mark[0] :])
 
     def _hook_error(self, what: str, op: str) -> UnsupportedOpError:
         return self._builder.refusal(

@@ -76,7 +76,6 @@ class TapeCopier(TapeRewriter, abc.ABC):
         self.original_storages: set[int] = set()
         """The storages of the values of `originals`."""
         self._held: dict[int, list[tuple[str, Value]]] = {}  # attributes read so far and their names, by storage
-        self._offloaded = old.offloaded if isinstance(old, RecordedTape) else set()
         self.differentiated = old.differentiated() if isinstance(old, RecordedTape) else set()
         self._find_roots()
 
@@ -121,14 +120,13 @@ class TapeCopier(TapeRewriter, abc.ABC):
         """As `read`, for an operand: a copy where autograd may keep memory from outside, which the write-back changes.
 
         In eager the write came before the op: what it left alone, as a part of `old` or the source of a copy, stays.
-        Memory that was not written so far is written after the op in eager too, where a backward pass raises as well,
-        but for ops of which autograd keeps copies.
+        Memory that was not written so far is written after the op in eager too, where a backward pass raises as well.
         """
         new, aliases = self.read(old, reader), self.sets.get(old.storage)
         if aliases is None or new.storage not in self.original_storages or new.storage not in self.sets:
             return new
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
-        if (is_same and reader not in self._offloaded) or not reader.grad or reader in self.differentiated:
+        if is_same or not reader.grad or reader in self.differentiated:
             return new
         if any(v.ever_requires_grad for v in reader.inputs()):
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
@@ -283,11 +281,12 @@ class TapeCopier(TapeRewriter, abc.ABC):
                 return
             args = simplified[1] if simplified[0] is op.target else args
         old_inputs, new_inputs = op.inputs(), _values(op, (args, kwargs))
+        moved = {(a.storage, b.storage) for a, b in zip(old_inputs, new_inputs, strict=op.kind != "call_module")}
         if op.kind == "call_module":
             outputs = self.emitter.copy(op, args, kwargs)
-        elif all(map(alike, old_inputs, new_inputs)) and not _share_less(old_inputs, new_inputs):
-            storages = {v.storage: v.storage for v in op.values()}  # new tensors lie where they did
-            storages |= {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
+        elif all(map(alike, old_inputs, new_inputs)) and len(moved) == len({before for before, _ in moved}):
+            # new tensors lie where they did, and none that lay in one memory lie in several now
+            storages = {v.storage: v.storage for v in op.values()} | dict(moved)
             outputs = self.emitter.copy(op, args, kwargs, storages)
         else:
             outputs = self._run(op, op.target, args, kwargs)
@@ -446,9 +445,3 @@ def _holds(base: Value, view: Value) -> bool:
         return by_geometry(a, b) is not None
     (first, last), (start, end) = a.span(), b.span()
     return is_contiguous(base.fake) and first <= start and end <= last
-
-
-def _share_less(old: list[Value], new: list[Value]) -> bool:
-    """Whether values that lay in one memory lie in several now."""
-    storages = {(a.storage, b.storage) for a, b in zip(old, new, strict=True)}
-    return len({before for before, _ in storages}) < len(storages)

@@ -23,7 +23,7 @@ from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta
 from scopetrace.ir.segment import with_values
-from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Tape, Value, flat, map_argument, values_in
+from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, flat, map_argument, values_in
 from scopetrace.ops.functional_variants import FIRST_HAS_GRADIENT
 
 _aten = torch.ops.aten
@@ -160,12 +160,14 @@ class Emitter:
     def _append(
         self, origin: Op, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> Any:
-        unbacked = origin.unbacked if target is origin.target else None
+        is_same = target is origin.target
+        # `addmm_` is not cast, `addmm` in its place would be
+        is_cast = not (is_same or origin.autocast is None or (is_op(target) and not autocast_may_change(target)))
         op = Op(
             *(kind, target, args, kwargs, outputs, origin.scope, self._call_of(origin), origin.frames, origin.grad, ()),
-            unbacked,
+            origin.unbacked if is_same else None,
             meta=origin.meta,
-            autocast=_autocast(origin, target),
+            autocast=None if is_cast else origin.autocast,
             phase=origin.phase,
         )
         self.tape.ops.append(op)
@@ -185,13 +187,6 @@ def _with_slots(value: Callable[[Any, int], Any], x: Any, slot: int) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)([_with_slots(value, item, i) for i, item in enumerate(x)])
     return value(x, slot)
-
-
-def _autocast(origin: Op, target: Any) -> Autocast | None:
-    """That of an op in the place of another: `addmm_` is not cast, `addmm` would be."""
-    if origin.autocast is None or target is origin.target:
-        return origin.autocast
-    return origin.autocast if is_op(target) and not autocast_may_change(target) else None
 
 
 def copied_calls(tape: Tape) -> dict[Call, Call]:

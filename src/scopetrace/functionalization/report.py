@@ -80,14 +80,9 @@ def _outside(tape: ProgramTape) -> dict[int, list[tuple[str, str, Value]]]:
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):
         outside.setdefault(value.storage, []).append((path, "input", value))
     for name, value in tape.attribute_reads():
-        outside.setdefault(value.storage, []).append((name, _kind(tape, name), value))
+        kind = "parameter" if isinstance(tape.attributes[name], torch.nn.Parameter) else "buffer"
+        outside.setdefault(value.storage, []).append((name, kind if name in tape.owners else "constant", value))
     return outside
-
-
-def _kind(tape: ProgramTape, name: str) -> str:
-    if name not in tape.owners:
-        return "constant"
-    return "parameter" if isinstance(tape.attributes[name], torch.nn.Parameter) else "buffer"
 
 
 def _what(op: Op) -> str:

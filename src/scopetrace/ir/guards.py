@@ -31,7 +31,6 @@ import torch
 from scopetrace._compat.questions import MISSING as MISSING
 from scopetrace._compat.questions import Missing as Missing
 from scopetrace._compat.questions import fact_of, flag, hooks_of_all_modules, quick_flag
-from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.tensors import parameters_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
@@ -50,6 +49,7 @@ from scopetrace.containers.contents import (
 from scopetrace.containers.structure import effect_targets, is_plain_object, open_container, weak_cache
 from scopetrace.errors import FixedValueWarning, InputMismatchError
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
+from scopetrace.sources import NOT_THE_MODEL
 
 
 @dataclasses.dataclass(frozen=True)

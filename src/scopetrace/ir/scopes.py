@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, is_of_python, prefixes
 from scopetrace.errors import ScopeError
+from scopetrace.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, is_of_python, prefixes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")

@@ -619,8 +619,6 @@ class RecordedTape(ProgramTape):
     checkpointed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Where the forward differentiates: of each region under `torch.utils.checkpoint` the positions of its first op and
     after its last one."""
-    offloaded: set[Op] = dataclasses.field(default_factory=set)
-    """The ops under `torch.autograd.graph.save_on_cpu`, of which autograd keeps copies of what their backward reads."""
 
     def differentiated(self) -> set[Op]:
         """The ops through which the program has differentiated once and for all: autograd keeps nothing of them."""

@@ -290,11 +290,8 @@ def _options_of_out(func: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _is_default(arg: Argument, value: Any) -> bool:
     """Whether `value` is the default of `arg`. 1 and 1.0 are not the same: an op may promote by one of them."""
-    if not arg.has_default or type(value) is not type(arg.default):
-        return False
-    if isinstance(value, (list, tuple)):
-        return all(type(x) is int for x in value) and value == arg.default
-    return value is None or (isinstance(value, (bool, int, float, str)) and value == arg.default)
+    is_plain = isinstance(value, (bool, int, float, str, list, tuple, type(None)))
+    return arg.has_default and is_plain and repr(value) == repr(arg.default)
 
 
 def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -299,8 +299,9 @@ def place_view(t: torch.Tensor, view: ViewArguments) -> Placement | list[Placeme
         case Unsqueeze(d):
             new = size[d] * stride[d] if d < len(size) else 1
             return Placement((*size[:d], 1, *size[d:]), (*stride[:d], new, *stride[d:]), 0)
-        case Select():
-            return _place_selected(size, stride, view)
+        case Select(d, index):
+            if type(size[d]) is int and type(index) is int and type(stride[d]) is int and -size[d] <= index < size[d]:
+                return Placement(size[:d] + size[d + 1 :], stride[:d] + stride[d + 1 :], index % size[d] * stride[d])
         case Parts(count, part):
             places = [place_view(t, part(i)) for i in range(count if type(count) is int else 0)]
             return [p for p in places if isinstance(p, Placement)] if places and None not in places else None
@@ -312,14 +313,6 @@ def place_view(t: torch.Tensor, view: ViewArguments) -> Placement | list[Placeme
             strides = reshape_strides(t, wanted)
             return None if strides is None else Placement(wanted, strides, 0)
     return None
-
-
-def _place_selected(size: tuple[Int, ...], stride: tuple[Int, ...], view: Select) -> Placement | None:
-    d, index = view.dim, view.index
-    n, step = size[d], stride[d]
-    if type(n) is not int or type(index) is not int or type(step) is not int or not -n <= index < n:
-        return None
-    return Placement(size[:d] + size[d + 1 :], stride[:d] + stride[d + 1 :], index % n * step)
 
 
 def _place_slice(size: tuple[Int, ...], stride: tuple[Int, ...], view: Slice) -> Placement | None:

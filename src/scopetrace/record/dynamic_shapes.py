@@ -22,7 +22,6 @@ from scopetrace._compat.shape_env import (
     new_number,
     new_symbol,
     read_dim,
-    symint,
     takes_small_examples,
 )
 from scopetrace._compat.tensors import storage_id
@@ -55,7 +54,7 @@ class DynamicShapes:
         for d in sorted(spec):
             expr = None if spec[d] is None else self._expression(spec[d], sizes[d], path, d)
             if expr is not None:
-                sizes[d] = symint(self.rules.env, expr, sizes[d])
+                sizes[d] = self.rules.env.create_symintnode(expr, hint=sizes[d])
                 self.rules.dynamic.append(DynamicInput(path, index, d, expr))
         return sizes if any(isinstance(n, torch.SymInt) for n in sizes) else None
 
@@ -69,7 +68,7 @@ class DynamicShapes:
         self.rules.specs[symbol] = spec
         self.rules.where[symbol] = path
         self.rules.dynamic.append(DynamicInput(path, index, None, symbol))
-        return symint(self.rules.env, symbol, value)
+        return self.rules.env.create_symintnode(symbol, hint=value)
 
     def _expression(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
         root = spec.root_of(value)

@@ -22,7 +22,6 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
@@ -32,6 +31,7 @@ from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.maybe_views import MAYBE_VIEWS
 from scopetrace.record.values import ValueTable
+from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, is_users
 
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 """The op without derivative that a module of torch chooses where no gradient is recorded."""

@@ -32,7 +32,12 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in gm.graph.nodes:
-        kind, target, args, kwargs = _call_for(node, tape.fake_mode)
+        kind, target, args, kwargs = node.op, node.target, node.args, node.kwargs
+        if isinstance(target, TorchTarget):
+            kind, target = target.kind, target.target
+        elif kind == "call_function" and getattr(target, "namespace", None) == "aten":
+            calls = (call for call in _candidates(node) if _gives_the_same(node, call, tape.fake_mode))
+            kind, target, args, kwargs = next(calls, (kind, target, args, kwargs))
         args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: copies[n])
         copies[node] = graph.create_node(kind, target, args, kwargs, node.name, node.type)
         copies[node].meta = {key: x for key, x in node.meta.items() if key != ORIGIN}
@@ -41,15 +46,6 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
     for inner in gm.children():  # the bodies of higher-order ops
         if isinstance(inner, torch.fx.GraphModule):
             name_torch_functions(inner, tape)
-
-
-def _call_for(node: torch.fx.Node, fake_mode: Any) -> Call:
-    """What a node does, as a call of a function or method of torch where there is one."""
-    if isinstance(node.target, TorchTarget):
-        return node.target.kind, node.target.target, node.args, node.kwargs
-    is_aten = node.op == "call_function" and getattr(node.target, "namespace", None) == "aten"
-    calls = (call for call in _candidates(node) if _gives_the_same(node, call, fake_mode)) if is_aten else iter(())
-    return next(calls, (node.op, node.target, node.args, node.kwargs))
 
 
 def _candidates(node: torch.fx.Node) -> Iterator[Call]:
@@ -112,11 +108,6 @@ def _metadata(x: Any) -> Any:
 # Ops that Python says in another way ---------------------------------------------------------------------------------
 
 
-def _clone(node: torch.fx.Node) -> Iterator[Call]:
-    if node.kwargs.get("memory_format") is torch.contiguous_format:
-        yield "call_function", torch.clone, node.args, {}
-
-
 def _slice(node: torch.fx.Node) -> Iterator[Call]:
     arguments: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
     base, dim, start, end, step = arguments
@@ -139,7 +130,6 @@ def _to_copy(node: torch.fx.Node) -> Iterator[Call]:
 
 
 _SPECIAL: dict[Any, Callable[[torch.fx.Node], Iterator[Call]]] = {
-    _aten.clone.default: _clone,
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
     _aten._to_copy.default: _to_copy,

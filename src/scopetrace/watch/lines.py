@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from scopetrace._compat.questions import MISSING
-from scopetrace._compat.sources import is_users
 from scopetrace.containers.contents import Change, form_of
 from scopetrace.containers.stand_ins import is_watched
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.guards import MODULE_TABLES
 from scopetrace.ir.scopes import user_line
+from scopetrace.sources import is_users
 
 
 @contextlib.contextmanager

@@ -24,19 +24,19 @@ from scopetrace._compat import questions
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
 from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
-from scopetrace._compat.sources import (
-    SCOPETRACE,
-    TORCH_DIRECTORY,
-    asked_by_model,
-    asking_frame,
-    prefixes,
-)
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
 from scopetrace.guards.attributes import static_lookup
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.explanations import text_used
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.sources import (
+    SCOPETRACE,
+    TORCH_DIRECTORY,
+    asked_by_model,
+    asking_frame,
+    prefixes,
+)
 
 # Code that asks to restore what was, or to choose between kernels that compute the same.
 _KEEPING_STATE = (

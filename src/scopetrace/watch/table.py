@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from scopetrace._compat.questions import MISSING, OTHER_SETTINGS, Condition
-from scopetrace._compat.sources import SCOPETRACE, is_users
 from scopetrace._compat.tensors import tags_of
 from scopetrace.containers.contents import (
     ATOMS,
@@ -71,6 +70,7 @@ from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.model import is_torchs, lists_weights
 from scopetrace.record.values import ValueTable
+from scopetrace.sources import SCOPETRACE, is_users
 from scopetrace.watch.effects import EffectWatch
 
 Location = tuple[Frames, str]

@@ -26,7 +26,7 @@ TORCH_DIRECTORY = Path(torch.__file__).parent
 
 TORCH = prefixes(TORCH_DIRECTORY)
 SYMPY = prefixes(Path(sympy.__file__).parents[1], "sympy/", "mpmath/")
-SCOPETRACE = prefixes(Path(__file__).parents[1])
+SCOPETRACE = prefixes(Path(__file__).parent)
 
 NOT_THE_MODEL = (*TORCH, *SYMPY, *SCOPETRACE)
 
@@ -34,9 +34,9 @@ NOT_THE_MODEL = (*TORCH, *SYMPY, *SCOPETRACE)
 PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
-_COMPAT = prefixes(Path(__file__).parent)
+_COMPAT = prefixes(Path(__file__).parent, "_compat/", "sources.py")
 _OVERRIDES = prefixes(TORCH_DIRECTORY, "overrides.py")
-_ANSWERS = prefixes(Path(__file__).parents[1], "watch/questions.py")
+_ANSWERS = prefixes(Path(__file__).parent, "watch/questions.py")
 _ON_THE_WAY = (*_COMPAT, *_ANSWERS, *_OVERRIDES, *prefixes(TORCH_DIRECTORY, "utils/_device.py"))
 
 
