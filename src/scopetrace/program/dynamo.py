@@ -95,7 +95,7 @@ def _refuse(tape: ProgramTape, of_lstm: bool) -> None:
     reasons = {
         "it changes gradients": bool(tape.cleared) or any(w.of is not None for w in tape.attribute_writes),
         "compilers give no gradient of an lstm": of_lstm,
-        "it keeps tensors in a tuple or list": any(isinstance(vars(w.module or tape), Items) for w in tape.attribute_writes),
+        "it keeps a tuple of tensors": any(isinstance(vars(w.module or tape), Items) for w in tape.attribute_writes),
         "it depends on side effects of the forward": any(e.baked_in for e in tape.side_effects),
         "the forward puts tensors into containers among its arguments": isinstance(tape.outputs, Returned),
         "it returns objects among its arguments": bool(tape.given),
