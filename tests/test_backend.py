@@ -239,3 +239,15 @@ def test_it_has_a_name_where_the_package_is_installed():
         pytest.skip("the installed scopetrace has no such entry point")
     run = torch.compile(lambda x: x.add_(1), backend="scopetrace", options={"compiler": "eager"})
     assert run(X.clone()).tolist() == [[2, 2]]
+
+
+def test_a_symbolic_number_among_example_inputs():
+    graphs = []
+
+    def keep(graph_module, inputs):
+        graphs.append((graph_module, inputs))
+        return graph_module
+
+    torch.compile(lambda x: x.mul_(x.shape[0]), backend=keep, dynamic=True)(torch.ones(3, 4))
+    with pytest.raises(st.ArgumentTypeError, match=r"example_inputs\[0\] is a SymInt: give the number that .* is for"):
+        st.functionalize(*graphs[0])

@@ -298,6 +298,12 @@ def test_an_lstm_whose_op_needs_autograd_runs_uncompiled(repeats):
     assert_same(gradients(compiled(SEQUENCE), model), gradients(model(SEQUENCE), model))
 
 
+def test_torch_compile_of_a_trace_runs_an_lstm_uncompiled():
+    model = Recurrent()
+    compiled = torch.compile(st.trace(model, (SEQUENCE,)), backend="aot_eager")
+    assert_same(gradients(compiled(SEQUENCE), model), gradients(model(SEQUENCE), model))
+
+
 def test_a_step_with_an_lstm():
     model = Recurrent()
 

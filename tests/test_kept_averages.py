@@ -1,10 +1,13 @@
-"""Tensors that a step puts in the place of others in dicts and objects: the next call finds them there."""
+"""Tensors that a step puts in the place of others in dicts, objects, tuples and lists: the next call finds them."""
 
 import collections
+import copy
+import operator
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import scopetrace as st
 
@@ -362,3 +365,112 @@ def test_each_call_is_that_of_eager_or_refused(make):
             torch.testing.assert_close(tr(x), expected)
     except st.ScopetraceError:
         pass
+
+
+class Recurrent(nn.Module):
+    """Has a state in a container, which `forward` replaces, or writes into."""
+
+    start, after = (), None
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(3, 3)
+        self.reset()
+
+    def reset(self):
+        self.state = copy.deepcopy(self.start)
+
+    def forward(self, x):
+        h, c = torch.zeros(3), self.fc(x)
+        for t in pytree.tree_leaves(self.state):
+            h = h * 0.5 + t if isinstance(t, torch.Tensor) else h
+        self.after(torch.tanh(h + c).mean(0))
+        return h + c
+
+
+def zero_and_one():
+    return torch.zeros(3), torch.ones(3)
+
+
+def binds(make):
+    """A forward that puts what this makes of the state and a new tensor in its place."""
+    return lambda m, h: setattr(m, "state", make(m.state, h))
+
+
+Pair = collections.namedtuple("Pair", "h c")
+STATES = {
+    "a tuple": (zero_and_one(), binds(lambda s, h: (h, s[1] + h))),
+    "a part of it": (zero_and_one(), binds(lambda s, h: (h, s[1]))),
+    "detached": (zero_and_one(), binds(lambda s, h: (h.detach(), s[1]))),
+    "one tensor in both": (zero_and_one(), binds(lambda s, h: (h, h))),
+    "two that change places": (zero_and_one(), binds(lambda s, h: (s[1], s[0]))),
+    "a named tuple": (Pair(*zero_and_one()), binds(lambda s, h: Pair(s.c, h))),
+    "beside None and a flag": ((torch.zeros(3), None, True), binds(lambda s, h: (h, *s[1:]))),
+    "tuples in a list": ([zero_and_one(), zero_and_one()], binds(lambda s, h: [(h, s[0][0]), s[1]])),
+    "a new list": ([*zero_and_one()], binds(lambda s, h: [h, s[0]])),
+    "a slot of a list": ([*zero_and_one()], lambda m, h: operator.setitem(m.state, 1, h)),
+    "a reversed list": ([*zero_and_one()], lambda m, h: m.state.reverse()),
+    "a tuple in a slot": ([zero_and_one(), zero_and_one()], lambda m, h: operator.setitem(m.state, 0, (h, h * 2))),
+    "a deque": (collections.deque(zero_and_one(), maxlen=2), lambda m, h: m.state.append(h)),
+    "a deque that turns": (collections.deque(zero_and_one()), lambda m, h: m.state.rotate(1)),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kept", STATES)
+def test_state_in_a_tuple_or_list(kept, grad, tmp_path):
+    start, after = STATES[kept]
+    model, twin = (type("M", (Recurrent,), {"start": start, "after": after})() for _ in range(2))
+    xs = torch.randn(4, 2, 3)
+    with torch.set_grad_enabled(grad):
+        tr = st.trace(model, (xs[0],))
+        tr.check(xs[1])
+        torch.testing.assert_close(model.state, start)
+        tr.save(tmp_path / "a.st")
+        for run in (tr, st.load(tmp_path / "a.st"), model, tr):
+            model.reset()
+            twin.reset()
+            for x in xs:
+                torch.testing.assert_close(run(x), twin(x))
+                if run is tr:
+                    torch.testing.assert_close(model.state, twin.state)
+                    assert [*map(type, model.state)] == [*map(type, twin.state)]
+
+
+OTHER_STATES = {
+    "a longer tuple": lambda m: (*m.state, torch.ones(3)),
+    "a list": lambda m: [*m.state],
+    "other shapes": lambda m: (torch.ones(4), m.state[1]),
+    "None": lambda m: None,
+}
+
+
+@pytest.mark.parametrize("other", OTHER_STATES)
+def test_another_state_in_its_place_is_refused(other):
+    start, after = STATES["a tuple"]
+    model = type("M", (Recurrent,), {"start": start, "after": after})()
+    tr = st.trace(model, (torch.ones(2, 3),))
+    model.state = OTHER_STATES[other](model)
+    with pytest.raises(st.StateMismatchError, match=r"state\.0 was float32 \[3\] when traced"):
+        tr(torch.ones(2, 3))
+
+
+LIST = [*zero_and_one()]
+REFUSED = {
+    "a counter": ((torch.zeros(3), 0), binds(lambda s, h: (h, s[1] + 1))),
+    "a longer tuple": (zero_and_one(), binds(lambda s, h: (*s, h))),
+    "a list that grows": ([*zero_and_one()], lambda m, h: m.state.append(h)),
+    "a list in two places": ({"a": LIST, "b": LIST}, lambda m, h: operator.setitem(m.state["a"], 0, h)),
+    "one tensor in two slots": (collections.deque([torch.zeros(3)] * 2), lambda m, h: m.state.append(h)),
+}
+
+
+@pytest.mark.parametrize("kept", REFUSED)
+def test_what_a_call_cannot_follow_is_right_for_one_call(kept):
+    start, after = REFUSED[kept]
+    model, twin = (type("M", (Recurrent,), {"start": start, "after": after})() for _ in range(2))
+    tr = st.trace(model, (torch.ones(2, 3),))
+    torch.testing.assert_close(tr(torch.ones(2, 3)), twin(torch.ones(2, 3)))
+    with pytest.raises(st.SideEffectError, match=r"self\.state.* was"):
+        tr(torch.ones(2, 3))

@@ -55,3 +55,8 @@ def constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function as `torch.compiler.assume_constant_result` does, which would import `torch._dynamo`."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def leave_to_python(function: Callable[..., Any]) -> None:
+    """Let torch.compile not trace the code of a function, also after a graph break around it."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)  # loaded by torch.compile, which calls this

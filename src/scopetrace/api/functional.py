@@ -16,6 +16,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.compilers import compiler_for
+from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import forget_real_tensors, storage_id
 from scopetrace.api.runnable import Runnable, knows_others, program_of
 from scopetrace.errors import ArgumentError, ArgumentTypeError
@@ -87,7 +88,11 @@ def functionalize(
         FunctionalizationError: a mutation has no functional form with the same meaning.
         DecompositionError: as `Trace.decompose`.
         ArgumentError: `level` or `lower_scatter` is none of these, or there are `decompositions` at torch level.
+        ArgumentTypeError: an example input is a symbolic number.
     """
+    for i, kind in [(i, type(x).__name__) for i, x in enumerate(example_inputs) if isinstance(x, Symbolic)]:
+        hint = "as a backend of torch.compile, st.functional_backend(compiler) follows sizes"
+        raise ArgumentTypeError(f"example_inputs[{i}] is a {kind}: give the number that the result is for; {hint}")
     return _functionalized(gm, example_inputs, level, _rewriting(level, lower_scatter, decompositions), "scopetrace")
 
 

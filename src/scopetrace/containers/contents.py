@@ -562,6 +562,10 @@ class Contents:
         """The objects of a class."""
         return [saved.owner for saved in self._saved.values() if isinstance(saved.owner, kind)]
 
+    def places_of(self, x: Any) -> list[Place]:
+        """Where others hold an object, as far as these have keys."""
+        return self._saved[id(x)].places if id(x) in self._saved else []
+
     def accept(self, table: Any, key: Any) -> None:
         """Keep an entry that was put into a saved dict, as if it had been there."""
         if id(table) in self._saved:

@@ -29,15 +29,13 @@ from scopetrace._compat.symbols import Symbolic, all_hold, hint_of, to_expr
 from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import CompileError
-from scopetrace.ops.history import KEEP_MORE
+from scopetrace.ops.history import NOT_COMPILED
 from scopetrace.program.outlined import OutlinedTrace, outline_calls
 from scopetrace.record.dynamic_shapes import symbolic_strides
 
 _CALL = torch.ops.higher_order.invoke_subgraph
 BETWEEN = "between"
 """The name of pieces that are no functions."""
-_NOT_COMPILED = (*KEEP_MORE, torch.ops.aten.lstm.input)
-"""Ops that need autograd around them, and what comes apart into these."""
 KEPT_META = ("custom", "nn_module_stack", "stack_trace")
 """What a backend gets of `node.meta`; values are made anew, in the environment of the examples."""
 
@@ -60,7 +58,7 @@ class Piece:
         self.body, self.calls = body, 0
         self.forms: dict[frozenset[int], Callable[..., Any]] = {}
         self._inputs = _ExampleInputs(examples)
-        self._can_be_compiled = self._inputs.are_known and not any(n.target in _NOT_COMPILED for n in body.graph.nodes)
+        self._can_be_compiled = self._inputs.are_known and not any(n.target in NOT_COMPILED for n in body.graph.nodes)
         self._backend = backend
         self._tensors = [i for i, x in enumerate(examples) if isinstance(x, torch.Tensor)]
         self._followed: dict[bool, set[int]] = {}
@@ -341,4 +339,4 @@ def _is_compiled(node: torch.fx.Node) -> bool:
     if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
         return _is_compiled(node.args[0])
     tensors = leaves(node.meta.get("val"), torch.Tensor)
-    return bool(tensors and node.users) and isinstance(node.target, OpOverload) and node.target not in _NOT_COMPILED
+    return bool(tensors and node.users) and isinstance(node.target, OpOverload) and node.target not in NOT_COMPILED

@@ -48,6 +48,8 @@ overwrite.register_autograd(_backward, setup_context=_setup)
 
 KEEP_MORE = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops that give what their backward reads only where autograd records them, whatever their arguments say."""
+NOT_COMPILED = (*KEEP_MORE, torch.ops.aten.lstm.input)
+"""Ops that need autograd around them, and what comes apart into these."""
 OVERWRITE = torch.ops.scopetrace.overwrite.default
 torch.library.define("scopetrace::once_differentiable", "(Tensor gradient, Tensor[] given) -> Tensor")
 

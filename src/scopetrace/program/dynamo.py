@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.compilers import constant_to_dynamo
+from scopetrace._compat.compilers import constant_to_dynamo, leave_to_python
 from scopetrace._compat.graph_module import parts_that_switch_grad
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
@@ -23,7 +23,9 @@ from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
 from scopetrace.ir.guards import OfInput
 from scopetrace.ir.tape import ProgramTape
+from scopetrace.ops.history import NOT_COMPILED
 from scopetrace.program.boundary import CallBoundary, without_autocast
+from scopetrace.watch.entries import Items
 
 FACTS = ("layout", "stride", "is_contiguous", "requires_grad")
 """What Dynamo can ask an input tensor."""
@@ -35,9 +37,13 @@ class PlainCall:
     Raises ExportError for what it cannot say.
     """
 
-    def __init__(self, boundary: CallBoundary, graph_module: torch.fx.GraphModule) -> None:
+    def __init__(self, boundary: CallBoundary, graph_module: Any) -> None:
         tape = boundary.tape
-        _refuse(tape)
+        followed = {op.target for op in tape.ops if op.grad and any(v.requires_grad for v in op.inputs())}
+        if of_lstm := not followed.isdisjoint(NOT_COMPILED):
+            graph_module.real_recompile()
+            leave_to_python(type(graph_module).forward)
+        _refuse(tape, of_lstm)
         self.boundary, self.graph_module, self.grad = boundary, graph_module, tape.grad
         self.switches = bool(parts_that_switch_grad(graph_module))
         self.sizes_hold = None if tape.sizes is None else tape.sizes.all_hold()
@@ -82,12 +88,14 @@ class PlainCall:
                 raise InputMismatchError("an input that the model writes is expanded; pass x.clone()")
 
 
-def _refuse(tape: ProgramTape) -> None:
+def _refuse(tape: ProgramTape, of_lstm: bool) -> None:
     """Raise ExportError for a program of which a call has no form that Dynamo can trace."""
     facts = {guard.source.fact for guard in tape.guards if isinstance(guard.source, OfInput)}
     storages = [storage for storage, _ in {(value.storage, id(value.fake)) for value in tape.inputs}]
     reasons = {
         "it changes gradients": bool(tape.cleared) or any(w.of is not None for w in tape.attribute_writes),
+        "compilers give no gradient of an lstm": of_lstm,
+        "it keeps a tuple of tensors": any(isinstance(vars(w.module or tape), Items) for w in tape.attribute_writes),
         "it depends on side effects of the forward": any(e.baked_in for e in tape.side_effects),
         "the forward puts tensors into containers among its arguments": isinstance(tape.outputs, Returned),
         "it returns objects among its arguments": bool(tape.given),

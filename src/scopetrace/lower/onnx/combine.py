@@ -35,6 +35,7 @@ from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.program.graph import FxLowering, node_value
 from scopetrace.program.outlined import Function
+from scopetrace.program.state import look_up
 
 Operand = torch.fx.Node | bool | int | float | complex
 """An operand or output in the combined graph."""
@@ -314,7 +315,7 @@ class Results:
         """The values of the outputs, read from the result, the inputs and the tensors of a run of the model."""
         leaves = dict(leaves_with_path(result, "", tensor_holders(result)))
         changed = [inputs[t.index] if isinstance(t, GraphInput) else held(t.name) for t in self._changed]
-        bound = [getattr(w.module, w.name) for w in self._tape.attribute_writes]
+        bound = [w.module and look_up(w.module, w.name) for w in self._tape.attribute_writes]
         return [*(leaves[path] for path in self._listed), *changed, *bound]
 
     def lowering(self) -> FxLowering:
