@@ -132,3 +132,39 @@ def test_a_derivative_inside_after_a_parameter_was_written_to_memory_of_two_inpu
         run(traced=True, clones=False)
     if name in ("by the parameter", "by the parameter, of both", "into the parameter"):
         torch.testing.assert_close(run(traced=True, clones=True), run(traced=False, clones=True))
+
+
+OF_LEAVES = {
+    "the first": lambda x, y: x.mul_(2),
+    "the second": lambda x, y: y.mul_(2),
+    "a part": lambda x, y: y[1].zero_(),
+    "one from the other": lambda x, y: x.copy_(y * 2),
+    "both": lambda x, y: (x.mul_(2), y.add_(1)),
+}
+
+
+@pytest.mark.parametrize("of_leaves", [True, False])
+@pytest.mark.parametrize("written", OF_LEAVES)
+def test_leaves_in_one_memory_are_followed_apart(written, of_leaves):
+    """Also where a call gets two that other ops computed."""
+
+    def run(x, y):
+        with torch.no_grad():
+            OF_LEAVES[written](x, y)
+        return x * y * y
+
+    def inputs(of_leaves):
+        leaves = [torch.zeros(4, requires_grad=True) for _ in range(2)]
+        pair = leaves if of_leaves else [leaf * 1 for leaf in leaves]
+        memory = torch.arange(1.0, 5.0)
+        with torch.no_grad():
+            for t in pair:
+                t.set_(memory)
+        return leaves, pair
+
+    tr = st.trace(run, tuple(inputs(True)[1]))
+    results = []
+    for call in (run, tr):
+        leaves, pair = inputs(of_leaves)
+        results.append([call(*pair), *pair, *torch.autograd.grad(call(*pair).sum(), leaves)])
+    torch.testing.assert_close(*results)

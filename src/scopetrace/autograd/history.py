@@ -192,11 +192,11 @@ def _without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
 def _writes_kept_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[tuple[Op, bool]]:
     """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`.
 
-    Each with whether several of these require grad.
+    Each with whether several of these require grad, and not all are leaves, which are followed as two parameters are.
     """
     for op in tape.ops:
         for written in op.writes:
             sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
             apart = {id(t if (base := base_of(t)) is None else base): t.requires_grad for t in sharing}
             if len(apart) > 1:
-                yield op, sum(apart.values()) > 1
+                yield op, sum(apart.values()) > 1 and not all(t.is_leaf for t in sharing)
