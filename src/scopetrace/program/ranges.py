@@ -41,6 +41,7 @@ class RangedRun(torch.fx.Interpreter):
             self._enter([])
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        """Run a node in the ranges of the module calls around it."""
         if n.target is set_grad_enabled and not self._switches:
             return None
         op = self._op_of.get(n)
