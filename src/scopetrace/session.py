@@ -81,7 +81,6 @@ from scopetrace.record.dynamic_shapes import (
 )
 from scopetrace.record.explanations import errors_explained, explained, text_used
 from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
-from scopetrace.record.leaks import refuse_hidden, refuse_leak
 from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, named_arguments
 from scopetrace.record.nodes import NodeRunner
@@ -91,6 +90,7 @@ from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
 from scopetrace.watch.entries import are_alike, bind_entries
+from scopetrace.watch.leaks import refuse_hidden, refuse_leak
 from scopetrace.watch.programs import what_is_left
 from scopetrace.watch.questions import watch_questions
 from scopetrace.watch.settle import Run, judged, random_like
