@@ -346,9 +346,11 @@ class PythonValues:
     def _text(self, ask: Callable[..., str], x: Any, *spec: Any, **kwargs: Any) -> str:
         """Text of what has no value in a trace."""
         text = str.__str__(ask(x, *spec, **kwargs))  # torch asks for one by another
-        if isinstance(x, torch.Tensor) and not (isinstance(x, FakeTensor) and asked_by_model(_MAKES_TEXT)):
+        is_tensor = isinstance(x, torch.Tensor)
+        if not is_tensor or (isinstance(x, FakeTensor) and asked_by_model(_MAKES_TEXT)):
+            self._builder.texts.add(text)
+        if is_tensor:
             return text
-        self._builder.texts.add(text)
         shown = _TextForPeople(text)
         shown.builder, shown.is_observed = self._builder, self._torch_calls.in_forward
         return shown
