@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 import typing
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
 from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
 from scopetrace.guards.attributes import static_lookup
+from scopetrace.ir.scopes import tracing_state
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.explanations import text_used
 from scopetrace.record.ops import OpRecorder
@@ -346,28 +348,33 @@ class PythonValues:
     def _text(self, ask: Callable[..., str], x: Any, *spec: Any, **kwargs: Any) -> str:
         """Text of what has no value in a trace."""
         text = str.__str__(ask(x, *spec, **kwargs))  # torch asks for one by another
-        is_tensor = isinstance(x, torch.Tensor)
-        if not is_tensor or (isinstance(x, FakeTensor) and asked_by_model(_MAKES_TEXT)):
-            self._builder.texts.add(text)
-        if is_tensor:
+        if isinstance(x, torch.Tensor) and not (isinstance(x, FakeTensor) and asked_by_model(_MAKES_TEXT)):
             return text
-        shown = _TextForPeople(text)
-        shown.builder, shown.is_observed = self._builder, self._torch_calls.in_forward
+        self._builder.texts.add(text)
+        shown = (_TextOfTensor if isinstance(x, torch.Tensor) else _TextForPeople)(text)
+        shown.builder = weakref.ref(self._builder)
         return shown
 
 
 class _TextForPeople(str):
     """Text that may be shown and made part of other text, which is plain; while the forward runs it is not read."""
 
-    builder: TapeBuilder
-    is_observed: Condition
+    builder: weakref.ref[TapeBuilder]
+
+
+class _TextOfTensor(_TextForPeople):
+    """The same of a tensor, which no table has; `warnings.warn` looks it up among those that it has shown."""
+
+    __hash__ = str.__hash__
 
 
 def _unless_observed(name: str) -> Callable[..., Any]:
     def read(text: _TextForPeople, *args: Any) -> Any:
-        if text.is_observed() and asked_by_model():
-            raise text_used("reads", **text.builder.where())
-        return getattr(str, name)(text, *args)
+        builder, answer = text.builder(), getattr(str, name)(text, *args)
+        is_observed = builder is not None and tracing_state() is builder.state and asked_by_model()
+        if builder is not None and is_observed and (name, answer) != ("__eq__", True):  # no text of eager is equal
+            raise text_used("reads", **builder.where())
+        return answer
 
     return read
 
