@@ -155,10 +155,11 @@ def _refuse_tensors(model: Model) -> None:
 
     The ops of a DTensor are Python of its own, on the real tensor of this rank.
     """
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # never imported: nothing is one
     for t in model.tensors:
         if torch.nn.parameter.is_lazy(t):
             problem, hint = "a lazy module has no parameters yet", "run the model once before it is traced"
-        elif type(t).__name__ == "DTensor":
+        elif isinstance(t, dtensor):
             problem = "the model has a DTensor, as parallelize_module and distribute_tensor make them"
             hint = (
                 "trace it before it is distributed; a model of the same config on the meta device does as well. A "

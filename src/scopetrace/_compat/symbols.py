@@ -357,7 +357,7 @@ def example(number: Any) -> int:
         return int(number.node.hint)
     expr, hints = number.node.expr, number.node.shape_env.backed_var_to_val
     numbers = {s: int("".join(c for c in s.name if c.isdigit()) or 0) for s in expr.free_symbols}
-    # made up so that it equals no other size: sizes are equal only if they always are
+    # numbers that equal no other size: sizes are equal only if they always are
     return int(expr.xreplace({s: hints.get(s, 100_003 + 10_007 * n) for s, n in numbers.items()}))
 
 

@@ -75,7 +75,7 @@ FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     type(...): ("ellipsis", lambda x: None, lambda data: ...),
     Removed: ("removed", lambda x: x.name, lambda name: Removed(str(name))),
 }
-"""By class, the tag that an object has as data, what it consists of, and how it is made of that."""
+"""By class, the tag of an object as data, what gives its contents, and what builds it from these."""
 
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 

@@ -182,6 +182,7 @@ def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
         if is_op(node.target):
             name = schema_of(node.target).op_name
             count[name] += 1
+            # torch has the kind of what was called there, of which an op tells the name alone; `len` is a built-in one
             function = getattr(torch.nn.functional, name, getattr(torch.Tensor, name, len))
             node.meta["torch_fn"] = f"{name}_{count[name]}", f"{type(function).__name__}.{name}"
 
