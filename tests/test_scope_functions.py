@@ -42,6 +42,42 @@ class Rotary(nn.Linear):
         return x
 
 
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def encode(self, x, scale=1):
+        return self.active(self.fc(x)) * scale
+
+    def active(self, x):
+        return x.relu()
+
+    def width(self):
+        return self.fc.out_features
+
+    def pieces(self, x):
+        yield from x.unbind()
+
+    @st.scope("named")
+    def with_scope(self, x):
+        return x + 1
+
+    def forward(self, x):
+        return self.encode(x) + self.width()
+
+
+class Encoders(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ls = nn.ModuleList(Encoder() for _ in range(2))
+
+    def forward(self, x):
+        for encoder in self.ls:
+            x = encoder.encode(x, scale=encoder.width())
+        return encoder.with_scope(encoder(torch.stack([*encoder.pieces(x)])))
+
+
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -75,6 +111,8 @@ def functions(tr, targets):
         (Layers, ["scale"], ["scale(x, ls.0.weight, ls.0.bias, ls.0.cos) -> (captured_0) ×2"]),
         (Layers, ["count"], ["count(captured, seen) -> (seen) ×1"]),
         (Layers, [Rotary], ["Rotary(x, weight, bias, cos) -> (result) ×2"]),
+        (Encoders, ["ls.*.encode"], ["Encoder_encode(x, ls.0.fc.weight, ls.0.fc.bias) -> (result) ×2"]),
+        (Encoders, [Encoder], ["Encoder(x, fc.weight, fc.bias) -> (result) ×1"]),
         (Layers, ["layers"], ["normed(x, ls.0.weight, ls.0.bias, ls.0.cos) -> (result) ×2"]),
     ],
 )
@@ -106,6 +144,34 @@ def test_calls_and_order_are_those_of_modules():
     assert tr.order.module_forward_order == ["", "ls.0", "ls.1"]
     assert [row.fqn for row in tr.memory().rows] == ["", "ls.0", "ls.1"]
     assert str(tr.scope_of(tr.calls[1].nodes[-1])) == "Layers/normed/scale/Rotary[ls.0]/rotary"
+
+
+def test_a_method_of_another_module_is_a_scope():
+    model = Encoders()
+    tr = st.trace(model, (torch.randn(2, 4),))
+    assert "\n".join(map(str, tr.scope.walk())) == (
+        """\
+Encoders
+Encoders/ls.0.encode
+Encoders/ls.0.encode/Linear[ls.0.fc]
+Encoders/ls.1.encode
+Encoders/ls.1.encode/Linear[ls.1.fc]
+Encoders/Encoder[ls.1]
+Encoders/Encoder[ls.1]/Linear[fc]
+Encoders/named"""
+    )
+    assert 'scope("ls.0.encode")' in str(tr.summary())
+    assert not any("encode" in vars(encoder) for encoder in model.ls)
+
+
+def test_the_methods_that_a_trace_puts_into_modules_are_not_seen():
+    class Asks(Encoders):
+        def forward(self, x):
+            names = [*vars(self.ls[0])]
+            return x * ("encode" in self.ls[0].__dict__) + len(names) + ("encode" in names)
+
+    model, x = Asks(), torch.randn(2, 4)
+    torch.testing.assert_close(st.trace(model, (x,))(x), model(x))
 
 
 def test_scopes_stay_calls_after_an_edit_and_in_a_file(tmp_path):

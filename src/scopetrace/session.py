@@ -398,7 +398,7 @@ class Recording:
                 return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)
-        calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish)
+        calls = CallRecorder(self.ops, object_types, self._leaves, self._progress, autograd.finish, effects.reach.names)
         questions = functools.partial(watch_questions, self.ops)
         modules = [saved.module for saved in self.model.saved_modules]
         with scopes.activate(self.builder.state):

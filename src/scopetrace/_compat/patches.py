@@ -106,44 +106,36 @@ def _prepare(stack: contextlib.ExitStack, modules: Iterable[torch.nn.Module]) ->
 
 
 def _report_module_calls(torch_calls: Interception, observer: Any, modules: Iterable[torch.nn.Module]) -> None:
-    """Give modules a `_call_impl` and a `forward` of their own that report, until the stack ends.
+    """Give modules a `_call_impl`, a `forward` and methods of their own that report, until the stack ends.
 
     `_call_impl` rather than `__call__`, which Python takes from the class. Hooks are no way: they turn off the fast
     path of `nn.TransformerEncoderLayer`. Classes stay as they are. A module that the forward makes, or copies, is seen
     where it is called first: each call asks `torch._C._get_tracing_state` before it looks for `forward`.
     """
-    is_observed, forwards = torch_calls.is_observed, dict[Any, Any]()
-    call_impl, ask = _call_impl(observer, is_observed), torch._C._get_tracing_state
+    is_observed, ask = torch_calls.is_observed, torch._C._get_tracing_state
+    of_class: Any = functools.cache(functools.partial(_reported, observer, is_observed))
     entries = list[tuple[torch.nn.Module, str, Any, Any]]()
     torch_calls.stack.callback(_take_back, entries)
 
-    def give(module: torch.nn.Module, name: str, function: Callable[..., Any]) -> None:
+    def give(module: torch.nn.Module, methods: dict[str, Callable[..., Any]]) -> None:
         attributes = vars(module)
-        outer = dict.get(attributes, name)
-        if outer is None or _original(outer) is not outer:  # that of an outer trace tells the wrong one
-            ours = types.MethodType(function, module)
-            dict.__setitem__(attributes, name, ours)
-            entries.append((module, name, ours, outer))
-
-    def give_forward(module: torch.nn.Module, method: str) -> None:
-        key = type(module), method
-        if key not in forwards:
-            owner = _owner(type(module))
-            forwards[key] = owner and _forward(vars(owner)["forward"], observer, is_observed, method)
-        if forwards[key]:
-            give(module, "forward", forwards[key])
+        for name, function in methods.items():
+            outer = dict.get(attributes, name)
+            if outer is None or _original(outer) is not outer:  # that of an outer trace tells the wrong one
+                ours = types.MethodType(function, module)
+                dict.__setitem__(attributes, name, ours)
+                entries.append((module, name, ours, outer))
 
     def tracing_state() -> Any:
         call = sys._getframe(1)
         if call.f_code is _CALL_IMPL and call.f_back and call.f_back.f_code is _WRAPPED_CALL_IMPL and is_observed():
             module = call.f_locals["self"]  # one with a `_call_impl` of its own has another way here
             if not dict.__contains__(vars(module), "forward"):
-                give_forward(module, "call")
+                give(module, _forward_of(type(module), observer, is_observed, "call"))
         return ask()
 
     for module in modules:
-        give(module, "_call_impl", call_impl)
-        give_forward(module, "forward")
+        give(module, of_class(type(module)))
     torch_calls.put(torch._C, "_get_tracing_state", tracing_state)
 
 
@@ -179,7 +171,7 @@ def _call_impl(observer: Any, is_observed: Condition) -> Callable[..., Any]:
 
 
 def _forward(outer: Callable[..., Any], observer: Any, is_observed: Condition, method: str) -> Callable[..., Any]:
-    """The `forward` of a module, reported as a call of `method`: mostly when the module itself was not called."""
+    """A method of a module, reported as a call of `method`; its `forward`, mostly where it was not called itself."""
     run = _batch_norm if outer is _BatchNorm.forward else outer
 
     @functools.wraps(outer)
@@ -190,6 +182,21 @@ def _forward(outer: Callable[..., Any], observer: Any, is_observed: Condition, m
 
     forward._scopetrace_original = outer  # type: ignore[attr-defined]
     return forward
+
+
+def _reported(observer: Any, is_observed: Condition, kind: Any) -> dict[str, Callable[..., Any]]:
+    """What the modules of a class get, by name."""
+    methods = {name: _forward(x, observer, is_observed, name) for name, x in observer.methods_of(kind).items()}
+    return {
+        "_call_impl": _call_impl(observer, is_observed),
+        **_forward_of(kind, observer, is_observed, "forward"),
+        **methods,
+    }
+
+
+def _forward_of(kind: type, observer: Any, is_observed: Condition, method: str) -> dict[str, Callable[..., Any]]:
+    owner = _owner(kind)
+    return {} if owner is None else {"forward": _forward(vars(owner)["forward"], observer, is_observed, method)}
 
 
 def _original(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -55,6 +56,11 @@ class _Answer:
 
     def __getitem__(self, name: str) -> Any:
         return self._value
+
+
+def _is_ours(x: Any) -> bool:
+    """Whether it is a method that a trace has put into a module, so that its calls are seen."""
+    return type(x) is types.MethodType and hasattr(x, ORIGINAL)
 
 
 class WatchedDict(dict[str, Any]):
@@ -101,7 +107,8 @@ class WatchedDict(dict[str, Any]):
     def _shown(self, name: Any, default: Any = None) -> Any:
         """What is under a name, which Python finds from then on if the forward asks."""
         if dict.__contains__(self, name) or type(name) is not str:
-            return dict.get(self, name, default)
+            value = dict.get(self, name, default)
+            return default if _is_ours(value) else value
         value = self.hidden.get(name, default)
         if self._tell(self.module, name) and name in self.hidden and name != "_parameters":
             self._show(name)
@@ -112,7 +119,7 @@ class WatchedDict(dict[str, Any]):
         for name in self.hidden:
             if name not in MODULE_TABLES:
                 self._tell(self.module, name)
-        return {key: x for key, x in self.current().items() if key not in OURS or not hasattr(x, ORIGINAL)}
+        return {key: x for key, x in self.current().items() if not _is_ours(x)}
 
     def __getitem__(self, name: str) -> Any:
         if name == "_parameters" and sys._getframe(1).f_code is GETATTR:

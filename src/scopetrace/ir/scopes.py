@@ -91,6 +91,10 @@ class Scope(Nested):
             inner = self._children[key] = Scope(name, type_name, self)
         return inner
 
+    def remove(self, inner: Scope) -> None:
+        """Forget a scope inside this one."""
+        self._children = {key: scope for key, scope in self._children.items() if scope is not inner}
+
     def walk(self) -> Iterator[Scope]:
         """This scope and all inside it, outer before inner."""
         yield self

@@ -342,6 +342,8 @@ class Call(Nested):
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
     is_region: bool = False
     """Whether a function under `nested_compile_region` was called, which has arguments and a result."""
+    method: str = ""
+    """Of a method of another module, other than its forward, that was called: `Encoder.encode`. A user scope."""
 
     @property
     def is_module(self) -> bool:
@@ -358,8 +360,8 @@ class Call(Nested):
 
     @property
     def group(self) -> type | str | None:
-        """What calls have in common that may share a function: the class of the modules, or the name of the scope."""
-        return self.module_type if self.is_module else self.scope.name
+        """What calls have in common that may share a function: the class of the modules, the method or the scope."""
+        return self.module_type if self.is_module else self.method or self.scope.name
 
     @property
     def prefix(self) -> str:

@@ -145,7 +145,11 @@ class Outlining(TapeRewriter):
         self.new, self.replacements = self._around.pop()
         cls, around = call.module_type, call.of_module.module_type
         domain = around.__module__ if around is not None else "torch"
-        base = cls.__name__ if cls is not None else identifier(call.scope.type_name or call.scope.name, set())
+        base = (
+            cls.__name__
+            if cls is not None
+            else identifier(call.method or call.scope.type_name or call.scope.name, set())
+        )
         tape.name = name = self._unique(f"{domain}::{base}").removeprefix(f"{domain}::")
         called = [self._functions[self._numbers[c]].identifier for c in interface.inner if c in self._numbers]
         key, label = self._interfaces.keys[interface.number], self._labels.get(call)

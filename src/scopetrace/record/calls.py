@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn.utils import parametrize
 
 from scopetrace._compat.ops import eager, paused
 from scopetrace._compat.tensors import storage_id, version_of
+from scopetrace.containers.contents import is_users_class
 from scopetrace.containers.structure import (
     OpaqueContainer,
     is_plain_object,
@@ -45,10 +47,12 @@ from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.regions import NESTED
 from scopetrace.record.values import ValueTable
+from scopetrace.sources import SCOPETRACE
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
 
+_METHODS = frozenset(vars(torch.nn.Module)) | {"forward"}
 _UNFLATTEN = "torch.export.unflatten"
 
 
@@ -62,8 +66,12 @@ class CallRecorder:
         leaves: list[Target],
         progress: Progress | None,
         at_end: Callable[[], None],
+        names: Set[str],
     ) -> None:
-        """`at_end` is called where the traced callable has returned, for what others put on the tape there."""
+        """`at_end` is called where the traced callable has returned, for what others put on the tape there.
+
+        `names` are those of methods that may be called.
+        """
         self._ops, self._builder, self._reads = ops, ops.builder, ops.reads
         self._values, self._model = ops.values, ops.values.model
         self._object_types = object_types
@@ -79,6 +87,9 @@ class CallRecorder:
         """Whether a leaf module is running, so that the patches stay out of the way."""
         self._at_end = at_end
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
+        self._names = names
+        self._running: list[torch.nn.Module | None] = []
+        """The modules whose code runs, the innermost last."""
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the traced callable as the outermost call."""
@@ -95,6 +106,8 @@ class CallRecorder:
 
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called, or its forward: by the call that is open, or by the user in place of a call."""
+        if method not in ("call", "forward"):
+            return self._on_method(module, method, functools.partial(run, module, *args, **kwargs))
         call = self._builder.call and self._builder.call.of_module
         if isinstance(module, HasOtherPath):
             self._refuse_other_path(module, args, kwargs)
@@ -114,6 +127,24 @@ class CallRecorder:
         if self._leaves and is_named(call, self._leaves):
             return self._run_leaf(call, run, args, kwargs)
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
+
+    def methods_of(self, kind: type[torch.nn.Module]) -> dict[str, types.FunctionType]:
+        """The methods of a class that its users have added to those of nn.Module, and that code names."""
+        bases = [base for base in reversed(kind.__mro__) if is_users_class(base)]
+        members = {name: x for base in bases for name, x in vars(base).items() if name in self._names - _METHODS}
+        return {name: x for name, x in members.items() if type(x) is types.FunctionType and not _is_scoped(x)}
+
+    def _on_method(self, module: torch.nn.Module, name: str, run: functools.partial[Any]) -> Any:
+        """Another module calls a method that is not `forward`: a user scope, if there are ops in it."""
+        if self._running[-1] is module:
+            return run()
+        kind = self.class_of(module).__name__
+        fqn = self._model.module_name(module, self._around()) or kind
+        self._running.append(module)
+        try:
+            return self._in_scope(f"{fqn.removeprefix(f'{self._around()}.')}.{name}", run, method=f"{kind}.{name}")
+        finally:
+            self._running.pop()
 
     def on_trace(self, guards: Sequence[Guard], inputs: Sequence[Any]) -> None:
         """Another trace is called, and has compared these inputs and what else it depends on."""
@@ -221,10 +252,12 @@ class CallRecorder:
             return out
 
         self._entered.append(entered)
+        self._running.append(call.module)
         try:
             return self._builder.in_call(call, finished)
         finally:
             self._entered.pop()
+            self._running.pop()
 
     def _run_leaf(self, call: Call, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One op for the whole call: torch runs the module on fake tensors, unseen."""
@@ -266,21 +299,40 @@ class CallRecorder:
         self._builder.deferred.append(error)
 
     def on_nested_region(self, run: functools.partial[Any]) -> Any:
-        """A function under `torch.compiler.nested_compile_region` is called: a user scope with arguments."""
-        builder = self._builder
-        mark = builder.mark()
-        with scope(getattr(run.func, "__name__", type(run.func).__name__)):
+        """A function under `torch.compiler.nested_compile_region` is called."""
+        mark = self._builder.mark()
+        out = self._in_scope(getattr(run.func, "__name__", type(run.func).__name__), run, is_region=True)
+        self._builder.end_region(NESTED, mark)
+        return out
+
+    def _in_scope(self, name: str, run: functools.partial[Any], **facts: Any) -> Any:
+        """Call a function as a user scope with arguments, which is taken back if no op and no module ran in it.
+
+        `facts` are further fields of its Call.
+        """
+        builder, outer = self._builder, self._builder.state.current_scope
+        with scope(name):
             call = builder.call
             assert call is not None
+            vars(call).update(facts)
             args, kwargs = map_structure(lambda m: type(m).__name__, (run.args, run.keywords), torch.nn.Module)
             call.args, call.kwargs = self.templates.of((args, kwargs), call)
-            call.start, call.is_region = len(builder.tape.ops), True
+            call.start = len(builder.tape.ops)
             with contextlib.suppress(TypeError, ValueError):  # built-in callables have no signature
                 call.signature = inspect.signature(run.func)
             out = run()
             call.outputs = self.templates.of(out, call)
-        builder.end_region(NESTED, mark)
+        if builder.tape.calls[-1] is call and call.start == call.stop:
+            self._forget(call, outer)
         return out
+
+    def _forget(self, call: Call, outer: Scope) -> None:
+        """Take back the last call, a user scope in `outer`."""
+        self._builder.tape.calls.pop()
+        self._next -= 1
+        if not call.index:
+            outer.remove(call.scope)
+            del self._counts[id(call.scope)]
 
     def on_seed(self) -> None:
         """The forward seeds torch's generator, or sets or reads its state."""
@@ -297,6 +349,13 @@ class CallRecorder:
             op=op,
             hint="exchange them outside of the forward, and give it what it needs as an argument",
         )
+
+
+def _is_scoped(method: types.FunctionType) -> bool:
+    """Whether a method has a scope already, by `st.scope`, or runs later than it is called, as a generator."""
+    code = method.__code__
+    is_later = code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
+    return bool(is_later) or code.co_filename.startswith(SCOPETRACE)
 
 
 @contextlib.contextmanager
