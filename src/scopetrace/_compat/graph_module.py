@@ -44,9 +44,17 @@ class TracedGraphModule(_LazyGraphModule):
     old ones.
     """
 
+    has_regions = True
+    made_of: Any = None
+    """The `forward` beside which `forward_with_regions` was made."""
+    calls_functions: bool
+    forward_with_regions: Callable[..., Any]
+
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            _with_code(self)
+            _make_code(self)
+            if self.calls_functions:
+                return self.forward_with_regions(*args)
         elif get_proxy_mode() is not None and not kwargs:
             with preserve_node_meta():
                 return torch.fx.Interpreter(self).run(*args)
@@ -115,9 +123,38 @@ _INSTEAD = frozenset({"forward", "_call_impl", "_compiled_call_impl"})
 
 
 @constant_to_dynamo
-def _with_code(graph_module: TracedGraphModule) -> None:
-    """Generate the Python code of a graph, while torch.compile compiles."""
+def _make_code(graph_module: TracedGraphModule) -> None:
+    """Generate the Python code of a graph, while torch.compile compiles.
+
+    Dynamo refuses `invoke_subgraph` in code, and makes it of a call of a region (`nested_compile_region`).
+    """
     graph_module.real_recompile()
+    if graph_module.made_of is type(graph_module).forward:
+        return  # Dynamo, which may start over, has to meet the same code again
+    graph_module.made_of = type(graph_module).forward
+    if parts_that_switch_grad(graph_module):
+        for module in graph_module.modules():
+            if isinstance(module, TracedGraphModule):
+                module.has_regions = False  # Dynamo takes one region for calls with autograd on and off
+    call = torch.ops.higher_order.invoke_subgraph
+    graph_module.calls_functions = bool(graph_module.graph.find_nodes(op="call_function", target=call))
+    if graph_module.calls_functions:
+        graph = copy.deepcopy(graph_module.graph)
+        for node in graph.find_nodes(op="call_function", target=call):
+            node.target = call_region if graph_module.has_regions else call_inline
+        graph_module.forward_with_regions = method_of(graph, graph_module)
+
+
+def call_region(body: torch.nn.Module, _: str, *operands: Any) -> Any:
+    """What Dynamo makes an `invoke_subgraph` of: a call of a `torch.compiler.nested_compile_region`."""
+    from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
+
+    return invoke_subgraph_placeholder(body, *operands)
+
+
+def call_inline(body: torch.nn.Module, _: str, *operands: Any) -> Any:
+    """The ops of the body in place of a call."""
+    return body(*operands)
 
 
 class BodyGraphModule(TracedGraphModule):
@@ -126,6 +163,8 @@ class BodyGraphModule(TracedGraphModule):
     Where a checkpointed region draws random numbers, backward draws the same ones: the op itself leaves that to a
     compiler, and takes from `meta` in which contexts to run the body.
     """
+
+    has_regions = False  # Inductor has no regions inside of regions
 
     def recompile(self) -> Any:  # type: ignore[override]
         """Generate the Python code."""
