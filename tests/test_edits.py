@@ -360,8 +360,7 @@ def test_a_weight_replaced_in_the_graph_module_stays():
 # Graphs of passes ----------------------------------------------------------------------------------------------------
 
 
-def test_ops_of_graph_modules_that_a_pass_puts_in(tmp_path):
-    """They are in no call of a module: what a submodule computes is read as that of any function."""
+def test_split_module(tmp_path):
     model, trace = edited(lambda gm: None, mode="train")
     parts = iter(range(1000))
     split = split_module(trace.graph_module, None, lambda node: next(parts) // 4)
@@ -369,9 +368,11 @@ def test_ops_of_graph_modules_that_a_pass_puts_in(tmp_path):
     found = trace.with_graph(split)
     found.lint()
     assert [c.fqn for c in found.calls] == [c.fqn for c in trace.calls]
+    assert [len(c.nodes) for c in found.calls] == [len(c.nodes) for c in trace.calls]
     assert run(model, found)[1].keys() == model.state_dict().keys()
     torch.testing.assert_close(run(model, found), run(model, trace))
     torch.testing.assert_close(run(model, loaded(found, tmp_path))[0], run(model, trace)[0])
+    torch.testing.assert_close(run(model, found.outline(Block)), run(model, trace))
 
 
 def test_a_trace_of_a_copy_has_the_model_s_state():

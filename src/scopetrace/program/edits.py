@@ -329,7 +329,7 @@ class Reading:
         return (holder, leaf) if is_owned else None
 
     def _body(self, name: str, body: torch.fx.GraphModule) -> Any:
-        lowering = self.old.bodies.get(name)
+        lowering = self.old.bodies.get(name) or self.old.bodies.get(name.rpartition(".")[2])  # `split_module` moves it
         if lowering is None:
             return body
         if name not in self._inner:
@@ -356,8 +356,6 @@ class Reading:
         arguments, results = (functools.partial(self._stand_in, call=call) for call in (new, None))
         new.args, new.kwargs = map_structure(arguments, (old.args, old.kwargs), Value)
         new.outputs, new.mutated = map_structure(results, (old.outputs, old.mutated), Value)
-        for name in [name for name, x in new.mutated[2].items() if type(x) is Removed] if new.mutated else ():
-            del new.mutated[2][name]
         if old.parent is None and isinstance(self.tape, ProgramTape):
             new.outputs = self.tape.result
 

@@ -2,7 +2,7 @@
 
 Data flow:
     nodes as the trace made them + nodes of the edited graph
-        -> pairs: the same node object, else the same name and call
+        -> pairs: the same node object, else the same name and call, else the same place in meta, which is copied
     a node that is gone -> its replacement: what its readers read now in its place
     new nodes -> the call of the nodes that they replace, else the innermost call around what they read and feed
     the call that each op asks for -> of each call, outer first, the longest stretch of its ops -> its range
@@ -22,7 +22,7 @@ import torch.fx
 from scopetrace.containers.structure import Removed, leaves, map_structure
 from scopetrace.ir.scopes import Scope, innermost_common
 from scopetrace.ir.tape import Call, Op, Tape, Value
-from scopetrace.program.graph import NodeState, call_position, scope_path
+from scopetrace.program.graph import NodeState, call_position, place_in_meta, scope_path
 
 Node = torch.fx.Node
 _OUTSIDE = ("placeholder", "get_attr")
@@ -78,6 +78,12 @@ class Matching:
                 continue
             was = state.node  # of another graph with this name it is the same, perhaps with another target
             if was is node or (state.op == node.op and call_position(was) == call_position(node)):
+                pairs[node] = state
+        taken = {state.node for state in pairs.values()}
+        by_place = {id(place_in_meta(state.node)): state for state in self._states if state.node not in taken}
+        for node in self._graph.nodes:  # `split_module` gives nodes other names, and copies their meta
+            state = by_place.get(id(place_in_meta(node))) if place_in_meta(node) and node not in pairs else None
+            if state is not None and (state.op, state.target) == (node.op, node.target):
                 pairs[node] = state
         return pairs
 

@@ -63,7 +63,7 @@ from scopetrace.program.compiled import GraphValues
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.edits import HeldTensors, Reading
 from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, typed
-from scopetrace.program.inline import has_regions, without_regions
+from scopetrace.program.inline import has_regions, inlined, without_regions
 from scopetrace.program.mismatches import explained
 from scopetrace.program.outputs import without_effects
 from scopetrace.program.ranges import RangedRun
@@ -295,20 +295,22 @@ class TracedProgram:
         """
         if "lowering" not in self.__dict__ or not self._is_edited():
             return self
-        reading = Reading(self.lowering, self.graph_module, self.graph_module.graph, self._held_tensors())
+        graph = inlined(self.graph_module)
+        reading = Reading(self.lowering, self.graph_module, graph, self._held_tensors())
         program = self._with_reading(reading)
-        reading.describe()
-        program.__dict__.update(lowering=reading.lowering, graph_module=self.graph_module)
-        for module in self.graph_module.modules():
-            if isinstance(module, torch.fx.GraphModule):
-                module.recompile()
+        if graph is self.graph_module.graph:
+            reading.describe()
+            program.__dict__.update(lowering=reading.lowering, graph_module=self.graph_module)
+            for module in self.graph_module.modules():
+                if isinstance(module, torch.fx.GraphModule):
+                    module.recompile()
         return program
 
     def with_graph(self, graph_module: torch.fx.GraphModule) -> TracedProgram:
         """The program of a graph that a pass made from that of this one; see `Trace.with_graph`."""
         if not isinstance(graph_module, torch.fx.GraphModule):
             raise ArgumentTypeError(f"with_graph takes a torch.fx.GraphModule, not {type(graph_module).__name__}")
-        return self._with_reading(Reading(self.lowering, graph_module, graph_module.graph, self._held_tensors()))
+        return self._with_reading(Reading(self.lowering, graph_module, inlined(graph_module), self._held_tensors()))
 
     def _is_edited(self) -> bool:
         """Whether a graph is not as it was lowered, or the GraphModule holds other tensors or modules."""
