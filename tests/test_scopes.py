@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import pickle
 import queue
 import threading
 
@@ -213,6 +214,16 @@ def test_dead_code_elimination_and_deepcopy():
     torch.testing.assert_close(gm(X), tr.graph_module(X))
 
 
+def test_pickle():
+    tr = st.trace(Net(), (X,))
+    gm = pickle.loads(pickle.dumps(tr.graph_module))
+    assert scopes_of(tr, gm.graph) == EXPECTED
+    torch.testing.assert_close(gm(X), tr.graph_module(X))
+    a, b = tr.graph_module.graph.nodes, gm.graph.nodes
+    assert [n.meta.get("nn_module_stack") for n in a] == [n.meta.get("nn_module_stack") for n in b]
+    assert [n.stack_trace for n in a] == [n.stack_trace for n in b]
+
+
 class Reads(torch.nn.Module):
     """Has tensors at several depths, in another order than they are read, and a module one of whose own is read."""
 
@@ -232,8 +243,9 @@ def test_what_a_graph_module_holds_is_ordered_as_torch_orders_it():
     read = [n.target for n in found.graph.nodes if n.op in ("get_attr", "call_module")]
     held = {name: operator.attrgetter(name)(found) for name in read}
     expected = torch.fx.GraphModule(held, copy.deepcopy(found.graph))
-    for names in (torch.nn.Module.named_parameters, torch.nn.Module.named_buffers, torch.nn.Module.named_modules):
-        assert [name for name, _ in names(found)] == [name for name, _ in names(expected)]
+    for gm in (found, pickle.loads(pickle.dumps(found))):
+        for names in (torch.nn.Module.named_parameters, torch.nn.Module.named_buffers, torch.nn.Module.named_modules):
+            assert [name for name, _ in names(gm)] == [name for name, _ in names(expected)]
 
 
 @pytest.mark.parametrize("how", ["interpreter", "make_fx"])

@@ -1,24 +1,27 @@
-"""The GraphModule of a trace, compiled when it first runs."""
+"""The GraphModule of a trace, compiled when it first runs, and pickles of what torch cannot pickle."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import io
 import keyword
 import operator
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 
 from scopetrace._compat.compilers import constant_to_dynamo
-from scopetrace._compat.ops import is_random
+from scopetrace._compat.ops import find_higher_order, find_op, is_random
 from scopetrace._compat.questions import dispatch_modes, function_modes
 
 set_grad_enabled = torch._C._set_grad_enabled
@@ -36,12 +39,14 @@ set_arguments: Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any]], None] 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler is active in this thread, `emit_nvtx` and `emit_itt` among them."""
 
+_PICKLED_META = ("nn_module_stack", "stack_trace", "custom")
+
 
 class TracedGraphModule(_LazyGraphModule):
     """A `torch.fx.GraphModule` whose Python code is generated when it first runs.
 
     Under make_fx it is interpreted node by node, so that the new nodes get the `custom` and `nn_module_stack` of the
-    old ones.
+    old ones. A pickle has the nodes with their names, stacks and `custom`; one of torch's class has only Python code.
     """
 
     has_regions = True
@@ -61,6 +66,12 @@ class TracedGraphModule(_LazyGraphModule):
         if not has_hooks(self):
             return self.forward(*args, **kwargs)  # hooks of all modules are those of the model's, and are in the graph
         return super()._call_impl(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        used = dict.fromkeys(n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module"))
+        held = {name: look_up(self, name) for name in used}
+        is_body = isinstance(self, BodyGraphModule)
+        return _unpickle, (held, dumps([self.graph, *self.graph.nodes]), self._get_name(), self.training, is_body)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -291,7 +302,48 @@ def _reserved_names() -> frozenset[str]:
     return frozenset({*dir(torch.fx.GraphModule({}, torch.fx.Graph())), *dir(TracedGraphModule)})
 
 
+def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_body: bool) -> TracedGraphModule:
+    graph, *_ = pickle.loads(data)
+    return make_graph_module(held, graph, name, is_body=is_body).train(training)
+
+
+def _node(graph: torch.fx.Graph, meta: dict[str, Any], *parts: Any) -> torch.fx.Node:
+    node = graph.create_node(*parts)
+    node.meta.update(meta)
+    return node
+
+
 def look_up(module: torch.nn.Module, name: str) -> Any:
     """What a GraphModule holds under a dotted path. Raises AttributeError."""
     path, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(path), leaf)
+
+
+# Pickles -------------------------------------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.fx.Graph):
+            return torch.fx.Graph, ()
+        if isinstance(obj, torch.fx.Node):  # the nodes that it reads are in the pickle before it
+            meta = {key: obj.meta[key] for key in _PICKLED_META if key in obj.meta}
+            return _node, (obj.graph, meta, obj.op, obj.target, obj.args, obj.kwargs, obj.name)
+        if isinstance(obj, OpOverload):
+            return find_op, (obj._schema.name, obj._overloadname)
+        if isinstance(obj, HigherOrderOperator):
+            return find_higher_order, (obj.name(),)
+        return NotImplemented
+
+
+def dumps(x: Any) -> bytes:
+    """Pickle `x`, which `pickle.loads` reads.
+
+    Raises pickle.PicklingError for what pickle refuses, such as instances of local classes.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(x)
+    except (AttributeError, TypeError, ValueError) as error:  # pickle's own are of three classes, by Python version
+        raise pickle.PicklingError(str(error)) from error
+    return file.getvalue()

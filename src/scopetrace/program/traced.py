@@ -30,6 +30,7 @@ from scopetrace._compat.decompositions import RuleOf, decomposition_rules
 from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
+    dumps,
     has_hooks,
     is_profiling,
     look_up,
@@ -623,7 +624,7 @@ class TracedProgram:
     def __reduce__(self) -> Any:
         file, foreign = io.BytesIO(), list[Any]()
         files.write(*self._current_tapes(), file, foreign)
-        return _from_pickle, (file.getvalue(), pickle.dumps(foreign))
+        return _from_pickle, (file.getvalue(), dumps(foreign))
 
     @classmethod
     def read(cls, file: IO[bytes], foreign: Sequence[Any] = (), folder: Path = Path()) -> TracedProgram:
