@@ -298,6 +298,12 @@ def test_an_lstm_whose_op_needs_autograd_runs_uncompiled(repeats):
     assert_same(gradients(compiled(SEQUENCE), model), gradients(model(SEQUENCE), model))
 
 
+def test_torch_compile_of_a_trace_runs_an_lstm_uncompiled():
+    model = Recurrent()
+    compiled = torch.compile(st.trace(model, (SEQUENCE,)), backend="aot_eager")
+    assert_same(gradients(compiled(SEQUENCE), model), gradients(model(SEQUENCE), model))
+
+
 def test_a_step_with_an_lstm():
     model = Recurrent()
 
@@ -666,10 +672,9 @@ def test_compiled_code_is_not_copied(take):
         take(compiled)
 
 
-def test_a_call_of_a_trace_in_compiled_code_is_a_graph_break():
-    x, trace = torch.randn(2, 4), st.trace(nn.Linear(4, 4), (torch.ones(2, 4),))
-    backend = Counting()
-    assert_same(torch.compile(lambda x: trace(x.cos()).sin(), backend=backend)(x), trace(x.cos()).sin())
-    assert len(backend.given) == 2  # what is before the call, and after it
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"write tr\.compile\(\)"):
-        torch.compile(trace, fullgraph=True, backend="eager")(x)
+def test_torch_compile_says_why_a_call_that_gives_back_an_argument_is_not_traced_whole():
+    trace = st.trace(lambda x, options: (x + 1, options), (torch.ones(2), {"scale": torch.ones(2)}))
+    args = torch.ones(2), {"scale": torch.zeros(2)}
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it returns objects among its arguments"):
+        torch.compile(trace, fullgraph=True, backend="eager")(*args)
+    assert torch.compile(trace, backend="eager")(*args)[1] is args[1]

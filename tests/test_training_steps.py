@@ -660,11 +660,23 @@ def test_a_file_keeps_the_order_of_backward(tmp_path, checkpoints):
     assert loaded.order.backwards == trace.order.backwards
 
 
-def test_an_export_which_cannot_hold_gradients_refuses_them():
+REFUSED = {
+    "an export": (lambda trace, args: trace.to_exported_program(), st.errors.ExportError, "to gradients"),
+    "torch.compile": (
+        lambda trace, args: torch.compile(trace, fullgraph=True, backend="eager")(*args),
+        Exception,
+        "it changes gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_hold_gradients_refuses_them(case):
+    use, error, text = REFUSED[case]
     model, args = Net(), batches(1)[0]
     trace = st.trace(lambda x, y: F.cross_entropy(model(x), y).backward(), args)
-    with pytest.raises(st.errors.ExportError, match="to gradients"):
-        trace.to_exported_program()
+    with pytest.raises(error, match=text):
+        use(trace, args)
 
 
 def test_backward_of_what_requires_no_grad_raises_as_in_eager():

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.fx
-from torch._C._dynamo import eval_frame as _eval_frame
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from scopetrace.errors import ArgumentTypeError, CompiledGraphError
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 COMPILING = threading.RLock()
@@ -60,10 +57,6 @@ def constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def left_to_python(function: Callable[P, T]) -> Callable[P, T]:
-    """Let Dynamo trace neither a function nor what it calls, as `torch.compiler.disable`, which would import it."""
-    why = "a call of a trace is not compiled: write tr.compile(), or tr.run(torch.compile(tr.graph_module), *args)"
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
-    skip: Any = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
-    _eval_frame.set_code_exec_strategy(function.__code__, skip)
-    return function
+def leave_to_python(function: Callable[..., Any]) -> None:
+    """Let torch.compile not trace the code of a function, also after a graph break around it."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)  # loaded by torch.compile, which calls this

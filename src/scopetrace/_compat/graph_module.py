@@ -347,3 +347,24 @@ def dumps(x: Any) -> bytes:
     except (AttributeError, TypeError, ValueError) as error:  # pickle's own are of three classes, by Python version
         raise pickle.PicklingError(str(error)) from error
     return file.getvalue()
+
+
+# Under torch.compile -------------------------------------------------------------------------------------------------
+
+
+class CompiledSeparately:
+    """A callable object in place of which torch.compile takes a function that calls `call`.
+
+    All callable objects of a process share one code object under torch.compile, which it compiles eight times at most.
+    The function has a code object of its own.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        forward.__code__ = forward.__code__.replace()
+        self.__dict__.update(_torchdynamo_orig_callable=forward, _torchdynamo_wrapper_id=id(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_torchdynamo")}

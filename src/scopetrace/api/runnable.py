@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch.fx
 
+from scopetrace._compat.graph_module import CompiledSeparately
 from scopetrace._compat.ops import building
 from scopetrace.errors import ArgumentError, ArgumentTypeError, EditError
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
@@ -86,10 +87,11 @@ def knows_others(name: str, others: Mapping[str, str]) -> Callable[[Callable[P, 
     return decorate
 
 
-class Runnable:
+class Runnable(CompiledSeparately):
     """A graph and its write-back: what Trace, OutlinedProgram and Functionalized have in common."""
 
     def __init__(self, program: TracedProgram) -> None:
+        super().__init__(program)
         self._held = program
 
     @property

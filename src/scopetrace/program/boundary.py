@@ -26,7 +26,7 @@ from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsa
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import Effect, Given, Returned, apply_effects, effect_targets, leaves, match
 from scopetrace.errors import InputMismatchError, StateMismatchError
-from scopetrace.ir.guards import MISSING, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
+from scopetrace.ir.guards import MISSING, At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
 from scopetrace.ir.scopes import tell_recorder
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef, resolved
@@ -40,6 +40,7 @@ from scopetrace.program.sharing import Sharing
 from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
 from scopetrace.record.model import argument_names, more_keywords
 
+_NUMBERS = (bool, int, float, str, type(None))
 _kind = operator.attrgetter("dtype", "shape")
 
 
@@ -247,6 +248,16 @@ class CallBoundary:
                     raise not_as_traced(self.tape, guard.name, guard.value, None if current is MISSING else current)
                 raise mismatch(guard, guard.value, current)
 
+    def check_numbers(self) -> None:
+        """The part of `check_state` that torch.compile can trace: numbers and text in attributes and globals."""
+        for guard in self._guards:
+            source, value, is_number = guard.source, guard.value, type(guard.value) in _NUMBERS
+            if not (is_number and isinstance(source, At) and isinstance(source.owner, dict)) or guard.others:
+                continue
+            if (current := source.owner.get(source.key, MISSING)) != value:
+                now = f"{value} when traced and {current} now"
+                raise StateMismatchError(f"{guard.name}: {now}; trace again, or put it back")
+
     def left_behind(self, inputs: Sequence[Any]) -> set[int]:
         """The inputs of the call of which autograd would see a change, and not that results come from the new value.
 
@@ -383,6 +394,11 @@ class LiveState:
             if current != bound.traced and (bound.place is not None or current != self._tape.settled.get(name)):
                 raise not_as_traced(self._tape, name, bound.traced, current)
         self._last[:] = [bound.last for bound in self._bound.values()]
+
+    @property
+    def places(self) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
+        """Where the model, and where the GraphModule has each tensor of the model: module and name."""
+        return [(*bound.owner, *bound.place) for bound in self._bound.values() if bound.place]
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:

@@ -25,7 +25,6 @@ import torch
 import torch.fx
 
 from scopetrace import files
-from scopetrace._compat.compilers import left_to_python
 from scopetrace._compat.decompositions import RuleOf, decomposition_rules
 from scopetrace._compat.gradients import copying_saved
 from scopetrace._compat.graph_module import (
@@ -47,6 +46,7 @@ from scopetrace.containers.structure import Removed, instantiate, leaves, leaves
 from scopetrace.errors import (
     ArgumentTypeError,
     EditError,
+    ScopetraceError,
     SideEffectWarning,
     StateMismatchError,
     TraceFileError,
@@ -62,6 +62,7 @@ from scopetrace.outline.signature import new_values, written_values
 from scopetrace.program.boundary import CallBoundary, current_tensors, without_autocast
 from scopetrace.program.compiled import GraphValues
 from scopetrace.program.decompositions import decomposed
+from scopetrace.program.dynamo import prepare
 from scopetrace.program.edits import HeldTensors, Reading
 from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, typed
 from scopetrace.program.inline import has_regions, inlined, without_regions
@@ -454,9 +455,13 @@ class TracedProgram:
                 return innermost_common(scope.ancestors() for scope in scopes)
         return self.tape.root
 
-    @left_to_python
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back; see `Trace.__call__`."""
+        if torch.compiler.is_dynamo_compiling():
+            problem = prepare(self)
+            if problem is not None:
+                raise ScopetraceError(problem)
+            return self.__dict__["plain_call"](args, kwargs)
         if is_recorded():
             return self.run(self.graph_module, *args, **kwargs)
         return self._call(args, kwargs)
