@@ -53,7 +53,16 @@ GAPS = torch.randn(2, 3, requires_grad=True)[:, :2]
 
 LONGS = torch.zeros(3, dtype=torch.int64)
 
+
+def every_second_pair_in_a_branch(x):
+    def write(x):
+        return (y := x * 2, y.unfold(0, 2, 3)[1].zero_())[0]
+
+    return torch.cond(x.sum() > 0, write, lambda x: x * 3, (x,))
+
+
 REFUSALS = [
+    ("a body writes to elements of a tensor that no view op", every_second_pair_in_a_branch, (torch.randn(5),)),
     ("elements that share memory", lambda x: x[0].unfold(0, 2, 1).mul_(2), (torch.randn(3, 4),)),
     ("an input lies in the memory", lambda x: x[1:].add_(x[:-1]), (torch.randn(3),)),
     ("other random numbers", lambda x: x[:, ::2].normal_(), (torch.randn(5, 8),)),

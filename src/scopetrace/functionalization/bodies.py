@@ -1,4 +1,4 @@
-"""Bodies of higher-order ops in a program without mutation: what they give, and what they may not hold."""
+"""The layout of what goes into bodies of higher-order ops and comes out of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from scopetrace._compat.symbols import example, to_expr
 from scopetrace.functionalization.refusals import refusal
-from scopetrace.ir.tape import BodyTape, Op, Value
+from scopetrace.ir.tape import Value
 from scopetrace.ops.view_inverses import Emit
 
 _aten = torch.ops.aten
@@ -23,41 +23,6 @@ def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
     if any(to_expr(n) != 1 and to_expr(a) != to_expr(b) for n, a, b in sizes):
         raise refusal("a tensor that goes into or out of a body has gaps in its memory", turned.op)
     return turned
-
-
-def lift_constants(bodies: list[BodyTape]) -> list[torch.Tensor]:
-    """Make the constants that the bodies hold inputs of all of them; gives the constants."""
-    constants: list[torch.Tensor] = []
-    for body in bodies:
-        for op in [op for op in body.ops if op.kind == "get_attr"]:
-            constants.append(body.attributes.pop(op.name))
-            for other in bodies:
-                _take(other, op)
-    return constants
-
-
-def _take(body: BodyTape, constant: Op) -> None:
-    """One more placeholder for a constant, in the place of the op that reads it where there is one."""
-    is_read = constant in body.ops
-    first = sum(op.kind == "placeholder" for op in body.ops)
-    read = body.ops.index(constant) if is_read else len(body.ops)
-    for call in body.calls:
-        call.start += call.start <= read
-        call.stop += call.stop <= read
-    like = constant.result
-    value = like if is_read else like.copy(like.storage)
-    placeholder = constant.replace(
-        kind="placeholder",
-        target=f"{constant.target}_{first}".lstrip("_"),
-        outputs=value,
-        scope=body.root,
-        call=body.ops[0].call if body.ops else constant.call,
-    )
-    if is_read:
-        placeholder.take_values()
-        body.ops.remove(constant)
-    body.ops.insert(first, placeholder)
-    body.inputs.append(value)
 
 
 def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:

@@ -23,7 +23,7 @@ from scopetrace._compat.shape_env import Origin
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, last_of
-from scopetrace.functionalization.bodies import as_laid_out, in_order_of, lift_constants
+from scopetrace.functionalization.bodies import as_laid_out, in_order_of
 from scopetrace.functionalization.emitter import Emitter, TapeRewriter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import schedule
@@ -40,7 +40,7 @@ from scopetrace.ir.tape import (
     map_argument,
     values_in,
 )
-from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
+from scopetrace.ops.higher_order import FORMS, written_inputs
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.view_inverses import by_geometry, geometry_of
 from scopetrace.ops.views import is_contiguous
@@ -297,10 +297,11 @@ class TapeCopier(TapeRewriter, abc.ABC):
         takes_all = FORMS[op.target].takes_all
         changed = sorted({i for body in op.bodies() for i in written_inputs(body)}) if takes_all else []
         pure = {body: type(self)(body, self).run_body(changed, takes_all) for body in op.bodies()}
-        lifted = [self.emitter.constant(op, real) for real in lift_constants(list(pure.values()))]
+        if any(body.attributes for body in pure.values()):
+            raise refusal("a body writes to elements of a tensor that no view op of torch takes", op)
         shared = {v.storage for v in op.inputs()}.intersection(v.storage for v in op.values())
-        if not takes_all and (lifted or not shared.isdisjoint(self.sets)):
-            raise refusal(f"{op.target} gives a view of memory that is written, or a body needs a constant", op)
+        if not takes_all and not shared.isdisjoint(self.sets):
+            raise refusal(f"{op.target} gives a view of memory that is written", op)
         emit = self.emitter.bound(op)
 
         def present(x: Any) -> Any:
@@ -308,7 +309,7 @@ class TapeCopier(TapeRewriter, abc.ABC):
                 return as_laid_out(emit, self.operand(x, op), x.fake)
             return pure[x] if isinstance(x, BodyTape) else x
 
-        args = with_more_operands(op.target, map_structure(present, op.args, (Value, BodyTape)), lifted)
+        args = map_structure(present, op.args, (Value, BodyTape))
         storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
         outputs = self.emitter.copy(op, args, op.kwargs, storages, more=op.writes)
         count = len(op.writes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,7 +47,8 @@ from scopetrace.ops.functional_variants import (
     undeclared_variant,
 )
 from scopetrace.ops.history import NO_VIEWS, History, is_cut, plain_leaves
-from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
+from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of, slice_
+from scopetrace.ops.views import TO_THE_END
 
 _aten = torch.ops.aten
 
@@ -403,13 +405,15 @@ class Functionalizer(TapeCopier):
         return True
 
     def _fill_diagonal(self, op: Op) -> None:
-        """Where the diagonal is, with `wrap` or without, is known from the shape."""
-        target, value = op.tensor(0), op.args[1]
-        wrap = [bool(a) for a in op.args[2:]]
-        mask = torch.zeros(tuple(target.fake.size()), dtype=torch.bool, device="cpu").fill_diagonal_(True, *wrap)
-        present = self.read(target, op)
-        new = self.emitter.run(op, _aten.masked_fill.Scalar, (present, mask.to(target.fake.device), value), {})
-        self.assign(op, target, new)
+        """In row-major order the diagonal is a slice; without `wrap` it ends where a tall matrix ends to be square."""
+        target, value, *wrap = op.args
+        size, emit = target.fake.size(), self.emitter.bound(op)
+        end = size[1] * size[1] if len(size) == 2 and not any(wrap) else TO_THE_END
+        step = sum(math.prod(size[i:]) for i in range(1, len(size))) + 1
+        row = emit(_aten.reshape.default, self.read(target, op), [-1])
+        diagonal = slice_(0, 0, end, step)
+        filled = diagonal.inverse(emit, row, emit(_aten.fill.Scalar, diagonal.forward(emit, row), value))
+        self.assign(op, target, emit(_aten.reshape.default, filled, list(size)))
         self._rename(target, op.outputs)
 
     def _write_opaque(self, op: Op) -> None:

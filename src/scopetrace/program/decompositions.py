@@ -5,21 +5,20 @@ Data flow:
         made functional where it writes, and kept for equal calls of the op
     body -> its ops in the place of the op, in the scope and call of it
     all other ops -> copied, on the new operands
-    results of the program -> in the strides and memory that they had
+    results of the op -> in the strides and memory that they had
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 
 from scopetrace._compat.decompositions import RuleOf
-from scopetrace._compat.ops import building, is_op, is_random, schema_of
+from scopetrace._compat.ops import building, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import DATA_DEPENDENT, run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
@@ -35,13 +34,6 @@ from scopetrace.program.graph import live_ops
 
 _aten = torch.ops.aten
 _HINT = "give the op a decomposition of ATen ops on tensors, or leave it out of the table"
-_BY_STRIDES = (
-    _aten.as_strided.default,
-    _aten.as_strided_scatter.default,
-    _aten.view.dtype,
-    _aten.view_as_complex.default,
-)
-"""Ops that depend on the strides of an operand."""
 _ZERO_GRADIENT = (_aten.fill.Scalar, _aten.fill.Tensor, _aten.zero.default)
 """Ops that have a gradient, of zeros for what they fill, and of which what they decompose into has none."""
 _BY_STATISTICS = (
@@ -87,19 +79,11 @@ class _TapeDecomposer(TapeRewriter):
         """What decomposes a body."""
         return _TapeDecomposer(body, self, self.rule_of)
 
-    def finish(self) -> None:
-        """What the program gives is laid out as it was."""
-        writes = self.old.attribute_writes if isinstance(self.old, FunctionalTape) else []
-        outputs = [*self.old.graph_outputs(), *(w.value for w in writes)]
-        self._lay_out([v for v in outputs if isinstance(v, Value)], self.new.ops[-1:])
-
     def step(self, op: Op) -> None:
         """An op of the table becomes other ops."""
         has_gradient = op.target in (*_ZERO_GRADIENT, *_BY_STATISTICS) and any(v.requires_grad for v in op.values())
         stays = bool(op.unbacked) or has_gradient or (op.grad and op.target is _aten.detach.default)
         rule = self.rule_of(op.target) if is_op(op.target) and not stays else None
-        if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
-            self._lay_out(op.inputs(), [op])
         is_torchs = _is_torchs(rule)
         if is_torchs and op.target in _KEPT_BESIDE_TORCHS:
             rule = None
@@ -113,23 +97,7 @@ class _TapeDecomposer(TapeRewriter):
                 "between them",
             )
         if rule is None or not self._decompose(op, rule):
-            self._stay(op)
-
-    def _stay(self, op: Op) -> None:
-        if all(_is_laid_out(self.replacements[v], v) for v in op.inputs()):
             self.copy(op)
-            return
-        self.rewrite_bodies(op)
-        args, kwargs = renamed((op.args, op.kwargs), self.replacements)
-        results = self.emitter.run(op, op.target, args, kwargs)
-        self.replacements.update(zip(op.values(), values_in(results), strict=True))
-
-    def _lay_out(self, values: list[Value], at: list[Op]) -> None:
-        """Give values the strides that they had, where a decomposition gave them others; at the place of an op."""
-        for old, op in itertools.product(values, at):
-            present = self.replacements[old]
-            if not _is_laid_out(present, old):
-                self.replacements[old] = _described_as(as_laid_out(self.emitter.bound(op), present, old.fake), old)
 
     # ---------------------------------------------------------------- an op of the table
 
@@ -177,24 +145,14 @@ class _TapeDecomposer(TapeRewriter):
             if old.storage in operands:
                 return new
             new = self.emitter.run(op, _aten.clone.default, (new,), {})
-        return _described_as(new, old)
+        new = as_laid_out(self.emitter.bound(op), new, old.fake)
+        new.fake, new.key, new.requires_grad = old.fake, old.key, old.requires_grad  # what reads it is copied as it is
+        new.autograd_placeholder = old.autograd_placeholder
+        return new
 
 
 def _is_torchs(rule: Any) -> bool:
     return getattr(rule, "__module__", "").startswith("torch._decomp")
-
-
-def _described_as(new: Value, old: Value) -> Value:
-    """A value with the metadata of another one where both have the same strides: what reads it is copied as it is."""
-    if _is_laid_out(new, old):
-        new.fake, new.key, new.requires_grad = old.fake, old.key, old.requires_grad
-        new.autograd_placeholder = old.autograd_placeholder
-    return new
-
-
-def _is_laid_out(new: Value, old: Value) -> bool:
-    a, b = new.fake, old.fake
-    return a is b or a.layout is not torch.strided or bool(to_expr(a.stride()) == to_expr(b.stride()))
 
 
 class _Body:

@@ -32,7 +32,7 @@ from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, checks_enabled, values_in
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
-from scopetrace.program.fake_run import FakeRun, append_op, are_alike, makes_numbers, written_by
+from scopetrace.program.fake_run import FakeRun, append_op, described, makes_numbers, written_by
 from scopetrace.program.graph import FxLowering, fakes_of, scope_path, set_place
 from scopetrace.program.matching import CallRanges, Matching, Position
 from scopetrace.program.outputs import outputs_of_edit
@@ -195,9 +195,10 @@ class Reading:
     def _op(self, node: Node, args: Any, kwargs: Any) -> Any:
         state = self._matching.traced.get(node)
         old = None if state is None else self.old.op_of.get(state.node)
-        origin, storages = self._origin(node, old), dict[int, int]()
-        if old is not None and self._is_kept(node, old) and are_alike((old.args, old.kwargs), (args, kwargs), storages):
-            outputs = self._copied(old, origin, args, kwargs, storages)
+        origin, before, now = self._origin(node, old), dict[int, int](), dict[int, int]()
+        described_now = described((args, kwargs), now)
+        if old is not None and self._is_kept(node, old) and described((old.args, old.kwargs), before) == described_now:
+            outputs = self._copied(old, origin, args, kwargs, dict(zip(before, now, strict=True)))
         elif old is not None and old.unbacked:
             self._refuse(node, "it makes a number that depends on data, and its inputs or target were changed")
         elif node.target in FORMS:

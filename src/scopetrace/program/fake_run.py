@@ -2,7 +2,7 @@
 
 Data flow:
     values -> their fake tensors -> the function runs under a mode -> each op, with values again -> `append`
-    arguments of an op -> which of them it writes, and whether they are like others
+    arguments of an op -> which of them it writes, and what decides what the op does with them
 """
 
 from __future__ import annotations
@@ -49,33 +49,22 @@ def makes_numbers(env: WatchedShapeEnv | None) -> bool:
     return count > 0
 
 
-def are_alike(old: Any, new: Any, storages: dict[int, int]) -> bool:
-    """Whether arguments have the same metadata as others, and share memory among them in the same way.
+def described(x: Any, storages: dict[int, int]) -> Any:
+    """What decides what an op does with arguments: their metadata, the memory that they share, and constants.
 
-    `storages` gets the new storage of each old one.
+    `storages` gets a number for each storage, in the order in which they are met.
     """
-    if isinstance(old, Value):
-        if not isinstance(new, Value) or storages.setdefault(old.storage, new.storage) != new.storage:
-            return False
-        return len(set(storages.values())) == len(storages) and _metadata(old) == _metadata(new)
-    if isinstance(old, BodyTape):
-        return isinstance(new, BodyTape) and are_alike(
-            list(leaves(old.outputs, (Value, *Symbolic))), list(leaves(new.outputs, (Value, *Symbolic))), {}
-        )
-    if isinstance(old, Symbolic):
-        return isinstance(new, type(old)) and bool(to_expr(old) == to_expr(new))
-    if isinstance(old, (list, tuple)):
-        is_sequence = isinstance(new, (list, tuple)) and len(old) == len(new)
-        return is_sequence and all(are_alike(a, b, storages) for a, b in zip(old, new, strict=True))
-    if isinstance(old, dict):
-        has_keys = isinstance(new, dict) and old.keys() == new.keys()
-        return has_keys and all(are_alike(a, new[k], storages) for k, a in old.items())
-    return type(old) is type(new) and (old is new or bool(old == new))
-
-
-def _metadata(v: Value) -> tuple[Any, ...]:
-    t = v.fake
-    return *layout_of(t), t.device, t.layout, t.requires_grad, v.requires_grad
+    if isinstance(x, Value):
+        t = x.fake
+        place = storages.setdefault(x.storage, len(storages))
+        return place, *layout_of(t), t.device, t.layout, t.requires_grad, x.requires_grad
+    if isinstance(x, BodyTape):
+        return described(leaves(x.outputs, (Value, *Symbolic)), {})
+    if isinstance(x, (list, tuple)):
+        return [described(item, storages) for item in x]
+    if isinstance(x, dict):
+        return {key: described(item, storages) for key, item in x.items()}
+    return type(x), to_expr(x) if isinstance(x, Symbolic) else x
 
 
 def layout_of(t: torch.Tensor) -> tuple[Any, ...]:
