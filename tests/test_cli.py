@@ -743,13 +743,6 @@ def test_commands_that_print_data_print_it_as_json(name):
     assert set(TEXTS[name]) <= set(data)
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell):
-    text = run("completion", shell).stdout
-    assert "_SCOPETRACE_COMPLETE" in text
-    assert "is not one of 'bash', 'zsh', 'fish'" in run("completion", "csh").stderr
-
-
 @pytest.mark.parametrize(
     ("typed", "offered"), [("s", {"show", "summary"}), ("show --sc", {"--scope"}), ("view to", {"torchvision:"})]
 )

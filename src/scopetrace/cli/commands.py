@@ -1,4 +1,4 @@
-"""The commands that print or write what a trace says of itself, and `completion`."""
+"""The commands that print or write what a trace says of itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import torch
-from click.shell_completion import get_completion_class
 
 from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
@@ -20,7 +19,6 @@ from scopetrace.cli.run import (
     json_text,
     model_command,
     patterns,
-    print_text,
     takes_depth,
     takes_json,
     takes_scope,
@@ -250,19 +248,3 @@ def _table_of(data: dict[str, Any]) -> str:
     rows.append(("main program", "", str(data["nodes"])))
     error = "" if data["largest_error"] is None else f", largest error {data['largest_error']:.2g}"
     return f"{columns(rows)}\n{data['path']}: {data['bytes']:,} bytes{error}"
-
-
-@click.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.pass_context
-def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that lets SHELL complete the commands and options of scopetrace.
-
-    \b
-        scopetrace completion bash >> ~/.bashrc
-        scopetrace completion zsh >> ~/.zshrc
-        scopetrace completion fish > ~/.config/fish/completions/scopetrace.fish
-    """
-    script = get_completion_class(shell)
-    assert script is not None
-    print_text(script(ctx.find_root().command, {}, "scopetrace", "_SCOPETRACE_COMPLETE").source())
