@@ -270,27 +270,25 @@ def test_calls():
 
 def test_json():
     data = json.loads(output("Net", "-i", "x=2x4", "-i", "ids=3:int64", "-i", "scale=scalar", "--json"))
-    assert data["model"] == "Net"
-    assert data["inputs"][1] == {"name": "ids", "shape": [3], "dtype": "int64"}
-    linear = data["ops"][0]
-    assert linear["name"] == "linear"
-    assert linear["target"] == "aten.linear"
-    assert linear["scope"] == "Net/Sequential[body]/Linear[0]"
-    assert (linear["shape"], linear["dtype"]) == ([2, 4], "float32")
-    assert linear["inputs"] == ["x", "body_0_weight", "body_0_bias"]
-    names = {x["name"] for key in ("inputs", "attributes", "ops") for x in data[key]}
-    assert all(name in names for op in data["ops"] for name in op["inputs"])
-    root, body = data["calls"][:2]
-    assert root["arguments"] == {"x": {"node": "x"}, "ids": {"node": "ids"}, "scale": {"node": "scale"}}
-    assert (body["fqn"], body["class"]) == ("body", "torch.nn.modules.container.Sequential")
-    assert body["outputs"] == {"node": "relu_1"}
-    assert data["outputs"] == {"node": data["ops"][-1]["name"]}
+    root, body, linear, op = data["boxes"][:4]
+    assert (root["kind"], root["inputs"]) == ("call", [["x", "f32[2, 4]"], ["ids", "i64[3]"], ["scale", "f32[]"]])
+    assert (body["name"], body["outputs"]) == ("body", [["output", "f32[2, 4]"]])
+    assert ["class", "torch.nn.modules.container.Sequential"] in body["facts"]
+    assert linear["children"] == [3]
+    assert op["key"] == "Net/Sequential[body]/Linear[0]/%linear"
+    assert op["text"] == "%linear: f32[2, 4] = aten.linear(%x, body.0.weight, body.0.bias)"
+    assert op["parameters"] == [["body.0.weight", "f32[4, 4]"], ["body.0.bias", "f32[4]"]]
+    assert all(len(edge) == 5 for box in data["boxes"] for edge in box["edges"])
 
 
 def test_json_of_a_part():
-    data = json.loads(output("Net", "-i", "x=2x4", "--json", "--scope", "*body*", "--depth", 0))
-    assert [op["name"] for op in data["ops"]] == ["linear", "relu", "linear_1", "relu_1"]
-    assert [call["fqn"] for call in data["calls"]] == ["body"]
+    for depth, keys in {
+        0: ["Linear[0]", "ReLU[1]", "Linear[2]", "ReLU[3]"],
+        1: ["Linear[0]", "Linear[0]/%linear", "ReLU[1]", "ReLU[1]/%relu", "Linear[2]", "Linear[2]/%linear_1"],
+    }.items():
+        data = json.loads(output("Net", "-i", "x=2x4", "--json", "--scope", "*body*", "--depth", depth))
+        path = "Net/Sequential[body]"
+        assert [box["key"] for box in data["boxes"]][: len(keys) + 1] == [path, *(f"{path}/{key}" for key in keys)]
 
 
 def test_train_and_grad():
@@ -718,7 +716,7 @@ def test_help_has_examples(name):
 
 
 TEXTS = {
-    "show": ["model"],
+    "show": ["boxes", "sources"],
     "summary": ["total", "unused_parameters", "rows"],
     "memory": ["peak_bytes", "saved_bytes", "rows"],
     "order": ["digest", "parameters", "calls", "steps"],
@@ -739,7 +737,7 @@ def test_commands_that_print_data_print_it_as_json(name):
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
     assert list(data)[:1] == ["version"]
-    assert data["version"] == 1
+    assert data["version"] == (2 if name == "show" else 1)
     assert set(TEXTS[name]) <= set(data)
 
 

@@ -26,7 +26,8 @@ from scopetrace.cli.run import (
 from scopetrace.errors import UsageError
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
-from scopetrace.view import document
+from scopetrace.view.boxes import boxes, outermost_boxes
+from scopetrace.view.html import document
 from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
 
 if TYPE_CHECKING:
@@ -62,7 +63,12 @@ def show(
     if scope is not None:
         refuse_unnamed(traced.scope, traced.calls, scope)
     if as_json:
-        return document.json_text(document.document(program_of(traced), depth=depth, scope=scope))
+        root = boxes(program_of(traced))
+        roots = [root] if scope is None else outermost_boxes(root, scope)
+        if depth is not None:
+            for box in roots:
+                box.close(depth)
+        return json_text(document(roots))
     if as_table:
         return calls_table(select_calls(traced.calls, depth, scope))
     return traced.print_readable(depth, scope=scope, print_output=False)

@@ -126,6 +126,14 @@ class Box:
             if names:
                 yield mark, f"{mark} {', '.join(names)}"
 
+    def close(self, depth: int) -> None:
+        """Leave out what is in calls more than `depth` levels inside."""
+        for inner in self.children:
+            left = depth - (inner.kind == "call")
+            if left < 0:
+                inner.children = []
+            inner.close(left)
+
     def walk(self) -> Iterator[Box]:
         """This box and all inside it, outer before inner."""
         yield self
