@@ -264,7 +264,7 @@ def test_calls():
         "1     body    0      Sequential  input=%x: f32[2, 4]                    %relu_1: f32[2, 4]",
     ]
     assert [line.split()[1] for line in lines[3:]] == ["body.0", "body.1", "body.2", "body.3", "drop"]
-    assert len(output("Net", "-i", "x=2x4", "--calls", "--depth", 1).splitlines()) == 4
+    assert len(output("Net", "-i", "x=2x4", "--calls", "--depth", 0).splitlines()) == 4
     assert len(output("Net", "-i", "x=2x4", "--calls", "--scope", "*body*").splitlines()) == 6
 
 

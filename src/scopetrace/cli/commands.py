@@ -28,7 +28,7 @@ from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
 from scopetrace.view.boxes import boxes, outermost_boxes
 from scopetrace.view.html import document
-from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
+from scopetrace.view.text import calls_table, refuse_unnamed
 
 if TYPE_CHECKING:
     from scopetrace.lower.onnx.assemble import Exported
@@ -62,16 +62,16 @@ def show(
     asked.say("writing")
     if scope is not None:
         refuse_unnamed(traced.scope, traced.calls, scope)
+    if not (as_json or as_table):
+        return traced.print_readable(depth, scope=scope, print_output=False)
+    root = boxes(program_of(traced))
+    roots = [root] if scope is None else outermost_boxes(root, scope)
+    if depth is not None:
+        for box in roots:
+            box.close(depth)
     if as_json:
-        root = boxes(program_of(traced))
-        roots = [root] if scope is None else outermost_boxes(root, scope)
-        if depth is not None:
-            for box in roots:
-                box.close(depth)
         return json_text(document(roots))
-    if as_table:
-        return calls_table(select_calls(traced.calls, depth, scope))
-    return traced.print_readable(depth, scope=scope, print_output=False)
+    return calls_table([box.call for outer in roots for box in outer.walk() if box.kind == "call"])
 
 
 @model_command

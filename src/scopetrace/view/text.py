@@ -16,7 +16,7 @@ all results.
 
 Data flow:
     TracedProgram -> Tree of sections -> runs of equal neighbours -> lines
-    module calls -> those chosen by scope path and depth -> the sections that are shown, or a table of calls
+    module calls -> those chosen by scope path and depth -> the sections that are shown
 """
 
 from __future__ import annotations
@@ -212,24 +212,6 @@ def refuse_unnamed(root: Scope, calls: Sequence[ModuleCall], selection: Selectio
             names = [*paths, *(call.fqn or "" for call in calls)]
             problem = f"no scope matches {target_text(target)}"
             raise CallNotFoundError(f"{problem}; {crossing(target, names)}paths are such as {some}")
-
-
-def levels(scope: Scope, selection: Selection | None, outer: int | None = None) -> dict[Scope, int]:
-    """By scope that matches (None: all) or is in one that does, the number of modules to the outermost that matches."""
-    if outer is None:
-        level = 0 if selection is None or is_scope_named(scope, selection) else None
-    else:
-        level = outer + scope.is_module
-    by_scope = {} if level is None else {scope: level}
-    for child in scope.children:
-        by_scope |= levels(child, selection, level)
-    return by_scope
-
-
-def select_calls(calls: list[ModuleCall], depth: int | None, selection: Selection | None) -> list[ModuleCall]:
-    """The calls in scopes that match, down to `depth` levels below the outermost match."""
-    by_scope = levels(calls[0].scope, selection)
-    return [c for c in calls if c.scope in by_scope and (depth is None or by_scope[c.scope] <= depth)]
 
 
 def calls_table(calls: list[ModuleCall]) -> str:
