@@ -370,12 +370,12 @@ WRONG_INPUTS = {
     ("x=2x4:int46",): "'int46' is no dtype; write one such as int64",
     ("x=99999999999x99999999999",): "no tensor of that size and dtype can be made",
     ("y=2x4",): "Net.forward has no argument 'y': its arguments are x, ids, scale",
-    ("scales=2x4",): "write --input scale=…",
+    ("scales=2x4",): "Net.forward has no argument 'scales': its arguments are x, ids, scale",
     ("x=2x4", "0=2x4"): "given twice",
-    ("x=2x4", "2=2x4"): "Net.forward has no position 2: its positions are 0 (x), 1 (ids)",
+    ("x=2x4", "2=2x4"): "Net.forward has no argument '2': its arguments are x, ids, scale",
     ("x=2x4", "²=2x4"): "Net.forward has no argument '²': its arguments are x, ids, scale",
-    ("ids=3:int64",): "Net.forward needs x: add --input x=SHAPE[:DTYPE]",
-    (): "Net.forward needs x: add --input x=SHAPE[:DTYPE]",
+    ("ids=3:int64",): "Net.forward: missing a required argument: 'x'; its arguments are x, ids, scale; write NAME=",
+    (): "Net.forward: missing a required argument: 'x'; its arguments are x, ids, scale; write NAME=",
 }
 
 WRONG_OPTIONS = {
@@ -439,7 +439,10 @@ def test_a_wrong_command():
 
 
 def test_a_wrong_name_that_kwargs_took():
-    refused(show("Keywords", "-i", "token=4"), "write --input tokens=…; its arguments are tokens")
+    refused(
+        show("Keywords", "-i", "token=4"),
+        "missing a required argument: 'tokens'; its arguments are tokens; write NAME=",
+    )
     refused(show("Keywords", "-i", "tokens=4", "-i", "mask=4"), "no argument 'mask': its arguments are tokens; with it")
 
 
@@ -526,7 +529,7 @@ def test_torchvision():
     result = run("show", "torchvision:squeezenet1_1", "--input", "x=1x3x64x64", "--depth", "1")
     assert result.exit_code == 0, result.stderr
     assert "Fire[3](x=%max_pool2d: f32[1, 64, 15, 15])" in result.stdout
-    refused(run("show", "torchvision:squeezenet1_1"), "SqueezeNet.forward needs x")
+    refused(run("show", "torchvision:squeezenet1_1"), "SqueezeNet.forward: missing a required argument: 'x'")
     refused(run("show", "torchvision:resnet19"), "torchvision has no model 'resnet19': write torchvision:resnet1")
 
 
