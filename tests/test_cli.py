@@ -719,7 +719,7 @@ def test_help_has_examples(name):
 
 
 TEXTS = {
-    "show": ["boxes", "sources"],
+    "show": ["boxes", "sources", "specializations"],
     "summary": ["total", "unused_parameters", "rows"],
     "memory": ["peak_bytes", "saved_bytes", "rows"],
     "order": ["digest", "parameters", "calls", "steps"],

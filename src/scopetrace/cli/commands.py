@@ -70,7 +70,8 @@ def show(
         for box in roots:
             box.close(depth)
     if as_json:
-        return json_text(document(roots))
+        specializations = [dataclasses.asdict(s) for s in program_of(traced).tape.specializations]
+        return json_text({**document(roots), "specializations": specializations})
     return calls_table([box.call for outer in roots for box in outer.walk() if box.kind == "call"])
 
 
