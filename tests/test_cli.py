@@ -350,7 +350,7 @@ WRONG = {
     "cli_models:Parts": "is a class, but no torch.nn.Module",
     "cli_models:MODELS": "the module cli_models has no 'MODELS'; it has Net, model, Parts, Branch, Takes",
     "cli_models:parts.broken": "broken raised RuntimeError: no model, at ",
-    "cli_models:build_sized": "cannot be called without size: name a function without arguments",
+    "cli_models:build_sized": "missing a required argument: 'size'; name a function without arguments",
     "cli_models:build_text": "returned the type str: it must return a torch.nn.Module",
     "cli_models:build_with_package": "pip install package_that_is_not_there",
     "cli_models:torch.float32": "has the type dtype: name a torch.nn.Module",
@@ -422,15 +422,15 @@ def test_an_optimizer_without_parameters():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["onnx", "-o", ""], "'--output' / '-o': the name of the file is empty"),
-        (["view", "-o", ""], "'--output' / '-o': the name of the file is empty"),
+        (["onnx", "-o", ""], "Is a directory: '.'"),
+        (["view", "-o", ""], "path='.': a picture is a file that ends in .svg, .png or .pdf"),
         (["onnx", "-o", "x.onnx", "-f", ""], "'--functions' / '-f': the pattern is empty; name the class of the model"),
         (["show", "--scope", ""], "'--scope': the pattern is empty"),
     ],
 )
 def test_empty_names(command, message):
     """As of a variable of the shell that is not set."""
-    refused(run(command[0], "cli_models:model", "-i", "x=2x4", *command[1:]), message)
+    refused(run(command[0], "cli_models:Parts.inner", "-i", "0=2x4", *command[1:]), message)
 
 
 def test_a_wrong_command():

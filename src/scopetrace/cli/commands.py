@@ -14,8 +14,8 @@ import torch
 from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
 from scopetrace.cli.run import (
+    FILE,
     Asked,
-    FilePath,
     json_text,
     model_command,
     patterns,
@@ -135,7 +135,7 @@ def order(asked: Asked, as_json: bool) -> str:
 @model_command
 @click.argument("other")
 @takes_json
-@click.option("--html", type=FilePath(), help="Also write them to this file.")
+@click.option("--html", type=FILE, help="Also write them to this file.")
 def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[str, int]:
     """Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.
 
@@ -156,7 +156,7 @@ def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[st
 @click.option(
     "--output",
     "-o",
-    type=FilePath(),
+    type=FILE,
     help="The file to write: .html; .svg, .png, .pdf by Graphviz; .json for Model Explorer. Without it, a page opens "
     "in the browser.",
 )
@@ -206,7 +206,7 @@ _PATTERN = "a class name, or the name of a module, with * and ?, and ** across d
     callback=patterns,
     help=f"Modules that become ops without a body: {_PATTERN}.",
 )
-@click.option("--output", "-o", required=True, type=FilePath(), help="The file to write.")
+@click.option("--output", "-o", required=True, type=FILE, help="The file to write.")
 @click.option(
     "--opset", "opset_version", type=click.IntRange(min=7), help="The opset version; torch.onnx's own is the default."
 )
