@@ -210,7 +210,7 @@ class _Boxes:
     def _run(self, run: Run, key: str, needed: Nodes) -> Box:
         members = run.members
         label = counted([member.label for member in members])
-        box = Box(self._unique(f"{key} ×{len(members)}"), label, "run", members[0].call, self._meter.sum(members))
+        box = Box(self._unique(f"{key} ×{len(members)}"), label, "run", members[0].call, self._meter.of(*members))
         self._fill(box, run, members, needed)
         box.writes = tuple(dict.fromkeys(name for member in box.children for name in member.writes))
         return box

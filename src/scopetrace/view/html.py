@@ -103,9 +103,9 @@ def facts_of(box: Box) -> list[list[str]]:
     if box.kind != "op":
         rows.append(["ops", f"{cost.ops:,}"])
     if cost.parameters:
-        rows.append(["parameters", f"{cost.parameter_count:,} ({amount(cost.parameter_bytes, 'B')})"])
-        if cost.trainable_count != cost.parameter_count:
-            rows.append(["trainable", f"{cost.trainable_count:,}"])
+        rows.append(["parameters", f"{cost.parameters:,} ({amount(cost.parameter_bytes, 'B')})"])
+        if cost.trainable != cost.parameters:
+            rows.append(["trainable", f"{cost.trainable:,}"])
     if cost.flops:
         rows.append(["FLOPs", amount(cost.flops, "")])
     if cost.activation_bytes:
