@@ -390,7 +390,7 @@ def test_a_buffer_that_the_first_call_registers(forward, how, tmp_path):
     tr = st.trace(model, (X,))
     assert tables(model) == before
     if how == "a file":
-        tr.save(tmp_path / "a.st")
+        st.save(tr, tmp_path / "a.st")
     run = {"the trace": lambda: tr, "a module": tr.to_module, "a copy": lambda: copy.deepcopy(tr)}
     run = st.load(tmp_path / "a.st") if how == "a file" else run[how]()
     for x in (X, 2 * X, 3 * X):

@@ -83,7 +83,7 @@ def test_each_name_has_an_example_that_runs(name, tmp_path, monkeypatch):
 def test_save_and_load_are_a_pair(tmp_path):
     x = torch.randn(1, 2)
     tr = st.trace(nn.Linear(2, 2), (x,))
-    tr.save(tmp_path / "linear.st")
+    st.save(tr, tmp_path / "linear.st")
     torch.testing.assert_close(st.load(tmp_path / "linear.st")(x), tr(x))
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scopetrace import distributed
     from scopetrace.api.functional import Functionalized, functional_backend, functionalize
     from scopetrace.api.functions import diff, from_exported_program, load, save_onnx, write_onnx_weights
+    from scopetrace.api.functions import save as save
     from scopetrace.api.trace import OutlinedProgram, Trace, trace
     from scopetrace.distributed.estimate import Estimate as Estimate
     from scopetrace.distributed.estimate import estimate
@@ -64,7 +65,7 @@ __all__ = [
 
 _HOMES = {
     "api.functional": "Functionalized functional_backend functionalize",
-    "api.functions": "diff from_exported_program load write_onnx_weights save_onnx",
+    "api.functions": "diff from_exported_program load save write_onnx_weights save_onnx",
     "api.trace": "OutlinedProgram Trace trace",
     "distributed.estimate": "Estimate estimate",
     "functionalization.report": "Alias Mutation",

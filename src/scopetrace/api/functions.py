@@ -1,4 +1,4 @@
-"""Functions of traces that are no methods: `diff`, `load`, `from_exported_program`, `save_onnx`."""
+"""Functions of traces that are no methods: `diff`, `save`, `load`, `from_exported_program`, `save_onnx`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def diff(before: Shown | ModuleCall | str, after: Shown | ModuleCall | str) -> D
         f"diff takes two traces or two module calls, not {type(before).__name__} and {type(after).__name__}; st.trace "
         "and st.load give traces, Trace.calls has their calls"
     )
+
+
+def save(traced: Trace, path: str | os.PathLike[str], *, external_data: str | None = None) -> None:
+    """Write a trace to a file; see `Trace.save`. Raises ArgumentTypeError for what is no trace."""
+    if not isinstance(traced, Trace):
+        raise ArgumentTypeError(f"save takes a trace, then a path, not {type(traced).__name__}: write tr.save(path)")
+    traced.save(path, external_data=external_data)
 
 
 def load(path: str | os.PathLike[str], *, plain_outputs: bool = False) -> Trace:
