@@ -5,7 +5,7 @@ Data flow:
     `p.requires_grad = False`, `x.detach_()`, replaced                                              -> the same
     `p.grad = None`, `optimizer.zero_grad()`, replaced                                              -> its `gradients`
     tensors -> nodes of autograd's graph -> leaves, hooks, tensors that nodes have saved
-    optimizers, scalers of gradients and schedulers, by torch's hooks of all optimizers or replaced -> its `gradients`
+    optimizers and scalers of gradients, by torch's hooks of all optimizers or replaced -> its `gradients`
 
 The listener is the `AutogradRecorder` of room `autograd`, which says what each of its methods is told. Backward hooks
 of modules are functions of autograd, which `_compat.patches` reports.
@@ -30,7 +30,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing as apply_activation_checkpointing,
 )
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
-from torch.optim.lr_scheduler import ReduceLROnPlateau, _enable_get_lr_call
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -385,18 +384,10 @@ def first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torc
 
 
 def report_steps(torch_calls: Interception, listener: Any) -> None:
-    """Tell of optimizers, scalers and schedulers until the trace ends."""
+    """Tell of optimizers and scalers until the trace ends."""
     _report_optimizers(torch_calls, listener)
     _report_scalers(torch_calls, listener)
     _put_scalers_back(torch_calls, listener)
-
-    # schedulers by what their `step` calls, since that may be bound before the trace
-    def tell(scheduler: Any, *_: Any, **__: Any) -> None:
-        listener.gradients.on_python_step(scheduler, scheduler.optimizer)
-
-    torch_calls.replace(ReduceLROnPlateau, "_is_better", after(tell), torch_calls.in_forward)
-    tell_second = after(lambda _, scheduler: tell(scheduler))
-    torch_calls.replace(_enable_get_lr_call, "__init__", tell_second, torch_calls.in_forward)
 
 
 def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
