@@ -10,7 +10,6 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -37,35 +36,20 @@ class AutogradRecorder:
     def __init__(self, ops: OpRecorder) -> None:
         self._ops, self._builder, self._reads = ops, ops.builder, ops.reads
         self._values, self._model = ops.values, ops.values.model
+        self._flags = FlagRecorder(self._values, self._reads)
+        self.gradients = GradientRecorder(self._values, self._reads, self._flags)
         self._checkpointed: list[CheckpointedRegion] = []  # the hooks of autograd's graph do not hold them
         self._open_regions: list[CheckpointedRegion] = []
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""
-        for part in self._used():
-            part.finish()
-
-    @functools.cached_property
-    def gradients(self) -> GradientRecorder:
-        """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._values, self._reads, self._flags)
-
-    @functools.cached_property
-    def _flags(self) -> FlagRecorder:
-        return FlagRecorder(self._values, self._reads)
-
-    def _used(self) -> list[GradientRecorder | FlagRecorder]:
-        return [self.__dict__[name] for name in ("gradients", "_flags") if name in self.__dict__]
+        self.gradients.finish()
+        self._flags.finish()
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
-        for part in self._used():
-            part.close()
-
-    @property
-    def differentiates(self) -> bool:
-        """Whether the forward may differentiate, so that the backward of checkpointed regions may be part of it."""
-        return self._builder.tape.exact_autograd
+        self.gradients.close()
+        self._flags.close()
 
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""
@@ -218,7 +202,7 @@ class AutogradRecorder:
         """
         mark = self._builder.mark()
         with contextlib.ExitStack() as stack:
-            if grad and self.differentiates:
+            if grad and self._builder.tape.exact_autograd:  # backward may be a part of the program
                 outer = self._open_regions[-1] if self._open_regions else None
                 tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
                 parts = self._values, self._ops.record, outer, tensors

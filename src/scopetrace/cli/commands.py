@@ -28,7 +28,7 @@ from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
 from scopetrace.view.boxes import boxes, outermost_boxes
 from scopetrace.view.html import document
-from scopetrace.view.text import calls_table, refuse_unnamed
+from scopetrace.view.text import calls_table
 
 if TYPE_CHECKING:
     from scopetrace.lower.onnx.assemble import Exported
@@ -60,8 +60,6 @@ def show(
     with torch.set_grad_enabled(grad):
         traced = asked.trace()
     asked.say("writing")
-    if scope is not None:
-        refuse_unnamed(traced.scope, traced.calls, scope)
     if not (as_json or as_table):
         return traced.print_readable(depth, scope=scope, print_output=False)
     root = boxes(program_of(traced))
