@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +50,27 @@ class Measures:
 
 
 class _Cost(NamedTuple):
-    """What parts of a program cost, in a form that can be added up."""
+    """What can be added up of the parts of a program."""
 
     ops: int = 0
     flops: int = 0
     activation_bytes: int = 0
-    tensors: tuple[torch.Tensor, ...] = ()
-    """The parameters, buffers and constants that the ops read, each once."""
+
+
+def tensors_of(program: TracedProgram, *parts: Section | Op) -> list[torch.Tensor]:
+    """The parameters, buffers and constants that parts of a program read, and parameters of leaf modules, each once."""
+
+    def read(part: Section | Op) -> Iterator[torch.Tensor]:
+        if isinstance(part, Op):
+            names = [str(node.target) for node in part.attributes]
+            yield from (attributes[name] for name in names if name in attributes)
+        elif part.kind == "call" and part.call.is_leaf and part.call.module is not None:
+            yield from part.call.module.parameters()
+        for inner in [*part.bodies, *part.shared] if isinstance(part, Op) else part.items:
+            yield from read(inner)
+
+    attributes = program.tape.attributes
+    return list({id(t): t for part in parts for t in read(part)}.values())
 
 
 def cost_text(cost: Measures) -> str:
@@ -82,7 +96,7 @@ class Meter:
     """Measures the sections of a program; a section is measured once."""
 
     def __init__(self, program: TracedProgram) -> None:
-        self._attributes = program.tape.attributes
+        self._program = program
         self._flops = FlopCounts()
         self._costs: dict[Section | Op, _Cost] = {}
 
@@ -92,41 +106,29 @@ class Meter:
         A call of a function costs what its body costs. Of the bodies of `torch.cond`, the larger counts, as for torch's
         own counter; the body of a loop counts once.
         """
-        cost = self._sum(parts)
-        parameters = [t for t in cost.tensors if isinstance(t, torch.nn.Parameter)]
+        cost, tensors = self._sum(parts), tensors_of(self._program, *parts)
+        parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         size = sum(map(byte_count, parameters))
-        others = sum(map(byte_count, cost.tensors)) - size
+        others = sum(map(byte_count, tensors)) - size
         elements = sum(p.numel() for p in parameters)
         return Measures(cost.ops, elements, trainable, size, others, cost.flops, cost.activation_bytes)
 
-    def tensors(self, part: Section | Op) -> tuple[torch.Tensor, ...]:
-        """The parameters, buffers and constants that a part reads, each once."""
-        return self._cost(part).tensors
+    def _sum(self, parts: Iterable[Section | Op]) -> _Cost:
+        return _Cost(*map(sum, zip(_Cost(), *map(self._cost, parts), strict=True)))
 
     def _cost(self, part: Section | Op) -> _Cost:
         if part not in self._costs:
-            self._costs[part] = self._of_op(part) if isinstance(part, Op) else self._of_section(part)
+            self._costs[part] = self._of_op(part) if isinstance(part, Op) else self._sum(part.items)
         return self._costs[part]
 
-    def _sum(self, parts: Iterable[Section | Op]) -> _Cost:
-        return _sum(map(self._cost, parts))
-
-    def _of_section(self, section: Section) -> _Cost:
-        leaf = section.call.module if section.kind == "call" and section.call.is_leaf else None
-        return _sum([self._sum(section.items), _Cost(tensors=() if leaf is None else tuple(leaf.parameters()))])
-
     def _of_op(self, op: Op) -> _Cost:
-        names = [str(node.target) for node in op.attributes]
-        tensors = [self._attributes[name] for name in names if name in self._attributes]
         bodies = [*op.bodies, *op.shared]
         memory = 0 if any(_makes(body, op) for body in bodies) else new_bytes(op.node)
-        itself = _Cost(1, self.flops(op.node), memory, tuple(tensors))
-        inside = self._sum(bodies)
+        ops, flops, inside = self._sum(bodies)
         if op.node.target is torch.ops.higher_order.cond:
-            flops, memory = (max(getattr(self._cost(b), key) for b in bodies) for key in ("flops", "activation_bytes"))
-            inside = inside._replace(flops=flops, activation_bytes=memory)
-        return _sum([itself, inside])
+            flops, inside = (max(self._cost(body)[i] for body in bodies) for i in (1, 2))
+        return _Cost(1 + ops, self.flops(op.node) + flops, memory + inside)
 
     def flops(self, node: torch.fx.Node) -> int:
         """Floating-point operations of one op; 0 for a node that a pass made, or whose meta it dropped."""
@@ -248,9 +250,3 @@ def new_bytes(node: torch.fx.Node) -> int:
 def _tensors(value: Any) -> list[torch.Tensor]:
     values = value if isinstance(value, (list, tuple)) else [value]
     return [t for t in values if isinstance(t, torch.Tensor)]
-
-
-def _sum(parts: Iterable[_Cost]) -> _Cost:
-    ops, flops, sizes, tensors = zip(_Cost(), *parts, strict=True)
-    each = {id(t): t for some in tensors for t in some}
-    return _Cost(sum(ops), sum(flops), sum(sizes), tuple(each.values()))

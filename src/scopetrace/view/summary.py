@@ -18,7 +18,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.formatting import Tabular, amount
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.measures import Marks, Measures, Meter, share
+from scopetrace.view.measures import Marks, Measures, Meter, share, tensors_of
 from scopetrace.view.text import counted
 from scopetrace.view.tree import Op, Run, Section, Tree
 
@@ -68,7 +68,7 @@ class Summary(Tabular):
         self._root = self._meter.of(self._tree.root)
         self._row_of: dict[Section, Row] = {}
         self.rows = list(self._rows(self._tree.root, 0))
-        self.unused = _unused(program.model, self._meter.tensors(self._tree.root))
+        self.unused = _unused(program.model, tensors_of(program, self._tree.root))
 
     def to_dict(self) -> dict[str, Any]:
         """The rows and the totals as plain data, for JSON. Sizes are elements or bytes."""
@@ -167,7 +167,7 @@ def _cell(types: tuple[str, ...]) -> str:
     return ", ".join(types[:_SHOWN]) + more if types else "-"
 
 
-def _unused(model: Any, read: tuple[torch.Tensor, ...]) -> dict[str, int]:
+def _unused(model: Any, read: list[torch.Tensor]) -> dict[str, int]:
     if not isinstance(model, torch.nn.Module):
         return {}
     used = set(map(id, read))

@@ -37,6 +37,7 @@ from scopetrace.ir.selection import Selection, crossing, is_named, is_scope_name
 from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import named, node_value, typed
 from scopetrace.program.traced import ModuleCall, TracedProgram
+from scopetrace.view.measures import tensors_of
 from scopetrace.view.tree import (
     BACKWARD,
     RECOMPUTED,
@@ -64,7 +65,7 @@ class _Writer:
     def __init__(self, program: TracedProgram, depth: int | None) -> None:
         self._depth = depth
         self._tree = Tree(program)
-        self._tape = program.tape
+        self._program, self._tape = program, program.tape
 
     def lines(self, selection: Selection | None) -> Iterator[str]:
         """The lines of the text, in order."""
@@ -82,7 +83,7 @@ class _Writer:
         yield from self._items(items, "", 0, lambda s: s.path if s.name else s.path + index_of(s.call), named)
 
     def _summary(self, root: Section) -> str:
-        parameters = self._parameters()
+        parameters = [t for t in tensors_of(self._program, root) if isinstance(t, torch.nn.Parameter)]
         counts = [
             _count(root.op_count, "op"),
             _count(len(self._tree.calls), "module call"),
@@ -90,15 +91,6 @@ class _Writer:
         ]
         elements = f" ({sum(t.numel() for t in parameters):,} elements)" if parameters else ""
         return f"{root.path}: {', '.join(counts)}{elements}"
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """The parameters that ops read and those of leaf modules, each once."""
-        read = dict.fromkeys(str(node.target) for op, _ in self._tree.ops.values() for node in op.attributes)
-        tensors = [self._tape.attributes[name] for name in read if name in self._tape.attributes]
-        for call in self._tree.calls:
-            if call.is_leaf and call.module is not None:
-                tensors += call.module.parameters()
-        return list({id(t): t for t in tensors if isinstance(t, torch.nn.Parameter)}.values())
 
     # ---------------------------------------------------------------- sections
 
