@@ -168,10 +168,9 @@ class Trace(Shown):
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
             ArgumentError: torch.compile does not know the backend, the mode or an option.
         """
-        targets = functions if isinstance(functions, (list, tuple)) else (functions,)
         from scopetrace.api.compiled import compile_program  # imports Dynamo
 
-        return compile_program(self._program, targets, backend, mode, options, progress)
+        return compile_program(self._program, several(functions), backend, mode, options, progress)
 
     def split_backward(self, partition_fn: Partition | None = None) -> SplitProgram:
         """The program as two graphs, forward and backward, with the tensors that backward keeps of the forward.
