@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from scopetrace.functionalization.report import mutations
 from scopetrace.ops.functional_variants import tensor_of
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.tree import Op, Run, Section, Tree, module_prefix
+from scopetrace.view.tree import Op, Run, Section, Tree, module_prefix, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +55,6 @@ class _Cost(NamedTuple):
     ops: int = 0
     flops: int = 0
     activation_bytes: int = 0
-
-
-def tensors_of(program: TracedProgram, *parts: Section | Op) -> list[torch.Tensor]:
-    """The parameters, buffers and constants that parts of a program read, and parameters of leaf modules, each once."""
-
-    def read(part: Section | Op) -> Iterator[torch.Tensor]:
-        if isinstance(part, Op):
-            names = [str(node.target) for node in part.attributes]
-            yield from (attributes[name] for name in names if name in attributes)
-        elif part.kind == "call" and part.call.is_leaf and part.call.module is not None:
-            yield from part.call.module.parameters()
-        for inner in [*part.bodies, *part.shared] if isinstance(part, Op) else part.items:
-            yield from read(inner)
-
-    attributes = program.tape.attributes
-    return list({id(t): t for part in parts for t in read(part)}.values())
 
 
 def cost_text(cost: Measures) -> str:

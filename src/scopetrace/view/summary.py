@@ -18,9 +18,9 @@ from scopetrace.containers.structure import leaves
 from scopetrace.formatting import Tabular, amount
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.measures import Marks, Measures, Meter, share, tensors_of
+from scopetrace.view.measures import Marks, Measures, Meter, share
 from scopetrace.view.text import counted
-from scopetrace.view.tree import Op, Run, Section, Tree
+from scopetrace.view.tree import Op, Run, Section, Tree, tensors_of
 
 _SHOWN = 3  # tensors of a cell
 

@@ -37,7 +37,6 @@ from scopetrace.ir.selection import Selection, crossing, is_named, is_scope_name
 from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import named, node_value, typed
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.measures import tensors_of
 from scopetrace.view.tree import (
     BACKWARD,
     RECOMPUTED,
@@ -49,6 +48,7 @@ from scopetrace.view.tree import (
     index_of,
     module_prefix,
     op_text,
+    tensors_of,
     value_text,
 )
 
