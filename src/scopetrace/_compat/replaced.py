@@ -59,8 +59,7 @@ REPLACED = {
     "an optimizer, a scaler or a scheduler, of which torch's hooks tell only the steps": """
         torch.optim.Optimizer.__init__ torch.optim.Optimizer.zero_grad torch.amp.GradScaler._check_scale_growth_tracker
         torch.amp.GradScaler._lazy_init_scale_growth_tracker torch.amp.GradScaler._maybe_opt_step
-        torch.amp.GradScaler.scale torch.optim.lr_scheduler.ReduceLROnPlateau._is_better
-        torch.optim.lr_scheduler._enable_get_lr_call.__init__""",
+        torch.amp.GradScaler.scale""",
     "an optimizer takes the greater of two numbers that data decides": """
         torch.optim._adafactor.max torch.optim._adafactor.min""",
     "the state of the random generators is set": """

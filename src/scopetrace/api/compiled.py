@@ -88,11 +88,6 @@ def compile_program(
         raise ArgumentError(
             f"backend={backend!r} is neither a name of torch.compile's, such as 'inductor', nor a function"
         )
-    if any(target is None or target is False for target in targets):
-        raise ArgumentError(
-            "functions= takes 'layers', 'repeated', True for every call, classes, modules, patterns of names, "
-            "predicates, or () for none"
-        )
     try:
         compiler = backend_for(backend, mode, options)
     except Exception as error:  # torch has a class for each mistake, some of them private

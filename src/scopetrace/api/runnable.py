@@ -34,7 +34,7 @@ from scopetrace.view.boxes import boxes, outermost_boxes
 from scopetrace.view.diff import digest
 from scopetrace.view.memory import Memory
 from scopetrace.view.summary import Summary
-from scopetrace.view.text import refuse_unnamed, render
+from scopetrace.view.text import render
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -302,10 +302,8 @@ class Shown(Runnable):
         suffix = Path(path).suffix.lower() if path is not None else ".svg"
         if suffix not in (".svg", ".png", ".pdf"):
             raise ArgumentError(f"path={str(path)!r}: a picture is a file that ends in .svg, .png or .pdf")
-        roots = [boxes(self._shown)]
-        if scope is not None:
-            refuse_unnamed(self.scope, self.calls, scope)
-            roots = outermost_boxes(roots[0], scope)
+        root = boxes(self._shown)
+        roots = [root] if scope is None else outermost_boxes(root, scope)
         data = picture(roots, _levels(depth), suffix[1:])
         if path is not None:
             Path(path).write_bytes(data)

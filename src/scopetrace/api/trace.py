@@ -27,7 +27,6 @@ from scopetrace.errors import (
     DynamicShapeError,
     EditError,
     ExportError,
-    OutlineError,
     ScopetraceError,
     SideEffectWarning,
 )
@@ -169,10 +168,9 @@ class Trace(Shown):
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
             ArgumentError: torch.compile does not know the backend, the mode or an option.
         """
-        targets = functions if isinstance(functions, (list, tuple)) else (functions,)
         from scopetrace.api.compiled import compile_program  # imports Dynamo
 
-        return compile_program(self._program, targets, backend, mode, options, progress)
+        return compile_program(self._program, several(functions), backend, mode, options, progress)
 
     def split_backward(self, partition_fn: Partition | None = None) -> SplitProgram:
         """The program as two graphs, forward and backward, with the tensors that backward keeps of the forward.
@@ -458,16 +456,6 @@ class OutlinedProgram(Shown):
         program = self._program
         assert isinstance(program, OutlinedTrace)
         return program.functions
-
-    def function_of(self, node: torch.fx.Node) -> Function:
-        """The function that an `invoke_subgraph` node of this program, or of a function's body, calls.
-
-        Raises OutlineError for a node that calls no function of this program.
-        """
-        function = next((f for f in self.functions if f.identifier == node.args[1]), None)
-        if node.target is not torch.ops.higher_order.invoke_subgraph or function is None:
-            raise OutlineError(f"{node.name} does not call a function of this program")
-        return function
 
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from. Raises EditError for a graph edited since."""

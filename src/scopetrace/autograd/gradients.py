@@ -433,8 +433,8 @@ class GradientRecorder:
             name, key = type(changed[0][0]).__name__, changed[0][2]
             self._refuse(
                 f"the step changes a setting of {name}, {key!r}, by which it has stepped",
-                f"keep it in the state of a parameter, as optimizer.state[p][{key!r}]; or change it after each call of "
-                "the trace, which reads what is there then",
+                f"keep it in the state of a parameter, as optimizer.state[p][{key!r}]; or change it, as a scheduler's "
+                "step does, after each call of the trace, which reads what is there then",
                 f"{name}.param_groups",
             )
 
@@ -535,15 +535,6 @@ class GradientRecorder:
     def on_begun_scaler(self, problem: str) -> NoReturn:
         """A scaler is between `unscale_` or `step` and `update` where the forward begins to use it, or ends."""
         self._refuse(problem, "trace scale, unscale_, step and update in one step", "GradScaler.step")
-
-    def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> NoReturn:
-        """Refuse a step in which Python decides."""
-        kind, name = type(by).__name__, type(optimizer).__name__
-        self._refuse(
-            f"{kind}.step changes settings of {name}, which are numbers of Python",
-            f"call {kind}.step after each call of the trace, which reads what is there then",
-            f"{kind}.step",
-        )
 
     # ---------------------------------------------------------------- refusals
 

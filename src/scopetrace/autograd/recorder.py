@@ -62,11 +62,6 @@ class AutogradRecorder:
         for part in self._used():
             part.close()
 
-    @property
-    def differentiates(self) -> bool:
-        """Whether the forward may differentiate, so that the backward of checkpointed regions may be part of it."""
-        return self._builder.tape.exact_autograd
-
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""
         raise self._builder.refusal(
@@ -218,7 +213,7 @@ class AutogradRecorder:
         """
         mark = self._builder.mark()
         with contextlib.ExitStack() as stack:
-            if grad and self.differentiates:
+            if grad and self._builder.tape.exact_autograd:  # backward may be a part of the program
                 outer = self._open_regions[-1] if self._open_regions else None
                 tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
                 parts = self._values, self._ops.record, outer, tensors

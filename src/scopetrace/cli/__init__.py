@@ -17,7 +17,6 @@ import click
 from scopetrace.errors import ArgumentError, ScopetraceError
 
 COMMANDS = {
-    "completion": "Print the script that lets SHELL complete the commands and options of scopetrace.",
     "demo": "A tour: what scopetrace tells of a small decoder with a cache, which comes with the package.",
     "diff": "Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.",
     "estimate": "Estimate the memory and FLOPs of training TARGET, whether that fits a GPU, and what would.",

@@ -1,4 +1,4 @@
-"""The commands that print or write what a trace says of itself, and `completion`."""
+"""The commands that print or write what a trace says of itself."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import torch
-from click.shell_completion import get_completion_class
 
 from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
 from scopetrace.cli.run import (
+    FILE,
     Asked,
-    FilePath,
     json_text,
     model_command,
     patterns,
-    print_text,
     takes_depth,
     takes_json,
     takes_scope,
@@ -28,8 +26,9 @@ from scopetrace.cli.run import (
 from scopetrace.errors import UsageError
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
-from scopetrace.view import document
-from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
+from scopetrace.view.boxes import boxes, outermost_boxes
+from scopetrace.view.html import document
+from scopetrace.view.text import calls_table
 
 if TYPE_CHECKING:
     from scopetrace.lower.onnx.assemble import Exported
@@ -61,13 +60,17 @@ def show(
     with torch.set_grad_enabled(grad):
         traced = asked.trace()
     asked.say("writing")
-    if scope is not None:
-        refuse_unnamed(traced.scope, traced.calls, scope)
+    if not (as_json or as_table):
+        return traced.print_readable(depth, scope=scope, print_output=False)
+    root = boxes(program_of(traced))
+    roots = [root] if scope is None else outermost_boxes(root, scope)
+    if depth is not None:
+        for box in roots:
+            box.close(depth)
     if as_json:
-        return document.json_text(document.document(program_of(traced), depth=depth, scope=scope))
-    if as_table:
-        return calls_table(select_calls(traced.calls, depth, scope))
-    return traced.print_readable(depth, scope=scope, print_output=False)
+        specializations = [dataclasses.asdict(s) for s in program_of(traced).tape.specializations]
+        return json_text({**document(roots), "specializations": specializations})
+    return calls_table([box.call for outer in roots for box in outer.walk() if box.kind == "call"])
 
 
 @model_command
@@ -130,7 +133,7 @@ def order(asked: Asked, as_json: bool) -> str:
 @model_command
 @click.argument("other")
 @takes_json
-@click.option("--html", type=FilePath(), help="Also write them to this file.")
+@click.option("--html", type=FILE, help="Also write them to this file.")
 def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[str, int]:
     """Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.
 
@@ -151,7 +154,7 @@ def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[st
 @click.option(
     "--output",
     "-o",
-    type=FilePath(),
+    type=FILE,
     help="The file to write: .html; .svg, .png, .pdf by Graphviz; .json for Model Explorer. Without it, a page opens "
     "in the browser.",
 )
@@ -201,7 +204,7 @@ _PATTERN = "a class name, or the name of a module, with * and ?, and ** across d
     callback=patterns,
     help=f"Modules that become ops without a body: {_PATTERN}.",
 )
-@click.option("--output", "-o", required=True, type=FilePath(), help="The file to write.")
+@click.option("--output", "-o", required=True, type=FILE, help="The file to write.")
 @click.option(
     "--opset", "opset_version", type=click.IntRange(min=7), help="The opset version; torch.onnx's own is the default."
 )
@@ -250,19 +253,3 @@ def _table_of(data: dict[str, Any]) -> str:
     rows.append(("main program", "", str(data["nodes"])))
     error = "" if data["largest_error"] is None else f", largest error {data['largest_error']:.2g}"
     return f"{columns(rows)}\n{data['path']}: {data['bytes']:,} bytes{error}"
-
-
-@click.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.pass_context
-def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that lets SHELL complete the commands and options of scopetrace.
-
-    \b
-        scopetrace completion bash >> ~/.bashrc
-        scopetrace completion zsh >> ~/.zshrc
-        scopetrace completion fish > ~/.config/fish/completions/scopetrace.fish
-    """
-    script = get_completion_class(shell)
-    assert script is not None
-    print_text(script(ctx.find_root().command, {}, "scopetrace", "_SCOPETRACE_COMPLETE").source())

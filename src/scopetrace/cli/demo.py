@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scopetrace.api.trace import Trace, trace
-from scopetrace.cli.run import FilePath, print_text, quiet
+from scopetrace.cli.run import FILE, print_text, quiet
 from scopetrace.ir.scopes import scope
 
 
@@ -55,7 +55,7 @@ class Decoder(nn.Module):
 
 
 @click.command()
-@click.option("--output", "-o", type=FilePath(), help="Write the HTML page here.")
+@click.option("--output", "-o", type=FILE, help="Write the HTML page here.")
 def demo(output: Path | None) -> None:
     """A tour: what scopetrace tells of a small decoder with a cache, which comes with the package.
 

@@ -19,9 +19,8 @@ from scopetrace.errors import UsageError
 
 FORM = "NAME=SHAPE[:DTYPE], for example x=1x3x224x224 or ids=1x16:int64"
 
-_Kind = inspect.Parameter
-_POSITIONAL = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
-_VARIABLE = (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _WORDS = {"true": True, "false": False, "none": None}
 _PYTHON: dict[str, type] = {"int": int, "float": float, "str": str}
 
@@ -111,27 +110,33 @@ class Forward:
     def __init__(self, model: torch.nn.Module) -> None:
         self._name = f"{type(model).__name__}.forward"
         try:
-            parameters = inspect.signature(model.forward).parameters.values()
-            self._named = [p for p in parameters if p.kind not in _VARIABLE]
-            self._kinds = {p.kind for p in parameters}
+            self._signature = inspect.signature(model.forward)
         except (TypeError, ValueError):  # scripted modules have no signature
-            self._named, self._kinds = [], set(_VARIABLE)
-        self._names = [p.name for p in self._named]
-        self._positional = [p for p in self._named if p.kind in _POSITIONAL]
+            self._signature = inspect.signature(lambda *args, **kwargs: None)
+        self._names = [p.name for p in self._signature.parameters.values() if p.kind not in _VARIABLE]
 
     def bind(self, inputs: list[Input]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for the model. Raises UsageError for a wrong name, a missing one, or one given twice."""
+        kinds = self._signature.parameters
+        positional = [name for name in self._names if kinds[name].kind in _POSITIONAL]
         arguments: dict[Any, Any] = {}
         for name, value in inputs:
-            key = self._resolve(name)
+            is_position = name.isascii() and name.isdigit()
+            key = int(name) if is_position else positional.index(name) if name in positional else name
             if key in arguments:
                 raise UsageError(f"--input {name} is given twice: write each argument of {self._name} once")
             arguments[key] = value
-        rest = sorted(key for key in arguments if isinstance(key, int))
-        self._refuse_missing(arguments, rest)
-        leading = itertools.takewhile(lambda p: p.name in arguments, self._positional)
-        args = [arguments.pop(key) for key in [*(p.name for p in leading), *rest]]
-        return tuple(args), arguments
+        args = [arguments.pop(i) for i in itertools.takewhile(arguments.__contains__, itertools.count())]
+        kwargs = {positional[k] if k in range(len(positional)) else str(k): x for k, x in arguments.items()}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in kinds.values())
+        for name in kwargs.keys() - self._names:
+            if not takes_any or name.isdigit():
+                raise UsageError(self.wrong_name(name))
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{self._name}: {error}; its arguments are {self._takes()}; write {FORM}") from error
+        return tuple(args), kwargs
 
     def swallowed(self, inputs: list[Input]) -> list[str]:
         """The names of inputs that `**kwargs` took, since no parameter has them."""
@@ -139,37 +144,10 @@ class Forward:
 
     def wrong_name(self, name: str) -> str:
         """What to say of a name that is no parameter."""
-        near = difflib.get_close_matches(name, self._names, n=1)
-        instead = f"write --input {near[0]}=…; " if near else ""
-        return f"{self._name} has no argument {name!r}: {instead}its arguments are {', '.join(self._names) or 'none'}"
+        return f"{self._name} has no argument {name!r}: its arguments are {self._takes()}"
 
-    def _resolve(self, name: str) -> str | int:
-        """The name of the argument that an input stands for; of one in `*args`, the position."""
-        is_position = name.isascii() and name.isdigit()
-        if is_position and int(name) < len(self._positional):
-            return self._positional[int(name)].name
-        if is_position and _Kind.VAR_POSITIONAL in self._kinds:
-            return int(name)
-        if is_position:
-            known = ", ".join(f"{i} ({p.name})" for i, p in enumerate(self._positional))
-            raise UsageError(f"{self._name} has no position {name}: its positions are {known or 'none'}")
-        is_keyword = _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, self._names, n=1)
-        if name in self._names or is_keyword:
-            return name
-        raise UsageError(self.wrong_name(name))
-
-    def _refuse_missing(self, named: dict[Any, Any], rest: list[int]) -> None:
-        required = [p.name for p in self._named if p.default is p.empty]
-        missing = [name for name in required if name not in named]
-        if rest:
-            missing += [p.name for p in self._positional if p.name not in named and p.name not in missing]
-            gaps = set(range(len(self._positional), max(rest))) - set(rest)
-            missing += [str(position) for position in sorted(gaps)]
-        if missing:
-            flags = " ".join(f"--input {name}=SHAPE[:DTYPE]" for name in missing)
-            raise UsageError(
-                f"{self._name} needs {', '.join(missing)}: add {flags}, with a SHAPE such as 1x3x224x224 or 1x16:int64"
-            )
+    def _takes(self) -> str:
+        return ", ".join(self._names) or "none"
 
 
 _DYNAMIC_FORM = "NAME.DIM=SYMBOL[:MIN[:MAX]], for example x.0=batch or ids.1=length:1:512"

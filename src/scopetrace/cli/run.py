@@ -106,15 +106,8 @@ def model_command(command: Callable[..., str | tuple[str, int]], *, steps: bool 
     return click.command()(run)
 
 
-class FilePath(click.Path):
-    """The name of a file to write."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As in the base class, which takes "" for the present directory."""
-        return super().convert(value, param, ctx) if value else self.fail("the name of the file is empty.", param, ctx)
+FILE = click.Path(dir_okay=False, path_type=Path)
+"""The name of a file to write."""
 
 
 def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:

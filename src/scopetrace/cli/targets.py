@@ -175,7 +175,11 @@ def _from_module(target: str, module_name: str, name: str) -> torch.nn.Module:
     if not callable(value):
         kind = type(value).__name__
         raise UsageError(f"TARGET {target!r} has the type {kind}: name a torch.nn.Module or what makes one")
-    _refuse_parameters(target, value)
+    try:
+        with contextlib.suppress(ValueError):  # built-in callables have no signature
+            inspect.signature(value).bind()
+    except TypeError as error:
+        raise UsageError(f"TARGET {target!r}: {error}; name a function without arguments that makes it") from error
     model = _make(target, value)
     if not isinstance(model, torch.nn.Module):
         kind = type(model).__name__
@@ -211,19 +215,6 @@ def _no_attribute(owner: Any, name: str) -> str:
         is_class = {key: inspect.isclass(x) and x.__module__ == word for key, x in public.items()}
         near = [key for key, x in public.items() if isinstance(x, torch.nn.Module) or is_class[key]][:5]
     return f"the {kind} {word} has no {name!r}" + (f"; it has {', '.join(near)}" if near else "")
-
-
-def _refuse_parameters(target: str, factory: Callable[..., Any]) -> None:
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # built-in callables have no signature
-        return
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if needed:
-        raise UsageError(
-            f"TARGET {target!r} cannot be called without {', '.join(needed)}: "
-            "name a function without arguments that returns the model"
-        )
 
 
 def _make(target: str, factory: Callable[[], Any]) -> Any:

@@ -26,7 +26,7 @@ from scopetrace.ir.selection import Selection
 from scopetrace.program.graph import named, node_value, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, cost_text
-from scopetrace.view.text import counted, op_line, outermost
+from scopetrace.view.text import counted, op_line, outermost, refuse_unnamed
 from scopetrace.view.tree import Op, Run, Section, Tree, index_of, source_line, target_text
 
 Kind = Literal["call", "scope", "body", "run", "op"]
@@ -126,6 +126,14 @@ class Box:
             if names:
                 yield mark, f"{mark} {', '.join(names)}"
 
+    def close(self, depth: int) -> None:
+        """Leave out what is in calls more than `depth` levels inside."""
+        for inner in self.children:
+            left = depth - (inner.kind == "call")
+            if left < 0:
+                inner.children = []
+            inner.close(left)
+
     def walk(self) -> Iterator[Box]:
         """This box and all inside it, outer before inner."""
         yield self
@@ -139,8 +147,12 @@ def boxes(program: TracedProgram) -> Box:
 
 
 def outermost_boxes(root: Box, selection: Selection) -> list[Box]:
-    """The boxes of calls and user scopes that a selection names and that are not inside another one of them."""
+    """The boxes of calls and user scopes that a selection names and that are not inside another one of them.
+
+    Raises CallNotFoundError for what names none.
+    """
     assert root.section is not None
+    refuse_unnamed(root.call.scope, [box.call for box in root.walk()], selection)
     sections = set(outermost(root.section, selection))
     return [box for box in root.walk() if box.section in sections]
 
@@ -202,7 +214,7 @@ class _Boxes:
     def _run(self, run: Run, key: str, needed: Nodes) -> Box:
         members = run.members
         label = counted([member.label for member in members])
-        box = Box(self._unique(f"{key} ×{len(members)}"), label, "run", members[0].call, self._meter.sum(members))
+        box = Box(self._unique(f"{key} ×{len(members)}"), label, "run", members[0].call, self._meter.of(*members))
         self._fill(box, run, members, needed)
         box.writes = tuple(dict.fromkeys(name for member in box.children for name in member.writes))
         return box

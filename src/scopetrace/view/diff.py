@@ -2,9 +2,9 @@
 
 Data flow:
     two module calls -> the bodies of the functions that they would be; their keys say whether that is one function
-    two Trees of sections, or of the lines of texts
-    -> the items of both roots aligned by what they call, and again inside each pair of sections
-    aligned ops -> one number for both their nodes -> their lines compared with numbers in place of names -> Difference
+    two programs, functions or texts -> a tree of lines each
+    -> the lines of both roots aligned by what they call, and again inside each pair of lines
+    aligned lines -> one number for what both give -> compared with numbers in place of names -> Difference
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
-from scopetrace.containers.structure import leaves
-from scopetrace.program.graph import named, node_value, type_text, typed
+from scopetrace.program.graph import named, node_value, typed
 from scopetrace.program.outlined import Function, function_of_call
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes
 from scopetrace.view.html import comparison, page
 from scopetrace.view.text import op_line
-from scopetrace.view.tree import Namer, Op, Section, Tree, op_text, target_text, value_text, values_text
+from scopetrace.view.tree import Op, Section, Tree, target_text, value_text, values_text
 
 VERSION = 1
 """Of the form of `Diff.to_dict()`: raised where a key goes or changes its meaning."""
@@ -127,7 +126,7 @@ class Diff:
 
 def compare(before: TracedProgram | str, after: TracedProgram | str) -> Diff:
     """The differences of two programs, or of two texts of programs."""
-    a, b = (_TextSide(x) if isinstance(x, str) else _Side(x) for x in (before, after))
+    a, b = (_of_text(x) if isinstance(x, str) else _of_program(x) for x in (before, after))
     programs = [x for x in (before, after) if not isinstance(x, str)]
     return Diff(_Comparison(a, b).differences, programs)
 
@@ -140,89 +139,21 @@ def compare_calls(before: ModuleCall, after: ModuleCall) -> Diff:
     path, kinds = after.scope.path, [f"{f.domain}.{f.module_type and f.module_type.__qualname__}" for f in (one, other)]
     if one.module_type is not other.module_type:
         return Diff([Difference("changed", "call", path, *kinds)])
-    differences = _Comparison(_FunctionSide(one), _FunctionSide(other)).differences
+    differences = _Comparison(_of_function(one), _of_function(other)).differences
     if not differences:  # device, layout, autograd mode, which operands are one tensor
         items = next((a, b) for a, b in itertools.zip_longest(one.key, other.key) if a != b)
         differences = [Difference("changed", "call", path, *map(str, items))]
     return Diff(differences)
 
 
-class _Side:
-    """One program, with texts of its parts in which nodes have numbers that do not depend on the graph's names.
-
-    Attributes:
-        inputs: of each input of the graph, its text, and the same without its name where that may differ.
-        effects: the steps after the graph, by position.
-    """
-
-    def __init__(self, program: TracedProgram) -> None:
-        self.program, self.root = program, Tree(program).root
-        placeholders = program.lowering.graph.find_nodes(op="placeholder")
-        self.inputs: dict[Any, tuple[str, str]] = {i: (typed(node),) * 2 for i, node in enumerate(placeholders)}
-        self.effects = dict(enumerate(str(program.tape.write_back or "").splitlines()))
-        self._numbers = {node: f"input {position}" for position, node in enumerate(placeholders)}
-
-    def set_number(self, item: Any, number: int) -> None:
-        """Number the nodes of what an op gives or a call returns."""
-        if isinstance(item, Op):
-            nodes = [*dict.fromkeys([item.node, *item.results])]
-        else:
-            nodes = leaves(item.outputs, torch.fx.Node)
-        self._numbers |= {node: f"#{number}.{slot}" for slot, node in enumerate(nodes)}
-
-    def _number(self, node: torch.fx.Node) -> str:
-        return self._numbers.get(node) or named(node)
-
-    def attributes(self) -> dict[str, str]:
-        """By name, the text of each parameter, buffer and constant that the graph reads; of constants with values."""
-        constants, texts = self.program.tape.constants, {}
-        for node in self.program.lowering.graph.find_nodes(op="get_attr"):
-            name = str(node.target)
-            if node_value(node) is not None:
-                texts[name] = typed(node) + (f" = {_content(constants[name])}" if name in constants else "")
-        return texts
-
-    def texts(self, item: Any) -> tuple[str, str]:
-        """An op or a section with its arguments, and the same with numbers in place of names."""
-        if isinstance(item, Op):
-            return op_line(item, named), f"{type_text(node_value(item.node))} = {op_text(item.node, self._number)}"
-        by_name, by_number = self.result(item)
-        if item.kind == "body":
-            return f"{item.name} -> {by_name}", by_number
-        if item.kind != "call":
-            return item.label, ""
-        return f"{_taken(item, named)} -> {by_name}", f"{_taken(item, self._number)} -> {by_number}"
-
-    def result(self, section: Section) -> tuple[str, str]:
-        """The result of a section, and the same with numbers in place of names."""
-        return value_text(section.outputs, named), value_text(section.outputs, self._number)
-
-
-class _FunctionSide(_Side):
-    """The body of a function. Its parameters and buffers are inputs, known by their names; others by their numbers."""
-
-    def __init__(self, function: Function) -> None:
-        self.program = function.calls[0].program
-        self.root = next(s for s in Tree(self.program).root.walk() if s.lowering is function.lowering)
-        self.inputs, self.effects, self._numbers = {}, {}, {}
-        placeholders = iter(function.graph.find_nodes(op="placeholder"))
-        for i in function.inputs:
-            count = len(self.inputs) if i.kind in ("argument", "absent") else f"other {len(self.inputs)}"
-            key = i.name if i.kind in ("parameter", "buffer") else count
-            if i.kind == "absent":
-                self.inputs[key] = (f"{i.name}=None", "")
-                continue
-            node = next(placeholders)
-            self.inputs[key], self._numbers[node] = (typed(node), type_text(node_value(node))), f"input {key}"
-
-    def attributes(self) -> dict[str, str]:
-        return {}
+_NAME, _END_OF_LABEL = re.compile(r"%\w+"), re.compile(r"\(| as | -> |: ")
 
 
 @dataclasses.dataclass(eq=False)
 class _Line:
-    """A line of the text of a program, with the lines that are indented below it."""
+    """A line of the text of a program, with the lines inside it: of a call its ops, of an op its bodies."""
 
+    what: What
     label: str
     """What it calls, or the name of the call."""
     text: str
@@ -230,142 +161,204 @@ class _Line:
     items: list[_Line] = dataclasses.field(default_factory=list)
 
     @property
-    def is_op(self) -> bool:
-        return self.text.startswith("%")
+    def op_count(self) -> int:
+        return sum((line.what == "op") + line.op_count for line in self.items)
 
     @property
-    def op_count(self) -> int:
-        return sum(line.is_op + line.op_count for line in self.items)
+    def whole(self) -> str:
+        """Its text, with the number of ops inside of a call."""
+        count = 0 if self.what == "op" else self.op_count
+        return f"{self.text}  # {count} op{'s' * (count != 1)}" if count else self.text
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """What it gives, and of an op what it computes; of a call its whole text."""
+        if self.what != "op":
+            return self.text.rpartition(" -> ")[2], self.text
+        given, equals, computed = self.text.partition(" = ")
+        return (given, computed) if equals else ("", given)
 
 
-_Item = Op | Section | _Line
-_NAME, _END_OF_LABEL = re.compile(r"%\w+"), re.compile(r"\(| as | -> |: ")
+def _numbers_of(*lines: _Line) -> dict[str, str]:
+    """By name, the numbers of the inputs of what begins with these lines."""
+    names = [name for line in lines for name in _NAME.findall(line.text.partition(" -> ")[0])]
+    return {name: f"input {i}" for i, name in enumerate(dict.fromkeys(names))}
 
 
-class _TextSide(_Side):
-    """One program, of which there is only the text: parameters are in the lines of the ops that take them."""
+@dataclasses.dataclass
+class _Side:
+    """One of two programs that are compared.
 
-    def __init__(self, text: str) -> None:
-        root = _Line("", "", "")
-        around = [root]
-        for line in filter(str.strip, text.splitlines()):
-            content = line.lstrip()
-            del around[(len(line) - len(content)) // 2 + 1 :]
-            label = _END_OF_LABEL.split(content.partition(" = ")[2] if content.startswith("%") else content)[0]
-            around.append(_Line(label, content, "/".join([*(part.label for part in around[1:]), label])))
-            around[-2].items.append(around[-1])
-        root.path = next((line.label for line in root.items if line.items), "")
-        self.root: Any = root
-        self.inputs, self.effects = {}, {}
-        headers = [name for line in root.items if line.items for name in _NAME.findall(line.text.partition(" -> ")[0])]
-        self._names = {name: f"input {i}" for i, name in enumerate(dict.fromkeys(headers))}
+    Attributes:
+        names: by name of a value, the number that stands for it where lines are compared; a body has its own.
+        inputs: of each input of the graph, its text; in the key is what has to agree besides its type.
+        attributes: by name, the text of each parameter, buffer and constant that the graph reads.
+        effects: the steps after the graph, by position.
+    """
 
-    def set_number(self, item: Any, number: int) -> None:
-        """Number the names of what a line gives."""
-        results = item.text.partition(" = ")[0] if item.is_op else item.text.rpartition(" -> ")[2]
-        self._names |= {name: f"#{number}.{slot}" for slot, name in enumerate(_NAME.findall(results))}
+    root: _Line
+    names: dict[str, str]
+    inputs: dict[Any, str] = dataclasses.field(default_factory=dict)
+    attributes: dict[str, str] = dataclasses.field(default_factory=dict)
+    effects: dict[int, str] = dataclasses.field(default_factory=dict)
+    result: str = ""
 
-    def attributes(self) -> dict[str, str]:
-        return {}
+    def numbered(self, line: _Line) -> str:
+        """A line with numbers in the place of names, without the names of an op's results."""
+        given, text = line.parts
+        return (f"{_NAME.sub('', given)} = " if line.what == "op" else "") + self.with_numbers(text)
 
-    def texts(self, item: Any) -> tuple[str, str]:
-        results, equals, rest = item.text.partition(" = ") if item.is_op else ("", "", item.text)
-        numbered = _NAME.sub(lambda name: self._names.get(name[0], name[0]), rest)
-        return item.text, _NAME.sub("", results) + equals + numbered
+    def with_numbers(self, text: str) -> str:
+        """A text with numbers in the place of names."""
+        return _NAME.sub(lambda name: self.names.get(name[0], name[0]), text)
 
-    def result(self, section: Any) -> tuple[str, str]:
-        return "", ""
+    def set_number(self, line: _Line, number: int) -> None:
+        """Number the names that a line is the first to give."""
+        for slot, name in enumerate(_NAME.findall(line.parts[0])):
+            self.names.setdefault(name, f"#{number}.{slot}")
 
 
-def _taken(call: Section, name: Namer) -> str:
-    return f"{call.label}({', '.join(f'{key}={value_text(x, name)}' for key, x in call.inputs.items())})"
+def _of_program(program: TracedProgram) -> _Side:
+    root, graph, constants = Tree(program).root, program.lowering.graph, program.tape.constants
+    placeholders = graph.find_nodes(op="placeholder")
+    attributes = {}
+    for node in graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if node_value(node) is not None:
+            attributes[name] = typed(node) + (f" = {_content(constants[name])}" if name in constants else "")
+    return _Side(
+        _line_of(root),
+        {named(node): f"input {i}" for i, node in enumerate(placeholders)},
+        {(i, node.name): typed(node) for i, node in enumerate(placeholders)},
+        attributes,
+        dict(enumerate(str(program.tape.write_back or "").splitlines())),
+        value_text(root.outputs, named),
+    )
+
+
+def _of_function(function: Function) -> _Side:
+    """The body of a function. Its parameters and buffers are inputs, known by their names; others by their numbers."""
+    root = next(s for s in Tree(function.calls[0].program).root.walk() if s.lowering is function.lowering)
+    side = _Side(_line_of(root), {}, result=value_text(root.outputs, named))
+    placeholders = iter(function.graph.find_nodes(op="placeholder"))
+    for i in function.inputs:
+        count = len(side.inputs) if i.kind in ("argument", "absent") else f"other {len(side.inputs)}"
+        key = i.name if i.kind in ("parameter", "buffer") else count
+        if i.kind == "absent":
+            side.inputs[key] = f"%{i.name}: None"
+            continue
+        node = next(placeholders)
+        side.inputs[key], side.names[named(node)] = typed(node), f"input {key}"
+    return side
+
+
+def _line_of(item: Op | Section) -> _Line:
+    """The line of an op or section, with those inside."""
+    if isinstance(item, Op):
+        return _Line("op", target_text(item.node), op_line(item, named), "", list(map(_line_of, item.bodies)))
+    text = item.label
+    if item.kind in ("call", "body"):
+        inputs = map(named, item.inputs) if item.kind == "body" else _arguments(item)
+        text = f"{text}({', '.join(inputs)}) -> {value_text(item.outputs, named)}"
+    return _Line("call", item.label, text, item.path, list(map(_line_of, item.items)))
+
+
+def _arguments(call: Section) -> list[str]:
+    return [f"{key}={value_text(x, named)}" for key, x in call.inputs.items()]
+
+
+def _of_text(text: str) -> _Side:
+    """A program of which there is only the text: parameters are in the lines of the ops that take them."""
+    root = _Line("call", "", "", "")
+    around = [root]
+    for line in filter(str.strip, text.splitlines()):
+        content = line.lstrip()
+        del around[(len(line) - len(content)) // 2 + 1 :]
+        is_op = content.startswith("%")
+        label = _END_OF_LABEL.split(content.partition(" = ")[2] if is_op else content)[0]
+        path = "/".join([*(part.label for part in around[1:]), label])
+        around.append(_Line("op" if is_op else "call", label, content, path))
+        around[-2].items.append(around[-1])
+    calls = [line for line in root.items if line.items]
+    root.path = next((line.label for line in calls), "")
+    return _Side(root, _numbers_of(*calls))
 
 
 class _Comparison:
-    """Compares two programs in the order of execution: operands get their numbers before the ops that read them."""
+    """Compares two programs in the order of execution: operands get their numbers before the lines that read them.
+
+    Attributes:
+        compared: the texts of the second program, with numbers and in order.
+    """
 
     def __init__(self, a: _Side, b: _Side) -> None:
         self._a, self._b = a, b
         self._numbers = itertools.count()
         self.differences: list[Difference] = []
-        for key in dict.fromkeys([*a.inputs, *b.inputs]):
-            (before, one), (after, other) = a.inputs.get(key, (None, None)), b.inputs.get(key, (None, None))
-            if one != other:
-                self._note("input", b.root.path, before, after)
-        self._tables("attribute", a.attributes(), b.attributes())
-        self._sections(a.root, b.root)
-        old, new = a.result(a.root), b.result(b.root)
-        if old[0] != new[0]:
-            self._texts("output", b.root.path, old, new)
+        self.compared: list[str] = []
+        self._tables("input", a.inputs, b.inputs)
+        self._tables("attribute", a.attributes, b.attributes)
+        self._lines(a.root, b.root)
+        result = b.with_numbers(b.result)
+        one = result if a.result == b.result else a.with_numbers(a.result)
+        self._compare("output", b.root.path, a.result, b.result, one, result)
         self._tables("output", a.effects, b.effects)
 
     def _tables(self, what: What, before: dict[Any, str], after: dict[Any, str]) -> None:
         for key in dict.fromkeys([*before, *after]):
-            if before.get(key) != after.get(key):
-                self._note(what, self._b.root.path, before.get(key), after.get(key))
+            pair = before.get(key), after.get(key)
+            one, other = (text and f"{key}: {_NAME.sub('', text)}" for text in pair)
+            self._compare(what, self._b.root.path, *pair, one, other)
 
-    def _texts(self, what: What, scope: str, before: tuple[str, str], after: tuple[str, str]) -> None:
-        """Note a change where two parts differ with numbers in place of names."""
-        if before[1] != after[1]:
-            self._note(what, scope, before[0], after[0])
+    def _compare(
+        self, what: What, scope: str, before: str | None, after: str | None, one: str | None, other: str | None
+    ) -> None:
+        """Note a difference where `one` and `other`, in which no names of values count, are not equal."""
+        self.compared.append(f"{scope}: {other}")
+        if one != other:
+            kind: Kind = "added" if before is None else "removed" if after is None else "changed"
+            self.differences.append(Difference(kind, what, scope, before, after))
 
-    def _note(self, what: What, scope: str, before: str | None, after: str | None) -> None:
-        kind: Kind = "added" if before is None else "removed" if after is None else "changed"
-        self.differences.append(Difference(kind, what, scope, before, after))
-
-    def _sections(self, before: Section | _Line, after: Section | _Line) -> None:
-        old, new = (
-            [target_text(item.node) if isinstance(item, Op) else item.label for item in section.items]
-            for section in (before, after)
-        )
-        for tag, i, stop, j, end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+    def _lines(self, before: _Line, after: _Line) -> None:
+        """Compare what is inside two lines."""
+        old, new = ([line.label for line in around.items] for around in (before, after))
+        blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        for tag, i, stop, j, end in blocks if old != new else [("equal", 0, len(old), 0, len(new))]:
             if tag == "equal":
                 for a, b in zip(before.items[i:stop], after.items[j:end], strict=True):
                     self._pair(a, b, after.path)
             else:
                 self._block(before.items[i:stop], after.items[j:end], before.path, after.path)
 
-    def _block(self, old: Sequence[_Item], new: Sequence[_Item], old_scope: str, new_scope: str) -> None:
-        """Items that have no counterpart; an op in the place of a single other one has changed."""
+    def _block(self, old: list[_Line], new: list[_Line], old_scope: str, new_scope: str) -> None:
+        """Lines that have no counterpart; an op in the place of a single other one has changed."""
         is_one = len(old) == len(new) == 1
-        if is_one and _what(old[0]) == _what(new[0]) == "op":
+        if is_one and old[0].what == new[0].what == "op":
             self._pair(old[0], new[0], new_scope)
             return
-        for item in old:
-            self._note(_what(item), old_scope, _line(self._a, item), None)
-        for item in new:
-            self._note(_what(item), new_scope, None, _line(self._b, item))
+        for line in old:
+            self._compare(line.what, old_scope, line.whole, None, line.whole, None)
+        for line in new:
+            self._compare(line.what, new_scope, None, line.whole, None, line.whole)
         if is_one:  # what reads the new one in place of the old has not changed for it
             self._number(old[0], new[0])
 
-    def _pair(self, a: _Item, b: _Item, scope: str) -> None:
-        if isinstance(a, Op) and isinstance(b, Op):
-            texts = self._a.texts(a), self._b.texts(b)
-            self._number(a, b)
-            self._texts("op", scope, *texts)
-            for one, other in zip(a.bodies, b.bodies, strict=False):
-                self._pair(one, other, scope)
-        elif not (isinstance(a, Op) or isinstance(b, Op)):
-            self._sections(a, b)
-            if isinstance(a, _Line) and (a.is_op or not a.items):  # the results of a call have numbers from its ops
-                self._number(a, b)
-            self._texts(_what(a), scope, self._a.texts(a), self._b.texts(b))
+    def _pair(self, a: _Line, b: _Line, scope: str) -> None:
+        is_op = a.what == b.what == "op"
+        if not is_op:
+            self._lines(a, b)
+        self._number(a, b)
+        self._compare(a.what, scope, a.text, b.text, self._a.numbered(a), self._b.numbered(b))
+        for one, other in zip(a.items, b.items, strict=False) if is_op else ():  # bodies
+            names = self._a.names, self._b.names
+            self._a.names, self._b.names = _numbers_of(one), _numbers_of(other)
+            self._pair(one, other, scope)
+            self._a.names, self._b.names = names
 
-    def _number(self, a: _Item, b: _Item) -> None:
+    def _number(self, a: _Line, b: _Line) -> None:
         number = next(self._numbers)
         self._a.set_number(a, number)
         self._b.set_number(b, number)
-
-
-def _what(item: _Item) -> What:
-    return "op" if isinstance(item, Op) or (isinstance(item, _Line) and item.is_op) else "call"
-
-
-def _line(side: _Side, item: _Item) -> str:
-    text, _ = side.texts(item)
-    if isinstance(item, Op) or not item.op_count:
-        return text
-    return f"{text}  # {item.op_count} op{'s' * (item.op_count != 1)}"
 
 
 def _content(constant: torch.Tensor) -> str:
@@ -378,21 +371,5 @@ def _content(constant: torch.Tensor) -> str:
 
 def digest(program: TracedProgram) -> str:
     """A SHA-256 of what a program does: inputs, ops with arguments, types and scopes, calls, constants, effects."""
-    side, numbers = _Side(program), itertools.count()
-    lines = [*(text for text, _ in side.inputs.values()), *side.attributes().values()]
-
-    def add(section: Section) -> None:
-        for item in section.items:
-            if isinstance(item, Op):
-                lines.append(f"{section.path}: {side.texts(item)[1]}")
-                side.set_number(item, next(numbers))
-                for body in item.bodies:
-                    add(body)
-                    lines.append(side.texts(body)[1])
-            else:
-                add(item)
-                lines.append(f"{section.path}: {side.texts(item)[1]}")
-
-    add(side.root)
-    lines += [side.result(side.root)[1], *side.effects.values()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    side = _of_program(program)
+    return hashlib.sha256("\n".join(_Comparison(side, side).compared).encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 Data flow:
     Box -> a list of plain records -> JSON inside the page, beside the script that draws it and dagre, which lays it out
+                                   -> `scopetrace show --json`
 
 What comes from the model (names, strings, source lines) is only in the JSON, and the script writes it as text.
 """
@@ -12,6 +13,7 @@ import html
 import importlib.resources
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from scopetrace.formatting import amount
@@ -28,7 +30,7 @@ def page(root: Box) -> str:
     parts = {
         "title": html.escape(root.label),
         "style": _asset("page.css"),
-        "program": _data(document(root)),
+        "program": _data(document([root])),
         "layout": _asset("dagre.min.js"),
         "script": _asset("page.js"),
     }
@@ -50,16 +52,17 @@ def _data(x: Any) -> str:
     return data.replace("<", "\\u003c")
 
 
-def document(root: Box) -> dict[str, Any]:
-    """The boxes as plain records, outer before inner, with `children` as positions in the list."""
+def document(roots: Sequence[Box]) -> dict[str, Any]:
+    """Boxes and all inside them as plain records, outer before inner, with `children` as positions in the list."""
 
     def end(place: End) -> list[int]:
         return [-1 if place.child is None else place.child, place.port]  # -1: the box around
 
-    positions = {box: position for position, box in enumerate(root.walk())}
+    whole = {box: root for root in roots for box in root.walk()}
+    positions = {box: position for position, box in enumerate(whole)}
     sources: dict[str, int] = {}
     records = []
-    for box in positions:
+    for box, root in whole.items():
         record: dict[str, Any] = {
             "key": box.key,
             "label": box.label,
@@ -82,7 +85,7 @@ def document(root: Box) -> dict[str, Any]:
         if box.source:
             record["source"] = sources.setdefault(box.source, len(sources))
         records.append(record)
-    return {"version": 1, "boxes": records, "sources": list(sources)}
+    return {"version": 2, "boxes": records, "sources": list(sources)}
 
 
 def _attributes(box: Box) -> list[list[str]]:
@@ -100,9 +103,9 @@ def facts_of(box: Box) -> list[list[str]]:
     if box.kind != "op":
         rows.append(["ops", f"{cost.ops:,}"])
     if cost.parameters:
-        rows.append(["parameters", f"{cost.parameter_count:,} ({amount(cost.parameter_bytes, 'B')})"])
-        if cost.trainable_count != cost.parameter_count:
-            rows.append(["trainable", f"{cost.trainable_count:,}"])
+        rows.append(["parameters", f"{cost.parameters:,} ({amount(cost.parameter_bytes, 'B')})"])
+        if cost.trainable != cost.parameters:
+            rows.append(["trainable", f"{cost.trainable:,}"])
     if cost.flops:
         rows.append(["FLOPs", amount(cost.flops, "")])
     if cost.activation_bytes:

@@ -28,55 +28,38 @@ from scopetrace.functionalization.report import mutations
 from scopetrace.ops.functional_variants import tensor_of
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.tree import Op, Run, Section, Tree, module_prefix
+from scopetrace.view.tree import Op, Run, Section, Tree, module_prefix, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
     """The cost of a part of a program; sizes that are symbolic count with those of the example."""
 
+    ops: int
+    parameters: int
+    """Elements of the parameters that it reads, each tensor once."""
+    trainable: int
+    """Of these, elements of parameters that require gradients."""
+    parameter_bytes: int
+    buffer_bytes: int
+    """Bytes of the buffers and constants that it reads."""
+    flops: int
+    """Floating-point operations as `torch.utils.flop_counter` counts them, two for each multiply-add."""
+    activation_bytes: int
+    """Bytes of the results of its ops, without views of memory that was there before."""
+
+
+class _Cost(NamedTuple):
+    """What can be added up of the parts of a program."""
+
     ops: int = 0
     flops: int = 0
-    """Floating-point operations as `torch.utils.flop_counter` counts them: two for each multiply-add."""
     activation_bytes: int = 0
-    """Memory of the results of the ops, without views of memory that was there before."""
-    tensors: tuple[torch.Tensor, ...] = ()
-    """The parameters, buffers and constants that the ops read, each once."""
-
-    @functools.cached_property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters among them."""
-        return [t for t in self.tensors if isinstance(t, torch.nn.Parameter)]
-
-    @functools.cached_property
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers and constants among them."""
-        return [t for t in self.tensors if not isinstance(t, torch.nn.Parameter)]
-
-    @functools.cached_property
-    def parameter_count(self) -> int:
-        """Elements of all parameters."""
-        return sum(p.numel() for p in self.parameters)
-
-    @functools.cached_property
-    def trainable_count(self) -> int:
-        """Elements of the parameters that require gradients."""
-        return sum(p.numel() for p in self.parameters if p.requires_grad)
-
-    @functools.cached_property
-    def parameter_bytes(self) -> int:
-        """Memory of the parameters."""
-        return sum(map(byte_count, self.parameters))
-
-    @functools.cached_property
-    def buffer_bytes(self) -> int:
-        """Memory of buffers and constants."""
-        return sum(map(byte_count, self.buffers))
 
 
 def cost_text(cost: Measures) -> str:
     """`1.2 M parameters, 22 MFLOP`; empty where it has neither."""
-    parts = [f"{amount(cost.parameter_count, '').strip()} parameters"] if cost.parameters else []
+    parts = [f"{amount(cost.parameters, '').strip()} parameters"] if cost.parameters else []
     return ", ".join([*parts, *([amount(cost.flops, "FLOP")] if cost.flops else [])])
 
 
@@ -97,39 +80,39 @@ class Meter:
     """Measures the sections of a program; a section is measured once."""
 
     def __init__(self, program: TracedProgram) -> None:
-        self._attributes = program.tape.attributes
+        self._program = program
         self._flops = FlopCounts()
-        self._measures: dict[Section | Op, Measures] = {}
+        self._costs: dict[Section | Op, _Cost] = {}
 
-    def of(self, part: Section | Op) -> Measures:
-        """What a section or an op costs, with all that is in it.
+    def of(self, *parts: Section | Op) -> Measures:
+        """What sections and ops cost together, with all that is in them.
 
         A call of a function costs what its body costs. Of the bodies of `torch.cond`, the larger counts, as for torch's
         own counter; the body of a loop counts once.
         """
-        if part not in self._measures:
-            self._measures[part] = self._of_op(part) if isinstance(part, Op) else self._of_section(part)
-        return self._measures[part]
+        cost, tensors = self._sum(parts), tensors_of(self._program, *parts)
+        parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        size = sum(map(byte_count, parameters))
+        others = sum(map(byte_count, tensors)) - size
+        elements = sum(p.numel() for p in parameters)
+        return Measures(cost.ops, elements, trainable, size, others, cost.flops, cost.activation_bytes)
 
-    def sum(self, parts: Iterable[Section | Op]) -> Measures:
-        """What several parts cost together."""
-        return _sum(map(self.of, parts))
+    def _sum(self, parts: Iterable[Section | Op]) -> _Cost:
+        return _Cost(*map(sum, zip(_Cost(), *map(self._cost, parts), strict=True)))
 
-    def _of_section(self, section: Section) -> Measures:
-        leaf = section.call.module if section.kind == "call" and section.call.is_leaf else None
-        return _sum([self.sum(section.items), Measures(tensors=() if leaf is None else tuple(leaf.parameters()))])
+    def _cost(self, part: Section | Op) -> _Cost:
+        if part not in self._costs:
+            self._costs[part] = self._of_op(part) if isinstance(part, Op) else self._sum(part.items)
+        return self._costs[part]
 
-    def _of_op(self, op: Op) -> Measures:
-        names = [str(node.target) for node in op.attributes]
-        tensors = [self._attributes[name] for name in names if name in self._attributes]
+    def _of_op(self, op: Op) -> _Cost:
         bodies = [*op.bodies, *op.shared]
         memory = 0 if any(_makes(body, op) for body in bodies) else new_bytes(op.node)
-        itself = Measures(1, self.flops(op.node), memory, tuple(tensors))
-        inside = self.sum(bodies)
+        ops, flops, inside = self._sum(bodies)
         if op.node.target is torch.ops.higher_order.cond:
-            flops, memory = (max(getattr(self.of(b), key) for b in bodies) for key in ("flops", "activation_bytes"))
-            inside = dataclasses.replace(inside, flops=flops, activation_bytes=memory)
-        return _sum([itself, inside])
+            flops, inside = (max(self._cost(body)[i] for body in bodies) for i in (1, 2))
+        return _Cost(1 + ops, self.flops(op.node) + flops, memory + inside)
 
     def flops(self, node: torch.fx.Node) -> int:
         """Floating-point operations of one op; 0 for a node that a pass made, or whose meta it dropped."""
@@ -251,14 +234,3 @@ def new_bytes(node: torch.fx.Node) -> int:
 def _tensors(value: Any) -> list[torch.Tensor]:
     values = value if isinstance(value, (list, tuple)) else [value]
     return [t for t in values if isinstance(t, torch.Tensor)]
-
-
-def _sum(parts: Iterable[Measures]) -> Measures:
-    ops = flops = activation_bytes = 0
-    tensors: dict[int, torch.Tensor] = {}
-    for part in parts:
-        ops += part.ops
-        flops += part.flops
-        activation_bytes += part.activation_bytes
-        tensors.update((id(t), t) for t in part.tensors)
-    return Measures(ops, flops, activation_bytes, tuple(tensors.values()))

@@ -20,13 +20,13 @@ from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, share
 from scopetrace.view.text import counted
-from scopetrace.view.tree import Op, Run, Section, Tree
+from scopetrace.view.tree import Op, Run, Section, Tree, tensors_of
 
 _SHOWN = 3  # tensors of a cell
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(Measures):
     """A module call, a user scope, or the body of a higher-order op. Counts include all that is inside."""
 
     path: str
@@ -43,18 +43,6 @@ class Row:
     """The tensors among the arguments: `f32[1, 8]`."""
     outputs: tuple[str, ...]
     """The tensors of the result."""
-    ops: int
-    parameters: int
-    """Elements of the parameters that it reads, each tensor once."""
-    trainable: int
-    """Of these, elements of parameters that require gradients."""
-    parameter_bytes: int
-    buffer_bytes: int
-    """Bytes of the buffers and constants that it reads."""
-    flops: int
-    """Floating-point operations as `torch.utils.flop_counter` counts them, two for each multiply-add."""
-    activation_bytes: int
-    """Bytes of the results of its ops, without views."""
     share: float
     """Its part of the FLOPs of the program, from 0 to 1; of the activation bytes where it has no FLOPs."""
     writes: tuple[str, ...]
@@ -80,7 +68,7 @@ class Summary(Tabular):
         self._root = self._meter.of(self._tree.root)
         self._row_of: dict[Section, Row] = {}
         self.rows = list(self._rows(self._tree.root, 0))
-        self.unused = _unused(program.model, self._root)
+        self.unused = _unused(program.model, tensors_of(program, self._tree.root))
 
     def to_dict(self) -> dict[str, Any]:
         """The rows and the totals as plain data, for JSON. Sizes are elements or bytes."""
@@ -100,12 +88,20 @@ class Summary(Tabular):
                 yield from self._rows(inner, depth + 1)
 
     def _row(self, section: Section, depth: int, cost: Measures) -> Row:
-        call, marks = section.call, (self._marks.writes(section), self._marks.shares(section))
-        place = section.path, call.fqn, call.scope.type_name if section.kind == "call" else "", call.index, depth
-        parameters = cost.parameter_count, cost.trainable_count, cost.parameter_bytes, cost.buffer_bytes
-        types = _types(section.inputs), _types(section.outputs)
-        part = share(cost, self._root)
-        return Row(*place, *types, cost.ops, *parameters, cost.flops, cost.activation_bytes, part, *marks)
+        call = section.call
+        return Row(
+            **vars(cost),
+            path=section.path,
+            fqn=call.fqn,
+            type=call.scope.type_name if section.kind == "call" else "",
+            index=call.index,
+            depth=depth,
+            inputs=_types(section.inputs),
+            outputs=_types(section.outputs),
+            share=share(cost, self._root),
+            writes=self._marks.writes(section),
+            shares=self._marks.shares(section),
+        )
 
     # ---------------------------------------------------------------- text
 
@@ -126,15 +122,15 @@ class Summary(Tabular):
                 first, *others = item.members
                 label = counted([_label(member) for member in others])
                 label += f" as {_label(first)}" if len(others) == 1 else ""
-                yield _cells(label, self._row(others[-1], depth + 1, self._meter.sum(others)))
+                yield _cells(label, self._row(others[-1], depth + 1, self._meter.of(*others)))
 
     def _notes(self) -> Iterator[str]:
         cost = self._root
-        frozen = cost.parameter_count - cost.trainable_count
+        frozen = cost.parameters - cost.trainable
         if cost.parameters:
-            parameters = f"{cost.parameter_count:,} parameters, {amount(cost.parameter_bytes, 'B')}"
+            parameters = f"{cost.parameters:,} parameters, {amount(cost.parameter_bytes, 'B')}"
             yield parameters + (f"; {frozen:,} of them do not require gradients" if frozen else "")
-        if cost.buffers:
+        if cost.buffer_bytes:
             yield f"{amount(cost.buffer_bytes, 'B')} of buffers and constants"
         yield f"{amount(cost.flops, 'FLOP')}, {amount(cost.activation_bytes, 'B')} of activations"
         if self.unused:
@@ -171,8 +167,8 @@ def _cell(types: tuple[str, ...]) -> str:
     return ", ".join(types[:_SHOWN]) + more if types else "-"
 
 
-def _unused(model: Any, cost: Measures) -> dict[str, int]:
+def _unused(model: Any, read: list[torch.Tensor]) -> dict[str, int]:
     if not isinstance(model, torch.nn.Module):
         return {}
-    used = {id(p) for p in cost.parameters}
+    used = set(map(id, read))
     return {name: p.numel() for name, p in model.named_parameters() if id(p) not in used}

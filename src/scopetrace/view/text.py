@@ -16,7 +16,7 @@ all results.
 
 Data flow:
     TracedProgram -> Tree of sections -> runs of equal neighbours -> lines
-    module calls -> those chosen by scope path and depth -> the sections that are shown, or a table of calls
+    module calls -> those chosen by scope path and depth -> the sections that are shown
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from scopetrace.view.tree import (
     index_of,
     module_prefix,
     op_text,
+    tensors_of,
     value_text,
 )
 
@@ -64,7 +65,7 @@ class _Writer:
     def __init__(self, program: TracedProgram, depth: int | None) -> None:
         self._depth = depth
         self._tree = Tree(program)
-        self._tape = program.tape
+        self._program, self._tape = program, program.tape
 
     def lines(self, selection: Selection | None) -> Iterator[str]:
         """The lines of the text, in order."""
@@ -82,7 +83,7 @@ class _Writer:
         yield from self._items(items, "", 0, lambda s: s.path if s.name else s.path + index_of(s.call), named)
 
     def _summary(self, root: Section) -> str:
-        parameters = self._parameters()
+        parameters = [t for t in tensors_of(self._program, root) if isinstance(t, torch.nn.Parameter)]
         counts = [
             _count(root.op_count, "op"),
             _count(len(self._tree.calls), "module call"),
@@ -90,15 +91,6 @@ class _Writer:
         ]
         elements = f" ({sum(t.numel() for t in parameters):,} elements)" if parameters else ""
         return f"{root.path}: {', '.join(counts)}{elements}"
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """The parameters that ops read and those of leaf modules, each once."""
-        read = dict.fromkeys(str(node.target) for op, _ in self._tree.ops.values() for node in op.attributes)
-        tensors = [self._tape.attributes[name] for name in read if name in self._tape.attributes]
-        for call in self._tree.calls:
-            if call.is_leaf and call.module is not None:
-                tensors += call.module.parameters()
-        return list({id(t): t for t in tensors if isinstance(t, torch.nn.Parameter)}.values())
 
     # ---------------------------------------------------------------- sections
 
@@ -212,24 +204,6 @@ def refuse_unnamed(root: Scope, calls: Sequence[ModuleCall], selection: Selectio
             names = [*paths, *(call.fqn or "" for call in calls)]
             problem = f"no scope matches {target_text(target)}"
             raise CallNotFoundError(f"{problem}; {crossing(target, names)}paths are such as {some}")
-
-
-def levels(scope: Scope, selection: Selection | None, outer: int | None = None) -> dict[Scope, int]:
-    """By scope that matches (None: all) or is in one that does, the number of modules to the outermost that matches."""
-    if outer is None:
-        level = 0 if selection is None or is_scope_named(scope, selection) else None
-    else:
-        level = outer + scope.is_module
-    by_scope = {} if level is None else {scope: level}
-    for child in scope.children:
-        by_scope |= levels(child, selection, level)
-    return by_scope
-
-
-def select_calls(calls: list[ModuleCall], depth: int | None, selection: Selection | None) -> list[ModuleCall]:
-    """The calls in scopes that match, down to `depth` levels below the outermost match."""
-    by_scope = levels(calls[0].scope, selection)
-    return [c for c in calls if c.scope in by_scope and (depth is None or by_scope[c.scope] <= depth)]
 
 
 def calls_table(calls: list[ModuleCall]) -> str:

@@ -27,7 +27,7 @@ def chrome_trace(program: TracedProgram) -> dict[str, Any]:
 
 def _events(section: Section, meter: Meter) -> Iterator[dict[str, Any]]:
     cost = meter.of(section)
-    facts = {"path": section.path, "ops": cost.ops, "parameters": cost.parameter_count, **_cost(cost)}
+    facts = {"path": section.path, "ops": cost.ops, "parameters": cost.parameters, **_cost(cost)}
     yield _event(section.label, section.first, section.op_count, facts)
     for item in section.items:
         if isinstance(item, Op):

@@ -469,6 +469,22 @@ def module_prefix(section: Section) -> str | None:
     return None if fqn is None else f"{fqn}." if fqn else ""
 
 
+def tensors_of(program: TracedProgram, *parts: Section | Op) -> list[torch.Tensor]:
+    """The parameters, buffers and constants that parts of a program read, and parameters of leaf modules, each once."""
+
+    def read(part: Section | Op) -> Iterator[torch.Tensor]:
+        if isinstance(part, Op):
+            names = [str(node.target) for node in part.attributes]
+            yield from (attributes[name] for name in names if name in attributes)
+        elif part.kind == "call" and part.call.is_leaf and part.call.module is not None:
+            yield from part.call.module.parameters()
+        for inner in [*part.bodies, *part.shared] if isinstance(part, Op) else part.items:
+            yield from read(inner)
+
+    attributes = program.tape.attributes
+    return list({id(t): t for part in parts for t in read(part)}.values())
+
+
 def _wiring(x: Any, names: _Names) -> Hashable:
     """An argument or result as part of a signature, with relative names for nodes.
 
