@@ -49,7 +49,6 @@ def positions(t: torch.Tensor) -> list[int]:
 def test_row_major():
     for t in TENSORS:
         assert symbols.row_major_strides(t.shape) == torch.empty(t.shape).stride()
-        assert symbols.is_row_major(t) == (t.stride() == torch.empty(t.shape).stride())
 
 
 def test_dense_strides():
@@ -64,7 +63,7 @@ def test_dense_strides():
 def test_strides_in_order_of():
     """`empty_like` keeps the order of dense tensors."""
     for t in TENSORS:
-        found = views.strides_in_order_of(t, t.shape, int)
+        found = views.strides_in_order_of(t.stride(), t.shape, int)
         assert found is None or found == t.stride()
         if found is not None:
             assert torch.empty_like(t).stride() == t.stride()

@@ -302,18 +302,6 @@ def row_major_strides(size: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(itertools.accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1][: len(size)]
 
 
-def is_row_major(t: torch.Tensor) -> bool:
-    """Whether the strides are `row_major_strides`, also in dimensions of size 1, where torch takes any."""
-    reach: Any = 1
-    inner: Any = 1
-    for n, stride in zip(reversed(t.size()), reversed(t.stride()), strict=True):
-        reach = reach * inner
-        if not surely_equal(stride, reach):
-            return False
-        inner = n
-    return True
-
-
 def is_static(numbers: Any) -> bool:
     """Whether none is symbolic."""
     return all(isinstance(n, int) for n in numbers)

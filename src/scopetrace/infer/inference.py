@@ -226,9 +226,19 @@ class Inference:
         base = fakes[0]
         is_view = func in VIEW_OPS and len(fakes) == 1 and not kwargs
         view = view_arguments(func, base.size(), args[1:]) if is_view else None
-        if view is None:
-            return rules.outputs_by_rule(self._maker, func, args, kwargs, inputs)
-        return rules.view_of(base, view)
+        if view is not None:
+            return rules.view_of(base, view)
+        if not (any(map(is_symbolic, fakes)) or any(isinstance(a, torch.SymInt) for a in flat(args))):
+            return None  # torch says all at the same price
+        return rules.outputs_by_rule(self._maker, self._of_plain, func, args, kwargs, inputs)
+
+    def _of_plain(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Outputs | None:
+        """What the op gives for plain sizes; None where it raises, or where their metadata does not say it."""
+        try:
+            inferred, out = self.run(func, args, kwargs, inputs)
+        except Exception:  # the run with the tensors themselves raises it for the user
+            return None
+        return _outputs_of(self, inputs, out) if inferred is None else inferred[0]
 
     def _cache_for(self, key: Any, inputs: list[Value]) -> _Cache:
         """Where the results of a call are to be kept."""

@@ -1,16 +1,15 @@
-"""The metadata of an op's results without running the op: one table of rules.
+"""The metadata of an op's results without running the op on symbolic sizes: one table of rules.
 
-    view op -> where the view lies                                       (`views.place_view`)
-    other   -> size of the result, as expressions of the sizes of the inputs, by the op's rule; and from that
-                 dtype and strides, where it is known how they follow     (`_from_inputs`)
-                 else dtype and strides of a run with the example's sizes (`_from_example`)
+    view op -> where the view lies                                      (`views.place_view`)
+    other   -> size of the result, as expressions of the sizes of the inputs, by the op's rule
+               dtype and strides, as of what the op gives for the sizes of the example
     either  -> `Outputs`, or None: torch has to say
 
-An elementwise op needs no rule of its own; one in place returns its target, if that keeps its size and dtype.
+An elementwise op needs no rule of its own; one in place returns its target, if that keeps its size.
 A rule answers only where the op surely takes its arguments; errors are torch's. torch's own way costs 0.3 to 20 ms per
-op on fake tensors, a rule 10 to 50 us. A rule exists while it saves 2 % of the trace of some model of the zoo, with
-fixed or dynamic sizes (`benchmarks/rules.py`). With `SCOPETRACE_CHECK=1` every answer is compared with torch's own
-(`check`).
+op on fake tensors of symbolic sizes, a rule 0.1 ms where torch was asked for the example's sizes before. A rule exists
+while it saves 2 % of the trace of some model of the zoo (`benchmarks/rules.py`). With `SCOPETRACE_CHECK=1` every
+answer is compared with torch's own (`check`).
 
 The strides are those of CPU, CUDA and meta tensors (`DEVICE_TYPES`); what is on other devices goes through torch.
 """
@@ -19,23 +18,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.questions import grad_enabled
-from scopetrace._compat.symbols import example, is_row_major, is_static, row_major_strides, surely_equal, to_expr
+from scopetrace._compat.symbols import example, is_static, row_major_strides, surely_equal, to_expr
 from scopetrace._compat.tensors import (
     FakeMaker,
     FakeTensor,
     is_symbolic,
     offset_of,
     requires_grad_of,
-    run_fake,
     storage_id,
-    without_dispatch,
 )
 from scopetrace.infer.assignments import Number, without_ones
 from scopetrace.ir.tape import Value, flat, map_argument
@@ -102,20 +99,38 @@ class Outputs(NamedTuple):
 
 
 def outputs_by_rule(
-    maker: FakeMaker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Value]
+    maker: FakeMaker, of_plain: Callable[..., Outputs | None], func: Any, args: Any, kwargs: Any, inputs: list[Value]
 ) -> Outputs | None:
-    """What the op returns, without keys; None where no rule knows. `inputs` are the values among the arguments."""
+    """What the op returns for symbolic sizes, without keys; None where no rule knows.
+
+    `inputs` are the values among the arguments. `of_plain` gives what the op returns for plain sizes.
+    """
     fakes = [v.fake for v in inputs]
     if func in _STEPPED:
         return _steps(fakes, *args)
-    rule = RULES.get(func, _ELEMENTWISE if is_elementwise(func) else None)
-    size = None if rule is None else rule.size(*args, **kwargs)
-    if rule is None or size is None:
+    rule = RULES.get(func, _elementwise if is_elementwise(func) else None)
+    size = None if rule is None else rule(*args, **kwargs)
+    number = None if size is None else without_ones(maker, fakes, tuple(size), (args, kwargs))
+    if size is None or number is None:
         return None
-    meta = _from_inputs(rule, func, args, kwargs, fakes, tuple(size))
-    if meta is None and (any(map(is_symbolic, fakes)) or any(isinstance(a, torch.SymInt) for a in flat(args))):
-        meta = _from_example(maker, func, args, kwargs, inputs, tuple(size))
-    return None if meta is None else Outputs(None, (meta,))
+    values = {key: Value(t, 0, storage_id(t), None) for key, t in instances(maker, inputs, number).items()}
+    outputs = of_plain(func, *replaced((args, kwargs), values, number), [values[id(v)] for v in inputs])
+    if outputs is None or outputs.container is not None:
+        return None
+    (meta,) = outputs.tensors
+    if isinstance(meta, Identity):
+        return outputs if _same_size(size, fakes[meta.input]) else None
+    if meta is None or meta.base is not None or list(meta.size) != [number(n) for n in size]:
+        return None
+    if func in _ROW_MAJOR:
+        stride: tuple[Int, ...] | None = row_major_strides(size)
+    elif not all(is_static(t.stride()) or views.dense_strides(t) is not None for t in fakes):
+        return None  # in which order dimensions lie in memory is not known for all sizes
+    else:
+        stride = views.strides_in_order_of(meta.stride, size, number)
+    if stride is None or meta.offset != 0 or meta.device != fakes[0].device:
+        return None
+    return Outputs(None, (_new_tensor(tuple(size), stride, meta.dtype, fakes),))
 
 
 def is_plain(t: torch.Tensor) -> bool:
@@ -148,68 +163,8 @@ def view_of(base: torch.Tensor, view: ViewArguments) -> Outputs | None:
 # ---------------------------------------------------------------- new tensors
 
 
-class Rule(NamedTuple):
-    """How the metadata of an op's one result follows from its arguments.
-
-    Where `dtype` or `row_major` leave it open, a run on the example's sizes says dtype, strides and whether the result
-    is an input itself. That is done for symbolic sizes only: for plain ones, torch says all at the same price.
-    """
-
-    size: Callable[..., Sizes | None]
-    """Called with the op's arguments as the tape has them: the size, or None where the rule does not apply."""
-    dtype: Callable[[Sequence[torch.Tensor]], torch.dtype | None] | None = None
-    """The dtype of the result; None for inputs whose result the rule does not know."""
-    row_major: bool = False
-    """Whether the result is row-major for all inputs, not only for those that are."""
-
-
-def _from_inputs(
-    rule: Rule, func: Any, args: Any, kwargs: Any, fakes: list[torch.Tensor], size: tuple[Int, ...]
-) -> OutputMeta | Identity | None:
-    first = fakes[0]
-    if any(t.device != first.device for t in fakes):
-        return None
-    elementwise = rule is _ELEMENTWISE
-    dtype = _dtype_of_elementwise(func, args, kwargs, fakes) if elementwise else rule.dtype and rule.dtype(fakes)
-    if dtype is None or (kwargs and not elementwise):
-        return None
-    if torch.Tag.inplace in func.tags:
-        return Identity(0) if dtype is first.dtype and _same_size(size, first) else None
-    if not (rule.row_major or all(map(is_row_major, fakes))):
-        return None
-    return _new_tensor(size, row_major_strides(size), dtype, fakes)
-
-
 def _same_size(size: Sizes, t: torch.Tensor) -> bool:
     return len(size) == t.dim() and all(map(surely_equal, size, t.size()))
-
-
-def _from_example(
-    maker: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value], size: tuple[Int, ...]
-) -> OutputMeta | Identity | None:
-    """As the op's result for the example's sizes, or for others where one of these is 1, with these sizes."""
-    fakes = [v.fake for v in inputs]
-    if not all(is_static(t.stride()) or views.dense_strides(t) is not None for t in fakes):
-        return None  # in which order dimensions lie in memory is not known for all sizes
-    number = without_ones(maker, fakes, size, (args, kwargs))
-    if number is None:
-        return None
-    examples = instances(maker, inputs, number)
-    try:
-        out = run_fake(maker.mode, func, *replaced((args, kwargs), examples, number))
-    except Exception:  # the run with the tensors themselves raises it for the user
-        return None
-    if type(out) is not FakeTensor or list(out.size()) != [number(n) for n in size]:
-        return None
-    for i, v in enumerate(inputs):
-        if examples[id(v)] is out:
-            return Identity(i) if _same_size(size, v.fake) else None
-        if storage_id(examples[id(v)]) == storage_id(out):
-            return None
-    stride = views.strides_in_order_of(out, size, number)
-    if stride is None or out.storage_offset() != 0 or out.device != fakes[0].device:
-        return None
-    return _new_tensor(size, stride, out.dtype, fakes)
 
 
 def instances(maker: FakeMaker, inputs: list[Value], number: Number) -> dict[int, torch.Tensor]:
@@ -227,7 +182,7 @@ def instances(maker: FakeMaker, inputs: list[Value], number: Number) -> dict[int
     return tensors
 
 
-def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int]) -> Any:
+def replaced(x: Any, fakes: Mapping[int, Any], number: Callable[[Any], int]) -> Any:
     """Op arguments with `fakes` (by the id of the value) for values, and plain numbers for symbolic ones."""
 
     def plain(leaf: Any) -> Any:
@@ -240,39 +195,12 @@ def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INDICES = frozenset({torch.int64, torch.int32})
-_PLAIN = frozenset({Value, int, float, str, type(None)})
-"""Types of arguments that every elementwise op takes, or raises for whatever the sizes are."""
 
 
 def _float(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
     """The floating dtype that all inputs have."""
     dtype = fakes[0].dtype
     return dtype if dtype in _FLOATS and all(t.dtype == dtype for t in fakes) else None
-
-
-def _dtype_of_elementwise(
-    func: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor]
-) -> torch.dtype | None:
-    """Where all tensors have one dtype, and it is floating or the result is a bool."""
-    dtype = fakes[0].dtype
-    values = (*args, *kwargs.values())
-    if any(t.dtype != dtype for t in fakes) or any(type(a) not in _PLAIN for a in values):
-        return None
-    kinds = tuple([(Value, min(a.fake.dim(), 1)) if isinstance(a, Value) else (type(a), a) for a in values])
-    return _asked_dtype(func, dtype, kinds, tuple(kwargs))
-
-
-@functools.cache  # a fact of torch, not of what is traced
-def _asked_dtype(func: Any, dtype: torch.dtype, kinds: Any, names: tuple[str, ...]) -> torch.dtype | None:
-    """That of a run on tensors of one element: of real ones, since torch's kernels for fake ones accept more."""
-    count = len(kinds) - len(names)
-    try:
-        with without_dispatch(), torch.no_grad():
-            values = [torch.zeros((1,) * a, dtype=dtype) if kind is Value else a for kind, a in kinds]
-            out = func(*values[:count], **dict(zip(names, values[count:], strict=True)))
-    except Exception:  # the run with the tensors themselves raises it for the user
-        return None
-    return out.dtype if isinstance(out, torch.Tensor) and (dtype in _FLOATS or out.dtype is torch.bool) else None
 
 
 # ---------------------------------------------------------------- sizes of results
@@ -496,7 +424,6 @@ def _to_steps(numbers: Sequence[Int], batch_first: bool) -> tuple[Int, ...]:
 # ---------------------------------------------------------------- the table
 
 
-_ELEMENTWISE = Rule(_elementwise)
 _UNTAGGED = frozenset(
     {
         *(_aten.hardswish.default, _aten.__and__.Tensor, _aten.__or__.Tensor, _aten.floor_divide.default),
@@ -519,23 +446,26 @@ def is_elementwise(func: Any) -> bool:
     return (tagged or func in _UNTAGGED) and not special and not func.is_view and len(schema.returns) == 1
 
 
-RULES: dict[Any, Rule] = {
-    _aten.linear.default: Rule(_linear, _float, row_major=True),
-    _aten.addmm.default: Rule(_addmm, _float, row_major=True),
-    _aten.matmul.default: Rule(_matmul, _float, row_major=True),
-    _aten.scaled_dot_product_attention.default: Rule(_attention),
-    **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default), Rule(_convolution, _float)),
-    _aten.max_pool1d.default: Rule(_max_pool1d),
-    _aten.max_pool2d.default: Rule(_max_pool2d, _float),
-    _aten.adaptive_avg_pool2d.default: Rule(_adaptive_pool2d, _float),
-    _aten.upsample_nearest2d.vec: Rule(_resize_2d),
-    _aten.batch_norm.default: Rule(_batch_norm, _float),
-    _aten.group_norm.default: Rule(_group_norm, _float),
-    _aten.layer_norm.default: Rule(_layer_norm, _float),
-    **dict.fromkeys((_aten.mean.dim, _aten.sum.dim_IntList), Rule(_mean, _float)),
-    _aten.cat.default: Rule(_cat, _float),
-    _aten.stack.default: Rule(_stack),
-    _aten.index.Tensor: Rule(_index),
-    **dict.fromkeys((_aten.cumsum.default, _aten.dropout.default, _aten.clone.default), Rule(_same)),
+RULES: dict[Any, Callable[..., Sizes | None]] = {
+    _aten.linear.default: _linear,
+    _aten.addmm.default: _addmm,
+    _aten.matmul.default: _matmul,
+    _aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default), _convolution),
+    _aten.max_pool1d.default: _max_pool1d,
+    _aten.max_pool2d.default: _max_pool2d,
+    _aten.adaptive_avg_pool2d.default: _adaptive_pool2d,
+    _aten.upsample_nearest2d.vec: _resize_2d,
+    _aten.batch_norm.default: _batch_norm,
+    _aten.group_norm.default: _group_norm,
+    _aten.layer_norm.default: _layer_norm,
+    **dict.fromkeys((_aten.mean.dim, _aten.sum.dim_IntList), _mean),
+    _aten.cat.default: _cat,
+    _aten.stack.default: _stack,
+    _aten.index.Tensor: _index,
+    **dict.fromkeys((_aten.cumsum.default, _aten.dropout.default, _aten.clone.default), _same),
 }
-"""By op; elementwise ones need none."""
+"""By op, called with its arguments as the tape has them: the size of its one result, or None where the rule does not
+apply; elementwise ops need none."""
+_ROW_MAJOR = frozenset({_aten.linear.default, _aten.addmm.default, _aten.matmul.default})
+"""The ops whose result is row-major for all inputs, not only for those that are."""

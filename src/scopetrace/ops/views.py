@@ -249,16 +249,16 @@ def is_contiguous(t: torch.Tensor) -> bool:
     return dense is not None and all(_is(n, 1) or surely_equal(a, b) for n, a, b in rows)
 
 
-def strides_in_order_of(out: torch.Tensor, size: Sizes, number: Callable[[Any], int]) -> tuple[Int, ...] | None:
-    """Dense strides for `size` in the order of `out`; None where those of `out`, for `number` of these, are others."""
-    strides: list[Any] = [1] * len(size)
+def strides_in_order_of(strides: Sizes, size: Sizes, number: Callable[[Any], int]) -> tuple[Int, ...] | None:
+    """Dense strides for `size` in the order of `strides`; None where these are not so for `number` of `size`."""
+    new: list[Any] = [1] * len(size)
     reach: Any = 1
-    for d in sorted(range(len(size)), key=lambda d: (out.stride(d), out.shape[d] != 1, -d)):
-        if number(reach) != out.stride(d):
+    for d in sorted(range(len(size)), key=lambda d: (strides[d], number(size[d]) != 1, -d)):
+        if number(reach) != strides[d]:
             return None
-        strides[d] = reach
+        new[d] = reach
         reach = reach * size[d]
-    return tuple(strides)
+    return tuple(new)
 
 
 # ---------------------------------------------------------------- the same memory in another shape

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.shape_env import FreshFakes
-from scopetrace._compat.symbols import Symbolic, example, is_row_major, to_expr
+from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
 from scopetrace.ir.tape import ProgramTape, Value
@@ -33,6 +33,7 @@ from scopetrace.lower.onnx.translate import refusal, without_form
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.history import OVERWRITE
+from scopetrace.ops.views import is_contiguous
 from scopetrace.program.graph import FxLowering, node_value
 from scopetrace.program.outlined import Function
 from scopetrace.program.state import look_up
@@ -161,7 +162,7 @@ class CombinedGraph:
         last = shift + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
         is_inside = example(shift) >= 0 and example(last) < max(example(base.numel()), 1)
         is_known = type(shift) is int or to_expr(base.storage_offset()) == 0
-        if not is_known or not is_inside or not is_row_major(base.permute(order)):
+        if not is_known or not is_inside or not is_contiguous(base.permute(order)):
             raise refusal(
                 "as_strided reads memory that its base does not fill, and ONNX knows no memory",
                 node,
