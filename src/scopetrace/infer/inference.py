@@ -324,7 +324,7 @@ def _meta_of(inference: Inference, inputs: list[Value], out: torch.Tensor) -> Ou
         if dense is None:
             return None
         stride = dense
-    elif out.storage_offset() != 0 or out.untyped_storage().nbytes() != _bytes_spanned(out):
+    elif out.storage_offset() != 0 or nbytes_of(out.untyped_storage()) != _bytes_spanned(out):
         return None
     nbytes = out.numel() * out.dtype.itemsize if is_symbolic(out) else _bytes_spanned(out)
     return OutputMeta(size, stride, 0, out.dtype, out.device, out.requires_grad, nbytes, key=key)

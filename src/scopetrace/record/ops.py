@@ -68,6 +68,8 @@ from scopetrace.record.values import ValueTable
 _aten = torch.ops.aten
 _Parameter = torch.nn.Parameter
 
+_NOTHING = contextlib.nullcontext()
+
 RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
 
 
@@ -213,9 +215,7 @@ class OpRecorder:
                 return answer
         if self.exact and self._needs_autograd(call):
             return self._run(call, None)
-        key = self.inference.key_of_call(func, call.args, call.kwargs)
-        inferred = None if key is None else self._inferred(call, key)
-        return self._run(call, key) if inferred is None else self._append_inferred(call, *inferred)
+        return self._run(call, self.inference.key_of_call(func, call.args, call.kwargs))
 
     def _needs_autograd(self, call: OpCall) -> bool:
         """Whether autograd may keep something of the op; under no_grad, a view of what requires grad.
@@ -320,14 +320,25 @@ class OpRecorder:
 
     # ---------------------------------------------------------------- results by metadata alone
 
-    def _inferred(self, call: OpCall, key: Any) -> Inferred | None:
-        """The results where `infer` has them without running the op."""
+    def _known(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool = False) -> Inferred | None:
+        """The results of an op where the cache or a rule has them; None where torch has to run it.
+
+        Of ops that write, these are those in place that change values alone, and those that write statistics beside
+        their results. `unseen` is as `_prepare_write` gives it.
+        """
         facts = call.facts
-        if not facts.inferable:
+        if key is None or not (facts.inferable or facts.written):
             return None
-        if facts.may_write_undeclared and undeclared_writes(facts.func, call.args, call.kwargs):
-            return None
-        return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
+        if facts.written or undeclared:
+            is_beside = facts.updates or not facts.written
+            if not (facts.keeps_layout or is_beside) or facts.is_custom or call.overlaps(undeclared):
+                return None
+            if any(map(is_inference_of, call.fakes())):
+                return None
+            if facts.keeps_layout and not unseen and _grad_enabled() and any(map(requires_grad_of, call.fakes())):
+                return None
+        with torch.no_grad() if unseen else _NOTHING:
+            return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
 
     def _append_inferred(
         self,
@@ -337,7 +348,7 @@ class OpRecorder:
         written: tuple[Value, ...] = (),
         tracked: tuple[Value, ...] = (),
     ) -> Any:
-        results = self.values.new_inferred(outputs, fakes, call.inputs)
+        results = self.values.new_inferred(outputs, fakes, call.inputs, is_written=bool(written))
         self._append(call, outputs.contained(results), written, None, tracked)
         if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
             return call.python_tensor(fakes[0])
@@ -363,19 +374,30 @@ class OpRecorder:
             self.values.new_tensors.append(outputs.fake)
         self.builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)
 
-    # ---------------------------------------------------------------- results of torch
-
     def _run(self, call: OpCall, key: Any) -> Any:
-        """Let torch run the op on fake tensors, and keep how its results follow from `key` (None: they do not)."""
+        """Put an op on the tape, with results by metadata alone where these follow from `key` (None: they do not)."""
         facts = call.facts
         undeclared = undeclared_writes(facts.func, call.args, call.kwargs) if facts.may_write_undeclared else ()
         if undeclared and undeclared_variant(facts.func, call.args, call.kwargs) is None and can_decompose(facts.func):
             args, kwargs = call.python_arguments  # instance_norm: its parts say what they write
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
-        known = self._append_known_write(call, key, undeclared, unseen=unseen)
-        if known is not None:
-            return call.python_tensor(known) if facts.keeps_layout else known
+        known = self._known(call, key, undeclared, unseen=unseen)
+        if known is None:
+            return self._run_by_torch(call, key, undeclared, unseen=unseen)
+        if not (facts.written or undeclared):
+            return self._append_inferred(call, *known)
+        for v in dict.fromkeys(call.written(facts.written)):
+            torch.autograd.graph.increment_version(v.fake)
+        tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
+        writes = tuple(dict.fromkeys(call.all_written(undeclared)))
+        return self._append_inferred(call, *known, writes, tuple(tracked))
+
+    # ---------------------------------------------------------------- results of torch
+
+    def _run_by_torch(self, call: OpCall, key: Any, undeclared: tuple[str, ...], *, unseen: bool) -> Any:
+        """Let torch run the op on fake tensors, and keep how its results follow from `key` (None: they do not)."""
+        facts = call.facts
         fake_of = self.values.fake_of
         args, kwargs = map_argument(lambda x: fake_of(x) if isinstance(x, torch.Tensor) else x, call.python_arguments)
         if facts.reshapes:
@@ -395,9 +417,9 @@ class OpRecorder:
         if key is not None and unbacked is None and follows:
             # Python may hold an input as another object than its value does
             self.inference.cache_result(key, call.inputs, returned[0].fake if returned else out)
-            cached = self._append_cached(call, key, undeclared, before.tracked if written else None)
-            if cached is not None:
-                return cached
+            known = self._known(call, key, undeclared)
+            if known is not None:
+                return self._append_inferred(call, *known, written, before.tracked)
         if not (written or unbacked is not None or out is None or tensors_in(out)):
             return out  # a question about metadata, answered
         results = (
@@ -409,55 +431,6 @@ class OpRecorder:
         if moved:
             self.values.follow(tensors_in(call.python_arguments), before.fakes, str(facts.func))
         return call.python_tensor(out) if returned else out
-
-    def _append_cached(
-        self, call: OpCall, key: Any, undeclared: Sequence[str], tracked: tuple[Value, ...] | None
-    ) -> Any:
-        """Put an op on the tape with the results of one of equal metadata; None where torch has to run it.
-
-        `tracked` is None for an op that writes nothing.
-        """
-        if tracked is not None and not self._is_known_update(call, undeclared):
-            return None
-        cached = self.inference.cached(key, call.facts.func, call.args, call.kwargs, call.inputs)
-        if cached is None or tracked is None:
-            return None if cached is None else self._append_inferred(call, *cached)
-        return self._append_inferred(call, *cached, tuple(dict.fromkeys(call.all_written(undeclared))), tracked)
-
-    def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
-        """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
-
-        Such are ops in place that change values alone, and those that write statistics beside their results, once torch
-        has run one of equal metadata.
-        """
-        facts = call.facts
-        target = call.args[0] if call.args else None
-        if key is None or type(target) is not Value:
-            return None
-        if facts.keeps_layout:
-            with torch.no_grad() if unseen else contextlib.nullcontext():
-                is_known = self._changes_only_values(call, target.fake, key)
-            return self._append_in_place(call, target) if is_known else None
-        tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
-        out = self._append_cached(call, key, undeclared, tuple(tracked))
-        for v in dict.fromkeys(call.written(facts.written) if out is not None else ()):
-            torch.autograd.graph.increment_version(v.fake)
-        return out
-
-    def _is_known_update(self, call: OpCall, undeclared: Sequence[str]) -> bool:
-        """Whether the results of an op that writes beside them follow from metadata."""
-        facts = call.facts
-        if not (facts.updates or (undeclared and not facts.written)):
-            return False
-        return not (facts.is_custom or any(map(is_inference_of, call.fakes())) or call.overlaps(undeclared))
-
-    def _append_in_place(self, call: OpCall, target: Value) -> Any:
-        fake = target.fake
-        torch.autograd.graph.increment_version(fake)
-        key = target.key if target.requires_grad is requires_grad_of(fake) else self.inference.key_of(fake)
-        tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
-        self._append(call, self.values.new(fake, 0, target.storage, key), (target,), None, tracked)
-        return fake
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
         facts = call.facts
@@ -505,15 +478,6 @@ class OpRecorder:
             return out
 
         return BelowAutograd(on_op)
-
-    def _changes_only_values(self, call: OpCall, t: torch.Tensor, key: Any) -> bool:
-        """Whether an op in place changes nothing of the fake tensor `t`, its target, but the version counter."""
-        if key is None or is_inference_of(t):
-            return False
-        if _grad_enabled() and any(requires_grad_of(v.fake) for v in call.inputs):
-            return False
-        inferred = self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs)
-        return inferred is not None and not call.overlaps()
 
     def _note_squeeze(self, call: OpCall) -> None:
         """Where an op squeezes, calls with size 1 would lose a dimension."""

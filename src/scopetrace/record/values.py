@@ -100,21 +100,22 @@ class ValueTable:
             return type(out)([self.new_results(t, slot) for slot, t in enumerate(out)])
         return self.new_result(out, slot) if isinstance(out, torch.Tensor) else out
 
-    def new_same(self, t: torch.Tensor, slot: int, before: Value) -> Value:
+    def new_same(self, t: torch.Tensor, slot: int, before: Value, *, is_written: bool = False) -> Value:
         """As `new`, where the op returns a tensor that it was given, the value of which is `before`."""
         value = self.new(t, slot, before.storage, self.inference.current_key(before))
-        self.same.append((value, before))
+        if not is_written:
+            self.same.append((value, before))
         return value
 
     def new_inferred(
-        self, outputs: Outputs, fakes: Sequence[torch.Tensor | None], inputs: Sequence[Value]
+        self, outputs: Outputs, fakes: Sequence[torch.Tensor | None], inputs: Sequence[Value], *, is_written: bool
     ) -> list[Value | None]:
-        """As `new` for each result that was made from metadata alone."""
+        """As `new` for each result that was made from metadata alone; `is_written` says that the op writes."""
         results: list[Value | None] = []
         for slot, (meta, fake) in enumerate(zip(outputs.tensors, fakes, strict=True)):
             value = None
             if isinstance(meta, Identity):
-                value = self.new_same(inputs[meta.input].fake, slot, inputs[meta.input])
+                value = self.new_same(inputs[meta.input].fake, slot, inputs[meta.input], is_written=is_written)
                 value.autograd_placeholder = inputs[meta.input].autograd_placeholder
             elif meta is not None and fake is not None:
                 value = self.new(fake, slot, storage_id(fake), meta.key)

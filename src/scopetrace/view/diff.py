@@ -175,8 +175,8 @@ class _Line:
         """What it gives, and of an op what it computes; of a call its whole text."""
         if self.what != "op":
             return self.text.rpartition(" -> ")[2], self.text
-        given, equals, computed = self.text.partition(" = ")
-        return (given, computed) if equals else ("", given)
+        target, equals, computed = self.text.partition(" = ")
+        return (target, computed) if equals else ("", target)
 
 
 def _numbers_of(*lines: _Line) -> dict[str, str]:
@@ -205,8 +205,8 @@ class _Side:
 
     def numbered(self, line: _Line) -> str:
         """A line with numbers in the place of names, without the names of an op's results."""
-        given, text = line.parts
-        return (f"{_NAME.sub('', given)} = " if line.what == "op" else "") + self.with_numbers(text)
+        target, text = line.parts
+        return (f"{_NAME.sub('', target)} = " if line.what == "op" else "") + self.with_numbers(text)
 
     def with_numbers(self, text: str) -> str:
         """A text with numbers in the place of names."""
