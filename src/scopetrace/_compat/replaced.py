@@ -56,7 +56,7 @@ REPLACED = {
         torch.autograd.function.BackwardCFunction.__init__""",
     "a transform wraps what stands for a parameter in autograd's graph": """
         torch._functorch.vmap._add_batch_dim torch._functorch.eager_transforms._wrap_tensor_for_grad""",
-    "an optimizer, a scaler or a scheduler, of which torch's hooks tell only the steps": """
+    "an optimizer or a scaler, of which torch's hooks tell only the steps": """
         torch.optim.Optimizer.__init__ torch.optim.Optimizer.zero_grad torch.amp.GradScaler._check_scale_growth_tracker
         torch.amp.GradScaler._lazy_init_scale_growth_tracker torch.amp.GradScaler._maybe_opt_step
         torch.amp.GradScaler.scale""",

@@ -87,7 +87,7 @@ class CallRecorder:
         """Whether a leaf module is running, so that the patches stay out of the way."""
         self._at_end = at_end
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
-        self._names = names
+        self._methods = names - _METHODS
         self._running: list[torch.nn.Module | None] = []
         """The modules whose code runs, the innermost last."""
 
@@ -131,7 +131,7 @@ class CallRecorder:
     def methods_of(self, kind: type[torch.nn.Module]) -> dict[str, types.FunctionType]:
         """The methods of a class that its users have added to those of nn.Module, and that code names."""
         bases = [base for base in reversed(kind.__mro__) if is_users_class(base)]
-        members = {name: x for base in bases for name, x in vars(base).items() if name in self._names - _METHODS}
+        members = {name: x for base in bases for name, x in vars(base).items() if name in self._methods}
         return {name: x for name, x in members.items() if type(x) is types.FunctionType and not _is_scoped(x)}
 
     def _on_method(self, module: torch.nn.Module, name: str, run: functools.partial[Any]) -> Any:
