@@ -68,6 +68,7 @@ WAYS = {
     ("def make(f):\n    def g(): return f()\n    return g\np, q = make(int), make(helper)", ""): ("(1 + p()) * q()",),
     ("def p(f=helper): return f()\ndef q(*, f=helper): return f()", ""): ("p()", "q()"),
     ("@functools.cache\ndef p(): return helper", ""): ("p()()",),
+    ("p = functools.cache(functools.partial(lambda f: f, helper))", ""): ("p()()",),
     ("def gen():\n    yield helper()", ""): ("next(gen())",),
     ("ctx = contextlib.contextmanager(lambda: (helper() for _ in [0]))", ""): ("ctx().__enter__()",),
 }

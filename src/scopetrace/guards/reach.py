@@ -189,8 +189,8 @@ class Reach:
                 self._visit("a memo", x)
             if isinstance(inner := unwrapped(x), types.FunctionType):
                 self._add_function(inner, depth)
-            elif inner is not x:  # a module under torch.compile
-                self._visit(x.__name__, inner)
+            elif inner is not x:  # a module under torch.compile, a partial under `functools.cache`
+                self._visit(getattr(x, "__name__", name), inner)
 
     def add_class(self, kind: type, depth: int = 0, *, is_named: bool = True) -> None:
         """The methods of a class that some function names, and special ones, as operators.
