@@ -25,7 +25,7 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 from torch._functorch import eager_transforms, vmap
 from torch._higher_order_ops import utils
-from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, FunctionMeta, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_overridable_functions, _get_tensor_methods, get_testing_overrides
@@ -311,15 +311,10 @@ _QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "sco
 def _report_custom_functions(torch_calls: Interception, observer: Any) -> None:
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
-    Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.14
-    `Function.apply` itself is in C++: of one that somebody holds, only the node that it makes is seen.
+    Inside of a transform such as torch.vmap, the function that is applied below it is reported.
     """
     outer = torch._C._FunctionBase.__dict__["apply"]
     applying = 0
-
-    def make_node(_: Callable[..., Any], node: Any) -> None:
-        if not applying:
-            observer.on_unseen_function()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal applying
@@ -328,7 +323,7 @@ def _report_custom_functions(torch_calls: Interception, observer: Any) -> None:
         if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
             return _reentrant(observer, *args)
         if cls.__module__ != "torch._library.autograd" and not in_transform():  # a custom op is recorded itself
-            out = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
+            out = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs), is_seen=True)
             if out is not NotImplemented:
                 return out
             # autograd takes tensors, and not those in lists
@@ -340,10 +335,38 @@ def _report_custom_functions(torch_calls: Interception, observer: Any) -> None:
         finally:
             applying -= 1
 
-    torch_calls.replace(BackwardCFunction, "__init__", make_node)
+    _report_bound_apply(torch_calls, observer, lambda: applying > 0)
     for owner in (_SingleLevelFunction, torch.autograd.Function):
         if vars(owner).get("apply", outer) is outer:
             torch_calls.put(owner, "apply", classmethod(apply))
+
+
+def _report_bound_apply(torch_calls: Interception, observer: Any, is_applying: Condition) -> None:
+    """Since torch 2.14 `Function.apply` is in C++: one that somebody holds makes a node, then asks for `forward`."""
+    unseen: list[tuple[Any, bool]] = []  # a node that was made, and whether autograd was on
+
+    def make_node(_: Callable[..., Any], node: Any) -> None:
+        if not is_applying():
+            unseen[:] = [(node, torch.is_grad_enabled())]
+
+    def forward_of(cls: Any) -> Callable[..., Any]:
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        forward: Callable[..., Any] = vars(owner)["forward"].__get__(None, cls)
+        is_asked_by_apply = unseen and torch_calls.is_observed() and unseen[0][0]._forward_cls is cls
+        return functools.partial(run_unseen, forward, *unseen.pop()) if is_asked_by_apply else forward
+
+    def run_unseen(forward: Callable[..., Any], node: Any, grad: bool, *args: Any) -> Any:
+        cls, inputs = node._forward_cls, args[1:] if args and args[0] is node else args
+        with torch.set_grad_enabled(grad):
+            out = observer.on_custom_function(cls, inputs, is_seen=False)
+        if out is NotImplemented:
+            return forward(*args)
+        results = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, torch.Tensor)]
+        node.mark_non_differentiable(*[x for x in results if not requires_grad_of(x)])
+        return out
+
+    torch_calls.replace(BackwardCFunction, "__init__", make_node)
+    torch_calls.put(FunctionMeta, "forward", property(forward_of))
 
 
 def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

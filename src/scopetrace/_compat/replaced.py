@@ -53,7 +53,7 @@ REPLACED = {
         torch.autograd._engine_run_backward torch.autograd.graph._engine_run_backward""",
     "a function with a backward of its own is applied, or its node made": """
         torch.autograd.function._SingleLevelFunction.apply torch.autograd.Function.apply
-        torch.autograd.function.BackwardCFunction.__init__""",
+        torch.autograd.function.BackwardCFunction.__init__ torch.autograd.function.FunctionMeta.forward""",
     "a transform wraps what stands for a parameter in autograd's graph": """
         torch._functorch.vmap._add_batch_dim torch._functorch.eager_transforms._wrap_tensor_for_grad""",
     "an optimizer or a scaler, of which torch's hooks tell only the steps": """

@@ -31,9 +31,9 @@ _APPLIED = (
     "may go to a result too",
     "trace the forward alone, without torch.autograd.grad in it",
 )
-_BOUND_APPLY = (
-    "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.14 and later do "
-    "not show, so that its backward would be lost",
+BOUND_APPLY = (
+    "a torch.autograd.Function that gives its argument back, or to whose backward the forward comes, is called by an "
+    "`apply` that was bound before the trace, which torch 2.14 and later do not show",
     "call Function.apply(...) itself, in a function where one is needed",
 )
 
@@ -71,7 +71,7 @@ def _refuse_lost_gradients(values: ValueTable, results: list[Value]) -> None:
         reached = _reached_from_outside(tape, results) if numbered else ()
         unseen = next((v for v, number in numbered if number in reached and number not in differentiated), None)
     if unseen is not None:
-        problem, hint = _BOUND_APPLY if differentiated is None else _APPLIED
+        problem, hint = BOUND_APPLY if differentiated is None else _APPLIED
         raise UnsupportedOpError(problem, **place_of(unseen.op), hint=hint)
     if not (late or former):
         return

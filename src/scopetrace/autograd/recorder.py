@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from scopetrace._compat.gradients import BackwardHookFunction, next_sequence_number, node_number, saving_by
 from scopetrace._compat.ops import paused, unwrapped
@@ -23,6 +24,7 @@ from scopetrace.autograd.checkpoints import CheckpointedRegion
 from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.functions import FunctionRecorder, refuse_dirty_view
 from scopetrace.autograd.gradients import GradientRecorder
+from scopetrace.autograd.history import BOUND_APPLY
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Phase
 from scopetrace.ops.history import can_require_grad, is_view
@@ -70,8 +72,11 @@ class AutogradRecorder:
             hint="use torch.func.jvp, or differentiate outside of the forward",
         )
 
-    def on_custom_function(self, cls: type, args: Any) -> Any:
-        """A function with a backward of its own is applied. Returns what it gives; NotImplemented: torch applies it."""
+    def on_custom_function(self, cls: type, args: Any, *, is_seen: bool) -> Any:
+        """A function with a backward of its own is applied. Returns what it gives; NotImplemented: torch applies it.
+
+        Where its `apply` was not seen, torch has made a node for it and hangs that on what it gives.
+        """
         if cls is BackwardHookFunction and torch.is_grad_enabled() and any(requires_grad_of(t) for t in args):
             number = next_sequence_number()
             self._on_hook("a backward hook of a module", "nn.Module.register_full_backward_hook", number)
@@ -84,13 +89,24 @@ class AutogradRecorder:
             # torch detaches a result that autograd takes for no view
             self._builder.expect_history("a torch.autograd.Function runs under no_grad")
             return NotImplemented
+        if self._builder.differentiates and not is_seen:
+            if any(self.on_applied(t) is not t for t in tensors):  # torch has the others already
+                raise self._bound_apply(cls)
+            self.on_unseen_function()
+            return NotImplemented
         if self._builder.differentiates:
             refuse_dirty_view(cls, tensors, self._builder)
             phase = Phase("backward", 0 if call is None else call.position, self._builder.state.current_scope)
             self._builder.made_nodes.append((next_sequence_number(), phase))
             return NotImplemented
         with paused():
-            return FunctionRecorder(cls, args, self._values, self._ops.run_callable).run()
+            out = FunctionRecorder(cls, args, self._values, self._ops.run_callable).run()
+        if not is_seen and any(x is t for x in pytree.tree_leaves(out) for t in tensors):
+            raise self._bound_apply(cls)
+        return out
+
+    def _bound_apply(self, cls: type) -> UnsupportedOpError:
+        return self._builder.refusal(BOUND_APPLY[0], op=cls.__qualname__, hint=BOUND_APPLY[1])
 
     def on_unseen_function(self) -> None:
         """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""
