@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import random
+import types
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ class Net(nn.Module):
         self.run, self.n, self.seen, self.table, self.cos, self.shape = forward, 0, [], {}, None, None
         self.register_buffer("scale", torch.tensor([2.0, 3.0]))
         self.recent, self.kinds = collections.deque([1, 2, 3], maxlen=3), set()
+        self.record = types.SimpleNamespace()
 
     def forward(self, x):
         return self.run(self, x)
@@ -136,9 +138,38 @@ def drawn(m, x):
     return x * random.random()
 
 
-SERVED = [counter, history, recent_steps, last_kept, rebuilt, set_once, other_ops_at_first]
+class Result:
+    """What a forward made, with a number beside it."""
+
+    def __init__(self, x, n=0):
+        self.x, self.n = x, n
+
+
+def keeps_its_result(m, x):
+    m.record.result = Result(x * 2)
+    m.table["last"] = (m.record.result, x)
+    return m.record.result.x + m.table["last"][1]
+
+
+def counts_in_its_result(m, x):
+    last = getattr(m.record, "result", None)
+    m.record.result = Result(x, 0 if last is None else last.n + 1)
+    return x * (2 if m.record.result.n < 4 else 3)
+
+
+def counts_in_a_row(m, x):
+    m.table["last"] = Result(x, m.table["last"].n + 1 if m.table else 0)
+    return x * (2 if m.table["last"].n < 4 else 3)
+
+
+def counts_in_text(m, x):
+    m.table["text"] = m.table.get("text", "") + "a"
+    return x * (3 if m.table["text"] == "aaaaa" else 2)
+
+
+SERVED = [counter, history, recent_steps, last_kept, rebuilt, set_once, other_ops_at_first, keeps_its_result]
 CACHES = [rotary, anchors, scratch, memo]
-ONE_CALL = [scheduled, grows, shifts, meets, recurrent, of_the_first_batch, drawn]
+ONE_CALL = [scheduled, grows, shifts, meets, recurrent, of_the_first_batch, drawn, counts_in_text]
 
 
 @pytest.mark.parametrize("forward", [*SERVED, *CACHES])
@@ -149,6 +180,25 @@ def test_calls_are_as_those_of_eager(forward):
     assert not any(effect.baked_in for effect in trace.side_effects)
     for i in range(12):
         assert torch.equal(trace(X + i), eager(X + i))
+
+
+def test_what_is_kept_anew_may_stand_there_at_the_trace():
+    model = Net(keeps_its_result)
+    model(X)
+    trace = st.trace(model, (X,))
+    for kept in (model.record.result, None):  # as somebody resets it
+        model.record.result = kept
+        assert trace(X + 1).equal(model(X + 1))
+
+
+@pytest.mark.parametrize("forward", [counts_in_its_result, counts_in_a_row, counts_in_text])
+def test_what_is_read_first_is_refused_after_calls_too(forward):
+    model = Net(forward)
+    model(X)
+    trace = st.trace(model, (X,))
+    trace(X)
+    with pytest.raises(st.errors.SideEffectError):
+        trace(X)
 
 
 @pytest.mark.parametrize("forward", CACHES)

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import eager, is_random
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
 from scopetrace.containers.contents import (
+    ATOMS,
     ATTRIBUTES,
     Change,
     Place,
@@ -85,7 +87,8 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
             matter.update(asked, (c.name for c in changes if _was_read(c, run)))
             if not is_same:  # an op takes a number without asking it
                 matter.update(change.name for change in first.changes if not _is_content(change))
-            if is_same and not matter:
+            unseen = {c.name for c in changes if c.name in matter and _may_be_unread(c)}
+            if is_same and (matter == unseen) and (not unseen or _is_unread(first, left, unseen, again)):
                 leave_out(first.tape, first.changes)  # what a call finds there does not count
                 first.tape.side_effects += _harmless(first, lines)
                 return first.tape
@@ -101,6 +104,38 @@ def _was_read(change: Change, run: Run) -> bool:
     if isinstance(change.old, torch.Tensor):
         return any(t is change.old for t in run.tape.attributes.values())
     return not is_watched(plain(change.old)) and run.was_read(change)
+
+
+def _may_be_unread(change: Change) -> bool:
+    """Whether nobody sees if what was there is read, and it is more than numbers and text, which `==` may compare."""
+    is_attribute = isinstance(change.holder, torch.nn.Module) and change.attribute
+    is_seen = is_attribute or is_watched(plain(change.old))
+    return not is_seen and any(type(x) not in ATOMS for x in pytree.tree_leaves(plain(change.new)))
+
+
+class _Unread:
+    """Stands where a forward writes, and notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked = True
+        raise AttributeError(name)
+
+
+def _is_unread(first: Run, left: _Left, names: set[str], again: Callable[[], Run]) -> bool:
+    """Whether the program is the same with other things in the places of these changes, of which none is asked."""
+    for other in (None, unread := _Unread()):
+        try:  # it fails where it takes more of what stands there
+            with _state(left):
+                for change in [change for change, _ in left.values if change.name in names]:
+                    change.place.put(other)
+                if not is_same_program(first.tape, again().tape):
+                    return False
+        except Exception:
+            return False
+    return not unread.asked
 
 
 def _advances(change: Change) -> bool:

@@ -135,8 +135,8 @@ class StateReads:
 
     def was_read(self, change: Change) -> bool:
         """Whether the forward read what it changed before it wrote it, as far as that is known."""
-        saved = None if change.holder is None else self._model.saved(change.holder)
-        return saved is None or (id(change.holder), change.attribute or "") in self._read
+        saved = self._model.saved(change.holder) if change.attribute else None
+        return saved is None or (id(change.holder), change.attribute) in self._read
 
     def asks_identity(self, change: Change) -> bool:
         """Whether code that read what was changed compares objects, and it is another object now. Known after `guards`.
