@@ -112,25 +112,20 @@ def _ctc_loss(
     `both_lengths` are those of the inputs and of the targets, (N,) each.
     Raises RuntimeError for shapes and dtypes that the kernel refuses.
     """
-    if log_probs.dim() != 3 or log_probs.dtype not in (torch.float32, torch.float64):
+    times, count = log_probs.size()[:2] if log_probs.dim() == 3 else (0, -1)
+    fits = count >= 0 and log_probs.dtype in (torch.float32, torch.float64) and targets.dim() in (1, 2)
+    fits = fits and (targets.dim() == 1 or targets.size(0) == count)
+    if not fits or any(n.numel() != count or n.is_floating_point() for n in both_lengths):
+        shown = "; ".join(f"{t.dtype} of shape {list(t.size())}" for t in (log_probs, targets, *both_lengths))
         raise RuntimeError(
-            f"ctc_loss takes log_probs of (T, N, C) or (T, C) in float32 or float64, not {_shown(log_probs)}"
+            "ctc_loss takes log_probs of (T, N, C) or (T, C) in float32 or float64, targets of (N, S) or all in a row, "
+            f"and N integers each as input_lengths and target_lengths, not {shown}"
         )
-    times, count, _ = log_probs.size()
-    if targets.dim() not in (1, 2) or (targets.dim() == 2 and targets.size(0) != count):
-        raise RuntimeError(f"ctc_loss takes targets of (N, S), N = {count}, or all in a row, not {_shown(targets)}")
-    for name, lengths in zip(("input_lengths", "target_lengths"), both_lengths, strict=True):
-        if lengths.numel() != count or lengths.is_floating_point():
-            raise RuntimeError(f"ctc_loss takes N = {count} integers as {name}, not {_shown(lengths)}")
     env = mode.shape_env
     assert env is not None
     states = env.create_unbacked_symint()
     env.ignorable_fresh_unbacked_symbols.append(states.node.expr)  # `ctc_loss` keeps it to itself
     return _empty_fake(mode, (count,), log_probs), _empty_fake(mode, (count, times, states), log_probs)
-
-
-def _shown(t: torch.Tensor) -> str:
-    return f"{t.dtype} of shape {list(t.size())}"
 
 
 def _empty_fake(mode: FakeTensorMode, size: Any, like: torch.Tensor) -> torch.Tensor:

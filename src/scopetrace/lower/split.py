@@ -34,6 +34,7 @@ from scopetrace.ir.tape import Phase
 from scopetrace.ir.write_back import CopyInto, StateRef
 from scopetrace.lower.compiled import KEPT_META
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
+from scopetrace.ops.history import differentiated_once
 from scopetrace.program.graph import call_position, forward_place, node_value, phase_of, scope_path, set_place
 from scopetrace.program.traced import Saved, TracedProgram, functional_tape
 from scopetrace.session import record
@@ -128,29 +129,15 @@ class _Differentiable(torch.autograd.Function):
             tensors = iter(ctx.saved_tensors)
             kept = [next(tensors) if x is None else x for x in ctx.numbers]
             gradients = ctx.run(*kept, *laid_out)
-        if create_graph:
-            gradients = _DifferentiatedOnce.apply(torch.empty(0, requires_grad=True), *gradients)
+        if create_graph:  # without a history, derivatives of them would be left out
+            error = UnsupportedOpError(
+                "the gradients that the backward graph of a split program gives cannot be differentiated again",
+                hint="trace a step with both derivatives and split that; or give functional_backend no "
+                "backward_compiler",
+            )
+            gradients = [None if g is None else differentiated_once(g, error) for g in gradients]
         by_name = dict(zip(split.gradients, gradients, strict=True))
         return None, None, None, *(by_name.get(name) for name in split.primals)
-
-
-class _DifferentiatedOnce(torch.autograd.Function):
-    """Gives gradients a history that cannot be differentiated: without one, derivatives of them would be left out.
-
-    Torch's `once_differentiable` does so only where the gradients of the results require grad.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, *gradients: Any) -> Any:
-        return tuple(g if g is None else g.view_as(g) for g in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedOpError(
-            "the gradients that the backward graph of a split program gives cannot be differentiated again",
-            hint="trace a step that contains both derivatives and split that; or give functional_backend no "
-            "backward_compiler",
-        )
 
 
 def _detached(x: Any) -> Any:

@@ -56,19 +56,29 @@ torch.library.define("scopetrace::once_differentiable", "(Tensor gradient, Tenso
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gradient: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
         return gradient.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise ctx.error
+
+
+def differentiated_once(gradient: torch.Tensor, error: Exception) -> torch.Tensor:
+    """A copy of a gradient, with a history that raises `error` where it is differentiated."""
+    once: torch.Tensor = _Once.apply(gradient.detach().requires_grad_(), error)
+    return once
 
 
 @torch.library.impl("scopetrace::once_differentiable", "CompositeImplicitAutograd")
 def once_differentiable(gradient: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """A gradient computed from `gradients`, by a function that cannot be differentiated, as torch marks it."""
     twice = torch.is_grad_enabled() and any(t.requires_grad for t in gradients)
-    return _Once.apply(gradient.detach().requires_grad_()) if twice else gradient.detach().clone()
+    if not twice:
+        return gradient.detach().clone()
+    error = RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+    return differentiated_once(gradient, error)
 
 
 @torch.library.custom_op("scopetrace::no_gradient", mutates_args=())

@@ -39,7 +39,7 @@ from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.guards import Guard
 from scopetrace.ir.scopes import Scope, scope
-from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_text, several
+from scopetrace.ir.selection import Candidate, Target, is_named, matches, near_text, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
@@ -109,8 +109,9 @@ class CallRecorder:
         if method not in ("call", "forward"):
             return self._on_method(module, method, functools.partial(run, module, *args, **kwargs))
         call = self._builder.call and self._builder.call.of_module
-        if isinstance(module, HasOtherPath):
-            self._refuse_other_path(module, args, kwargs)
+        refusal = other_path(module, args, kwargs, self._reads) if isinstance(module, HasOtherPath) else None
+        if refusal is not None and not is_named(Candidate(module, type(module), *self._place(module)), self._leaves):
+            raise self._builder.refusal(refusal[0], op=type(module).__qualname__, hint=refusal[1])
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
             is_root = isinstance(module, torch.fx.GraphModule) and call.parent is None
@@ -164,12 +165,6 @@ class CallRecorder:
         if self._leaves and is_named(call, self._leaves):
             raise LeafPatternError(f"leaf_modules: {call.scope} is a part of the graph, in which no module is called")
         self.run(call, set(), run, (), {})
-
-    def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refusal = other_path(module, args, kwargs, self._reads)
-        if refusal is not None and not is_named(Candidate(module, type(module), *self._place(module)), self._leaves):
-            problem, hint = refusal
-            raise self._builder.refusal(problem, op=type(module).__qualname__, hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
         fqn = self._model.module_name(module, self._around())
@@ -407,9 +402,8 @@ def refuse_unmatched(targets: list[Target], calls: list[Call]) -> None:
     calls = [call for call in calls if call.is_module]
     for target in targets:
         if isinstance(target, str) and "/" in target and not any(is_named(call, target) for call in calls):
-            paths = [call.scope.path for call in calls[1:]]
-            some = crossing(target, paths) + "the model has " + (", ".join(paths[:5]) or "none")
-            raise LeafPatternError(f"leaf_modules: no module is named {target!r}; {some}, …")
+            near = near_text(target, [call.scope.path for call in calls[1:]])
+            raise LeafPatternError(f"leaf_modules: no module is named {target!r}; {near}")
 
 
 # Templates of what calls take and return: a value of the tape in place of each tensor ---------------------------------

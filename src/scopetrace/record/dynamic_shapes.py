@@ -7,6 +7,7 @@ Data flow:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 import warnings
@@ -304,12 +305,9 @@ def symbolic_strides(real: torch.Tensor, sizes: list[Any]) -> list[Any]:
 
 def refuse_shared(dynamic: list[torch.Tensor], inputs: list[Any]) -> None:
     """Raise DynamicShapeError for a tensor with dynamic sizes that shares its memory with another input."""
-    others: dict[int, set[int]] = {}
-    for t in inputs:
-        if isinstance(t, torch.Tensor) and t.layout is torch.strided:
-            others.setdefault(storage_id(t), set()).add(id(t))
+    sharing = collections.Counter(map(storage_id, {id(t): t for t in inputs if isinstance(t, torch.Tensor)}.values()))
     for t in dynamic:
-        if t.layout is not torch.strided or len(others[storage_id(t)]) > 1:
+        if t.layout is not torch.strided or sharing[storage_id(t)] > 1:
             raise DynamicShapeError(
                 "a tensor with dynamic sizes shares its memory with another input, or has a sparse layout",
                 hint="clone() one of them, or leave the tensor out of dynamic_shapes",

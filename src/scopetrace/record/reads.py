@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import operator
-import sys
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
@@ -31,7 +30,7 @@ from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.maybe_views import MAYBE_VIEWS
 from scopetrace.record.values import ValueTable
-from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, is_users
+from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, asked_by_model
 
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 """The op without derivative that a module of torch chooses where no gradient is recorded."""
@@ -127,7 +126,7 @@ class ReadRecorder:
         of them.
         """
         builder = self._builder
-        if builder.reentrant is None or not self._is_users_question():
+        if builder.reentrant is None or not asked_by_model(SCOPETRACE):
             return
         value = None if t is None else self._values.by_id.get(id(t))
         if t is not None and (value is None or value.op not in builder.tape.ops[builder.reentrant :]):
@@ -138,14 +137,6 @@ class ReadRecorder:
             op=question,
             hint="give checkpoint use_reentrant=False, which runs the region with autograd both times, or ask before",
         )
-
-    @staticmethod
-    def _is_users_question() -> bool:
-        """Whether neither torch nor Python's library asks."""
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(SCOPETRACE):
-            frame = frame.f_back
-        return is_users(frame.f_code.co_filename)
 
     def drop_inner_flags(self) -> None:
         """After the forward: a flag that has another value than it was read with was set by the forward itself."""
