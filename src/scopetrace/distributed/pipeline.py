@@ -97,12 +97,7 @@ class SplitPoints(Printed, dict[str, "SplitPoint"]):
 
 
 def split_points(
-    tr: Trace,
-    stages: int,
-    balance: Balance = "params",
-    *,
-    classes: Selection | None = None,
-    tolerance: float = 0.1,
+    tr: Trace, stages: int, balance: Balance = "params", *, classes: Selection | None = None, tolerance: float = 0.1
 ) -> SplitPoints:
     """The modules at which to cut a model into pipeline stages.
 

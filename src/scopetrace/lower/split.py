@@ -156,9 +156,7 @@ def _laid_out(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def split_backward(
-    program: TracedProgram,
-    partition_fn: Partition | None,
-    rewrite: Rewrite | None = None,
+    program: TracedProgram, partition_fn: Partition | None, rewrite: Rewrite | None = None
 ) -> SplitProgram:
     """The two graphs of a program; see `Trace.split_backward`. The joint program of a forward is rewritten first."""
     if partition_fn is None:

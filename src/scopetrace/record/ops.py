@@ -77,12 +77,7 @@ class OpRecorder:
     """Records the ops that arrive at its `mode`."""
 
     def __init__(
-        self,
-        values: ValueTable,
-        reads: ReadRecorder,
-        run_graph: RunGraph,
-        *,
-        specialize: bool = False,
+        self, values: ValueTable, reads: ReadRecorder, run_graph: RunGraph, *, specialize: bool = False
     ) -> None:
         self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
         self.values, self.reads = values, reads
