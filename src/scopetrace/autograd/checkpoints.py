@@ -334,6 +334,5 @@ def _declared_writes(op: Op) -> Iterator[Value]:
     schema = schema_of(op.target) if op.writes and is_op(op.target) else None
     if schema is None or (schema.returns and not any(r.is_written or r.is_out for r in schema.returns)):
         return
-    for i, argument in enumerate(schema.arguments):
-        operand = op.args[i] if i < len(op.args) else op.kwargs.get(argument.name)
-        yield from values_in(operand) if argument.is_written else ()
+    operands = by_name(op.target, op.args, op.kwargs)
+    yield from values_in([operands.get(name) for name in schema.written])

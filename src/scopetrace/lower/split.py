@@ -25,7 +25,7 @@ from scopetrace._compat.graph_module import look_up, set_grad_enabled
 from scopetrace._compat.ops import is_op
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import Symbolic, example, has_unbacked
-from scopetrace._compat.tensors import FakeFactory, dense_order, is_symbolic
+from scopetrace._compat.tensors import FakeFactory, dense_order
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError, UnsupportedOpError
 from scopetrace.ir.conditions import SizeRules
@@ -145,14 +145,9 @@ def _detached(x: Any) -> Any:
 
 
 def _laid_out(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tangent with the strides for which the graph was made."""
-    if is_symbolic(like):
-        order = dense_order(like) or list(range(like.dim()))
-        back = [order.index(i) for i in range(like.dim())]
-        return t.permute(order).contiguous().permute(back)
-    if t.stride() == like.stride():
-        return t
-    return torch.empty_strided(like.size(), like.stride(), dtype=t.dtype, device=t.device).copy_(t)
+    """A tangent with the strides for which the graph was made, which are those of `empty_like`: without gaps."""
+    order = dense_order(like) or list(range(like.dim()))
+    return t.permute(order).contiguous().permute([order.index(i) for i in range(like.dim())])
 
 
 def split_backward(

@@ -54,21 +54,15 @@ OVERWRITE = torch.ops.scopetrace.overwrite.default
 torch.library.define("scopetrace::once_differentiable", "(Tensor gradient, Tensor[] given) -> Tensor")
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, error: Exception) -> torch.Tensor:
-        ctx.error = error
-        return gradient.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        raise ctx.error
-
-
 def differentiated_once(gradient: torch.Tensor, error: Exception) -> torch.Tensor:
-    """A copy of a gradient, with a history that raises `error` where it is differentiated."""
-    once: torch.Tensor = _Once.apply(gradient.detach().requires_grad_(), error)
-    return once
+    """A copy of a gradient, with a history that raises `error` where it is differentiated. Call with autograd on."""
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    copy = gradient.detach().requires_grad_().clone()
+    copy.grad_fn.register_prehook(refuse)  # type: ignore[union-attr]
+    return copy
 
 
 @torch.library.impl("scopetrace::once_differentiable", "CompositeImplicitAutograd")

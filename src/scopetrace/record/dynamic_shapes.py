@@ -78,9 +78,7 @@ class DynamicShapes:
                 f"{path}, dimension {d} is {value} in the example, which is not of the form that it must have"
             )
         symbol = self._symbol(spec, root, path, d)
-        if symbol is None or spec.derive is None:
-            return symbol
-        return spec.derive(symbol)
+        return symbol if symbol is None or spec.derive is None else spec.derive(symbol)
 
     def _symbol(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
         symbol, where = self._named.get(spec.name or ""), f"{path}, dimension {d}"

@@ -60,10 +60,7 @@ class ReadRecorder:
         self.members: dict[int, torch.Tensor] = {}
         """By id, the parameters and buffers that the forward got from a module."""
         self._default_device = questions.flag("torch.get_default_device", ())
-        self.awaits_default_device = True
-        """Whether a tensor of the default device is to be told by `on_default_device`."""
         self._default_dtype = questions.default_dtype()
-        self._awaits_default_dtype = True
 
     @contextlib.contextmanager
     def watching(self, names: Set[str]) -> Iterator[None]:
@@ -204,17 +201,12 @@ class ReadRecorder:
         self.awaits_cast = False
         self.note_once("torch.autocast", self._autocast, Flag("torch.autocast", ()))
 
-    def minds_default_dtype(self) -> bool:
-        """Whether a tensor of the default dtype is to be told by `on_default_dtype`."""
-        return self._awaits_default_dtype or questions.default_dtype() is not self._default_dtype
-
     def on_default_dtype(self, func: Any = None) -> None:
         """The dtype of a new tensor is the default one, which the forward may have set itself.
 
         `func` is the op where it decides by itself, as of a division of integers, rather than taking a dtype.
         """
         if questions.default_dtype() is self._default_dtype:
-            self._awaits_default_dtype = False
             self.on_flag("torch.get_default_dtype", (), self._default_dtype)
         elif func is not None:
             raise self._builder.refusal(
@@ -227,7 +219,6 @@ class ReadRecorder:
         """A new tensor is on `device`, which may be the default one: the op does not tell whether it was given."""
         default = questions.flag("torch.get_default_device", ())
         if default == self._default_device and (device is None or device == default):
-            self.awaits_default_device = False
             self.on_flag("torch.get_default_device", (), default)
 
     # ---------------------------------------------------------------- facts of tensors

@@ -23,7 +23,7 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import eager
-from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
+from scopetrace._compat.questions import VIEW_QUESTIONS, Condition
 from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
 from scopetrace.guards.attributes import static_lookup
@@ -226,7 +226,7 @@ class PythonValues:
         )
 
     def _refuse_elements(self) -> NoReturn:
-        error = NoData("a tensor in a trace doesn't have data for a function of its elements")
+        error = RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
         self._builder.raised.append((error, None))
         raise error
 
