@@ -174,18 +174,9 @@ def split_backward(
     after = {n.name: i for i, n in reversed([*enumerate(_outputs(forward.graph))])}
     names = (str(n.target) for n in backward.graph.find_nodes(op="placeholder"))  # a node's name has no capitals
     taken = [name for name in names if not name.startswith("tangents_")]
-    nodes = {n.name: n for n in forward.graph.nodes}
-    return SplitProgram(
-        forward,
-        backward,
-        joint.primals,
-        joint.results,
-        joint.gradients,
-        tuple(Saved.among(map(nodes.__getitem__, taken))),
-        program,
-        joint,
-        tuple(map(after.__getitem__, taken)),
-    )
+    nodes, places = {n.name: n for n in forward.graph.nodes}, tuple(map(after.__getitem__, taken))
+    saved = tuple(Saved.among(map(nodes.__getitem__, taken)))
+    return SplitProgram(forward, backward, joint.primals, joint.results, joint.gradients, saved, program, joint, places)
 
 
 def _erase_needless_forward(backward: torch.fx.GraphModule) -> None:
@@ -390,17 +381,10 @@ def _joint_of_forward(program: TracedProgram, rewrite: Rewrite | None, is_needed
     tangents = [f"{_TANGENTS}{i + 1}" for i in range(len(differentiable))]
     names += tangents
     inputs = [*graph.find_nodes(op="placeholder"), *map(last.__getitem__, tangents)]
-    differentiated = [primals[i] for i, is_reached in zip(by, reached, strict=True) if is_reached]
-    return _Joint(
-        _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags),
-        [node_value(n) for n in inputs],
-        primals,
-        len(outputs),
-        tuple(range(len(outputs))),
-        tuple(differentiable),
-        tuple(differentiated),
-        tape.sizes,
-    )
+    differentiated = tuple([primals[i] for i, is_reached in zip(by, reached, strict=True) if is_reached])
+    whole = _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags)
+    kept = primals, len(outputs), tuple(range(len(outputs)))
+    return _Joint(whole, list(map(node_value, inputs)), *kept, tuple(differentiable), differentiated, tape.sizes)
 
 
 _TANGENTS = "tangents_"

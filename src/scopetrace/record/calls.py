@@ -185,21 +185,11 @@ class CallRecorder:
         builder, which = self._builder, fqn if fqn and module is None else id(scope if module is None else module)
         index = self._counts.get(which, 0)
         self._counts[which] = index + 1
-        call = Call(
-            module=module,
-            fqn=fqn,
-            index=index,
-            parent=builder.call,
-            scope=scope,
-            args=(),
-            kwargs={},
-            start=-1,
-            frames=builder.frames() if builder.call is not None else (),
-            attributes=plain_attributes(current_attributes(module)) if module is not None else {},
-            position=self._next,
-            module_type=self.class_of(module) if module is not None and kind is None else kind,
-            replaced=self._model.replaced(module) if module is not None else (),
-        )
+        frames = builder.frames() if builder.call is not None else ()
+        call = Call(module, fqn, index, builder.call, scope, (), {}, -1, frames, {}, self._next, module_type=kind)
+        if module is not None:
+            call.attributes = plain_attributes(current_attributes(module))
+            call.module_type, call.replaced = kind or self.class_of(module), self._model.replaced(module)
         call.args, call.kwargs = self.templates.of((args, kwargs), call)
         call.start = len(builder.tape.ops)
         self._next += 1
