@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import _prims_common, _refs
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -45,6 +45,10 @@ def _dispatch(
     assert mode is not None and mode.shape_env is not None
     if func in _CTC_RULES:
         return _CTC_RULES[func](mode, *args)
+    schema = getattr(func, "_schema", None)  # higher-order ops have none
+    if FakeTensor not in types and schema and schema.is_mutable:  # in a leaf module; torch would write to real tensors
+        fake_of = functools.partial(mode.fake_tensor_converter.from_real_tensor, mode)
+        args, kwargs = tree_map_only(torch.Tensor, fake_of, (args, kwargs))
     before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and func not in _GIVING_ONE_TWICE
     try:
         with _asked_without_guards(func) if mode.shape_env.var_to_range else contextlib.nullcontext():

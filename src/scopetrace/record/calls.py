@@ -17,15 +17,15 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 import torch
 import torch.fx
 from torch.nn.utils import parametrize
 
-from scopetrace._compat.ops import eager, paused
-from scopetrace._compat.tensors import storage_id, version_of
+from scopetrace._compat.ops import paused
+from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.contents import is_users_class
 from scopetrace.containers.structure import (
     OpaqueContainer,
@@ -43,6 +43,7 @@ from scopetrace.ir.selection import Candidate, Target, is_named, matches, near_t
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
+from scopetrace.record.op_call import version_counter
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.regions import NESTED
@@ -252,12 +253,12 @@ class CallRecorder:
 
         def finished() -> Any:
             arguments = leaves_with_path((args, kwargs), "", self._object_types)
-            read = [(t, version_of(t)) for _, t in arguments if isinstance(t, torch.Tensor)]
+            read = [(t, version_counter(t)) for _, t in arguments if isinstance(t, torch.Tensor)]
             with paused():
                 out = run(module, *args, **kwargs)
             name = call.fqn or f"_leaf_module{len(builder.tape.modules)}"
             builder.tape.modules[name] = module
-            writes = tuple(values.value_of(t) for t, old in read if version_of(t) != old)
+            writes = tuple(values.value_of(t) for t, old in read if version_counter(t) != old)
             slots = itertools.count()
             call.outputs = map_structure(
                 lambda t: values.new_result(t, next(slots)), out, torch.Tensor, self._object_types
@@ -267,8 +268,7 @@ class CallRecorder:
 
         self.paused = True
         try:
-            with _buffers_kept(module):
-                return builder.in_call(call, finished)
+            return builder.in_call(call, finished)
         finally:
             self.paused = False
 
@@ -341,20 +341,6 @@ def _is_scoped(method: types.FunctionType) -> bool:
     code = method.__code__
     is_later = code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
     return bool(is_later) or code.co_filename.startswith(SCOPETRACE)
-
-
-@contextlib.contextmanager
-def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Put back the data of the buffers of a leaf, which running it on fake tensors may change."""
-    with eager():
-        saved = [(b, b.clone()) for b in module.buffers()]
-    try:
-        yield
-    finally:
-        with eager():
-            for buffer, before in saved:
-                if buffer.device.type != "meta":
-                    buffer.copy_(before)
 
 
 # Leaf modules --------------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class PythonValues:
         for copy in (tensor.__reduce_ex__, tensor.__deepcopy__):
             on(copy, self._first(self._refuse_copy))
         for run in (tensor.apply_, tensor.map_, tensor.map2_):  # which call a function of Python for each element
-            on(run, self._first(self._refuse_elements))
+            always(run, self._refuse_elements)
         for name, func in VIEW_QUESTIONS.items():
             on(func, after(functools.partial(self._refuse_base, name)))
         on(tensor.__deepcopy__, self._deepcopy)
@@ -225,7 +225,7 @@ class PythonValues:
             hint="write tensor.clone()",
         )
 
-    def _refuse_elements(self) -> NoReturn:
+    def _refuse_elements(self, *_: Any) -> NoReturn:
         error = RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
         self._builder.raised.append((error, None))
         raise error
