@@ -1,5 +1,7 @@
 """The boundary: structure, metadata and shared memory of the arguments, checked at each call."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -133,6 +135,49 @@ def test_a_leaf_with_nested_arguments_and_results():
     call = tr.calls[1]
     assert call.arguments["opaque"] is marker and call.arguments["how"] == 3
     assert set(call.outputs) == {"sum", "pair"} and call.outputs["pair"][1] is None
+
+
+class Writer(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.write, self.plain, self.weight = write, torch.zeros(3), nn.Parameter(torch.ones(3))
+        self.register_buffer("total", torch.zeros(3))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        self.write(self, x)
+        return self.norm(x) + self.total + self.plain + self.weight
+
+
+WRITES = {
+    "a buffer": lambda m, x: m.total.add_(1),
+    "a buffer by data": lambda m, x: m.total.copy_(x.detach().sum(0)),
+    "an attribute": lambda m, x: m.plain.add_(1),
+    "a parameter": lambda m, x: m.weight.data.mul_(2),
+    "by a list": lambda m, x: torch._foreach_add_([m.total], 1.0),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_leaf_writes_is_written_by_calls_alone(write, mode):
+    """torch runs an op on real tensors alone for real, also on fake tensors."""
+    net = nn.Sequential(nn.Linear(3, 3), Writer(WRITES[write]))
+    twin, x = copy.deepcopy(net), torch.randn(4, 3)
+    with mode():
+        tr = st.trace(net, (x,), leaf_modules=[Writer])
+        for _ in range(2):
+            assert all(map(torch.equal, net.state_dict().values(), twin.state_dict().values()))
+            assert torch.equal(net[1].plain, twin[1].plain)
+            assert torch.equal(tr(x), twin(x))
+
+
+@pytest.mark.parametrize("leaves", [(), [Writer]])
+def test_a_function_of_the_elements_of_a_buffer_is_refused(leaves):
+    net = nn.Sequential(Writer(lambda m, x: m.total.apply_(lambda n: n + 1)))
+    with pytest.raises(st.DataDependentError):
+        st.trace(net, (torch.randn(4, 3),), leaf_modules=leaves)
+    assert torch.equal(net[0].total, torch.zeros(3))
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def retraced(attempt: Callable[[Assumptions], T]) -> T:
             try:
                 return in_large_stack(attempt, assumptions)
             except Retrace as failed:
-                assumptions |= failed.needed
+                assumptions = dataclasses.replace(assumptions, **failed.needed)
 
 
 class Recording:
@@ -370,7 +370,7 @@ class Recording:
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:
         """Start again where the forward was taken to differentiate for the names in it, and has not when it ends."""
-        wrong = Retrace("the forward does not differentiate", Assumptions(differentiates=False))
+        wrong = Retrace("the forward does not differentiate", differentiates=False)
         try:
             yield
         except Exception:
@@ -423,9 +423,8 @@ class Recording:
             missed = (calls.result_types | tensor_holders(fakes)) - object_types
             is_settled = calls.templates.settle(missed)
             if missed and (not is_settled or object_classes(fakes, missed) & missed):
-                raise Retrace(
-                    "objects hold tensors that held none before the forward", Assumptions(object_types=missed)
-                )
+                why = "objects hold tensors that held none before the forward"
+                raise Retrace(why, object_types=object_types | missed)
             object_types |= missed
             assert containers is not None
             changed = containers.effects(self.values.value_of)

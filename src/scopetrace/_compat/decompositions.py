@@ -53,11 +53,10 @@ def _encoder_layer(*args: Any, **kwargs: Any) -> torch.Tensor:
     names = [argument.name for argument in FUSED._schema.arguments]
     op = types.SimpleNamespace(**{"mask": None, **dict(zip(names, args, strict=False)), **kwargs})
 
-    def first(x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (op.embed_dim,), op.norm_weight_1, op.norm_bias_1, op.eps)
-
-    def second(x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (op.embed_dim,), op.norm_weight_2, op.norm_bias_2, op.eps)
+    first, second = (
+        functools.partial(F.layer_norm, normalized_shape=(op.embed_dim,), weight=weight, bias=bias, eps=op.eps)
+        for weight, bias in ((op.norm_weight_1, op.norm_bias_1), (op.norm_weight_2, op.norm_bias_2))
+    )
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         heads = F.linear(x, op.qkv_weight, op.qkv_bias).unflatten(-1, (3, op.num_heads, -1))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import _prims_common, _refs
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -45,6 +45,10 @@ def _dispatch(
     assert mode is not None and mode.shape_env is not None
     if func in _CTC_RULES:
         return _CTC_RULES[func](mode, *args)
+    schema = getattr(func, "_schema", None)  # higher-order ops have none
+    if FakeTensor not in types and schema and schema.is_mutable:  # in a leaf module; torch would write to real tensors
+        fake_of = functools.partial(mode.fake_tensor_converter.from_real_tensor, mode)
+        args, kwargs = tree_map_only(torch.Tensor, fake_of, (args, kwargs))
     before, mode.cache_enabled = mode.cache_enabled, mode.cache_enabled and func not in _GIVING_ONE_TWICE
     try:
         with _asked_without_guards(func) if mode.shape_env.var_to_range else contextlib.nullcontext():
@@ -112,25 +116,20 @@ def _ctc_loss(
     `both_lengths` are those of the inputs and of the targets, (N,) each.
     Raises RuntimeError for shapes and dtypes that the kernel refuses.
     """
-    if log_probs.dim() != 3 or log_probs.dtype not in (torch.float32, torch.float64):
+    times, count = log_probs.size()[:2] if log_probs.dim() == 3 else (0, -1)
+    fits = count >= 0 and log_probs.dtype in (torch.float32, torch.float64) and targets.dim() in (1, 2)
+    fits = fits and (targets.dim() == 1 or targets.size(0) == count)
+    if not fits or any(n.numel() != count or n.is_floating_point() for n in both_lengths):
+        shown = "; ".join(f"{t.dtype} of shape {list(t.size())}" for t in (log_probs, targets, *both_lengths))
         raise RuntimeError(
-            f"ctc_loss takes log_probs of (T, N, C) or (T, C) in float32 or float64, not {_shown(log_probs)}"
+            "ctc_loss takes log_probs of (T, N, C) or (T, C) in float32 or float64, targets of (N, S) or all in a row, "
+            f"and N integers each as input_lengths and target_lengths, not {shown}"
         )
-    times, count, _ = log_probs.size()
-    if targets.dim() not in (1, 2) or (targets.dim() == 2 and targets.size(0) != count):
-        raise RuntimeError(f"ctc_loss takes targets of (N, S), N = {count}, or all in a row, not {_shown(targets)}")
-    for name, lengths in zip(("input_lengths", "target_lengths"), both_lengths, strict=True):
-        if lengths.numel() != count or lengths.is_floating_point():
-            raise RuntimeError(f"ctc_loss takes N = {count} integers as {name}, not {_shown(lengths)}")
     env = mode.shape_env
     assert env is not None
     states = env.create_unbacked_symint()
     env.ignorable_fresh_unbacked_symbols.append(states.node.expr)  # `ctc_loss` keeps it to itself
     return _empty_fake(mode, (count,), log_probs), _empty_fake(mode, (count, times, states), log_probs)
-
-
-def _shown(t: torch.Tensor) -> str:
-    return f"{t.dtype} of shape {list(t.size())}"
 
 
 def _empty_fake(mode: FakeTensorMode, size: Any, like: torch.Tensor) -> torch.Tensor:

@@ -100,30 +100,15 @@ class Schema(NamedTuple):
 def schema_of(op: Any) -> Schema:
     """The schema of an `OpOverload`. Raises AttributeError for anything else, higher-order ops included."""
     schema = op._schema
-    arguments = tuple(map(_argument, schema.arguments))
-    return Schema(
-        name=schema.name,
-        overload=schema.overload_name,
-        arguments=arguments,
-        returns=tuple(map(_argument, schema.returns)),
-        is_mutable=schema.is_mutable,
-        names=tuple(a.name for a in arguments),
-        written=tuple(a.name for a in arguments if a.is_written),
-    )
+    arguments, returns = (tuple(map(_argument, several)) for several in (schema.arguments, schema.returns))
+    names, written = (tuple(a.name for a in several) for several in (arguments, [a for a in arguments if a.is_written]))
+    return Schema(schema.name, schema.overload_name, arguments, returns, schema.is_mutable, names, written)
 
 
 def _argument(a: Any) -> Argument:
-    alias = a.alias_info
-    return Argument(
-        name=a.name,
-        type=str(a.type),
-        kwarg_only=a.kwarg_only,
-        is_out=a.is_out,
-        is_written=alias is not None and alias.is_write,
-        aliases=frozenset() if alias is None else frozenset(map(str, alias.before_set)),
-        has_default=a.has_default_value(),
-        default=a.default_value,
-    )
+    alias, default = a.alias_info, (a.has_default_value(), a.default_value)
+    is_written, sets = (False, ()) if alias is None else (alias.is_write, map(str, alias.before_set))
+    return Argument(a.name, str(a.type), a.kwarg_only, a.is_out, is_written, frozenset(sets), *default)
 
 
 def is_op(target: Any) -> TypeGuard[OpOverload]:

@@ -121,7 +121,7 @@ def _report_module_calls(torch_calls: Interception, observer: Any, modules: Iter
         attributes = vars(module)
         for name, function in methods.items():
             outer = dict.get(attributes, name)
-            if outer is None or _original(outer) is not outer:  # that of an outer trace tells the wrong one
+            if outer is None or hasattr(outer, "_scopetrace_original"):  # that of an outer trace tells the wrong one
                 ours = types.MethodType(function, module)
                 dict.__setitem__(attributes, name, ours)
                 entries.append((module, name, ours, outer))
@@ -160,7 +160,7 @@ def _call_impl(observer: Any, is_observed: Condition) -> Callable[..., Any]:
         if not is_observed():
             return original(self, *args, **kwargs)
         run: Callable[..., Any] = original
-        if _is_compiled(self):
+        if type(self).__name__ == "OptimizedModule" and "_orig_mod" in self.__dict__.get("_modules", ()):
             run = _run_compiled
         elif isinstance(self, torch.jit.ScriptModule):
             run = functools.partial(_run_scripted, original)
@@ -197,15 +197,6 @@ def _reported(observer: Any, is_observed: Condition, kind: Any) -> dict[str, Cal
 def _forward_of(kind: type, observer: Any, is_observed: Condition, method: str) -> dict[str, Callable[..., Any]]:
     owner = _owner(kind)
     return {} if owner is None else {"forward": _forward(vars(owner)["forward"], observer, is_observed, method)}
-
-
-def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, if `fn` is its replacement by an outer trace."""
-    return getattr(fn, "_scopetrace_original", fn)
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module.__dict__.get("_modules", ())
 
 
 def _run_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -206,10 +206,6 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
     return methods[name](t, *args) if name in methods else _FACTS[name](t)
 
 
-class NoData(RuntimeError):
-    """Python needs data that a tensor in a trace does not have."""
-
-
 def hooks_of_all_modules() -> dict[str, dict[Any, Any]]:
     """The tables of hooks that run for each module of the process, by what to call them."""
     module = torch.nn.modules.module

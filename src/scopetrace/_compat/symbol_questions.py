@@ -38,14 +38,11 @@ def behave_as_numbers(torch_calls: Interception) -> None:
             return number if other else torch.sym_not(number)
         return number + 0 == other
 
-    def unequal(_: Callable[..., Any], number: torch.SymBool, other: Any) -> Any:
-        return torch.sym_not(number == other)
-
     for cls in _PYTHON_TYPES:
         torch_calls.put(cls, "__getattribute__", get)
     torch_calls.replace(torch.SymInt, "__round__", rounded)
     torch_calls.replace(torch.SymBool, "__eq__", equal)
-    torch_calls.replace(torch.SymBool, "__ne__", unequal)
+    torch_calls.replace(torch.SymBool, "__ne__", lambda _, number, other: torch.sym_not(number == other))
     torch_calls.put(torch.SymBool, "__index__", lambda self: int(bool(self)))
 
 

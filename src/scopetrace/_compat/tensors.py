@@ -185,18 +185,9 @@ def persistent_buffers_of(module: torch.nn.Module) -> list[str]:
 
 
 _keys = torch._C.DispatchKey
-_ABOVE = functools.reduce(
-    operator.or_,
-    map(
-        torch._C.DispatchKeySet,
-        (
-            *(_keys.Python, _keys.PreDispatch, _keys.PythonTLSSnapshot, _keys.PythonDispatcher),
-            *(_keys.AutogradFunctionality, _keys.AutogradOther, _keys.AutogradNestedTensor),
-        ),
-    ),
-)
-
-
+_OF_PYTHON = (_keys.Python, _keys.PreDispatch, _keys.PythonTLSSnapshot, _keys.PythonDispatcher)
+_OF_AUTOGRAD = (_keys.AutogradFunctionality, _keys.AutogradOther, _keys.AutogradNestedTensor)
+_ABOVE = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, (*_OF_PYTHON, *_OF_AUTOGRAD)))
 without_dispatch: Callable[[], contextlib.AbstractContextManager[Any]] = functools.partial(
     torch._C._ExcludeDispatchKeyGuard, _ABOVE
 )
@@ -494,18 +485,6 @@ def _run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)  # torch's parts in Python do not look at data, as those in C++ do
     finally:
         mode.cache_enabled = before
-
-
-@contextlib.contextmanager
-def known_data(fakes: list[torch.Tensor], real: list[torch.Tensor]) -> Iterator[None]:
-    """Inside, a mode that propagates real tensors runs an op on these too, and compares the results."""
-    for fake, tensor in zip(fakes, real, strict=True):
-        fake.real_tensor = tensor  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for fake in fakes:
-            fake.real_tensor = None  # type: ignore[attr-defined]
 
 
 def run_parts(func: Any, *args: Any, **kwargs: Any) -> Any:

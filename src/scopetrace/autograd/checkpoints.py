@@ -23,6 +23,7 @@ from scopetrace._compat.tensors import version_of
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
+from scopetrace.ops.functional_variants import by_name
 from scopetrace.ops.history import KEEP_MORE
 from scopetrace.record.builder import place_of
 from scopetrace.record.regions import CHECKPOINT, Region
@@ -310,8 +311,7 @@ def _draws(op: Op) -> bool:
     """Whether an op draws random numbers: one for dropout does where it drops something."""
     if not is_random(op.target):  # or, as a kernel for RNNs, makes what its backward reads only where autograd is on
         return op.target in KEEP_MORE
-    names = schema_of(op.target).names
-    arguments = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    arguments = by_name(op.target, op.args, op.kwargs)
     return arguments.get("train") is not False and 0 not in (arguments.get("dropout_p"), arguments.get("p"))
 
 
@@ -334,6 +334,5 @@ def _declared_writes(op: Op) -> Iterator[Value]:
     schema = schema_of(op.target) if op.writes and is_op(op.target) else None
     if schema is None or (schema.returns and not any(r.is_written or r.is_out for r in schema.returns)):
         return
-    for i, argument in enumerate(schema.arguments):
-        operand = op.args[i] if i < len(op.args) else op.kwargs.get(argument.name)
-        yield from values_in(operand) if argument.is_written else ()
+    operands = by_name(op.target, op.args, op.kwargs)
+    yield from values_in([operands.get(name) for name in schema.written])

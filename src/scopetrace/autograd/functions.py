@@ -184,7 +184,7 @@ class FunctionRecorder(BodyRecorder):
         try:
             return self._run_backward(), None
         except (Exception, Retrace) as error:
-            if isinstance(error, Retrace) and not error.needed.differentiates:
+            if isinstance(error, Retrace) and not error.needed.get("differentiates"):
                 raise
             del self.builder.deferred[deferred:]
             return [], error

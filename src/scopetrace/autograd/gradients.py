@@ -42,7 +42,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.ir.guards import Asked, GradientOfInput, Guard, HasGradient, OfInput, OfTensor, Source
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
-from scopetrace.record.builder import Assumptions, Retrace
+from scopetrace.record.builder import Retrace
 from scopetrace.record.explanations import sparse_gradient
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
@@ -326,7 +326,7 @@ class GradientRecorder:
             self._run_again()
 
     def _run_again(self) -> NoReturn:
-        raise Retrace("a gradient shares its memory", Assumptions(gradients_shared=True))
+        raise Retrace("a gradient shares its memory", gradients_shared=True)
 
     # ---------------------------------------------------------------- optimizers
 

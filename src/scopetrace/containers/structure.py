@@ -614,14 +614,10 @@ def effect_targets(effects: Sequence[Any], arguments: Any) -> list[Any]:
 def apply_effects(effects: list[Effect], containers: list[Any]) -> None:
     """Put what the forward put into its containers into the caller's; `effects` hold tensors here."""
     for effect, x in zip(effects, containers, strict=True):
-        if isinstance(x, (list, collections.deque)):
-            items = list(effect.content)
+        if isinstance(x, (list, collections.deque, dict)):
+            content: Any = (dict if isinstance(x, dict) else list)(effect.content)
             x.clear()
-            x.extend(items)
-        elif isinstance(x, dict):
-            entries = dict(effect.content)
-            x.clear()
-            x.update(entries)
+            (x.update if isinstance(x, dict) else x.extend)(content)
         elif is_registered(type(x)):
             vars(x).update(vars(effect.content))
         elif dataclasses.is_dataclass(x):

@@ -33,11 +33,12 @@ from scopetrace.distributed.groups import (
 from scopetrace.distributed.schedule import BackwardEvent, Pass, Schedule, backward_events, backward_gathers
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns
+from scopetrace.ir.guards import MODULE_TABLES
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Candidate, Selection, is_named, near_text, several, target_text
 from scopetrace.order.execution import ExecutionOrder
-from scopetrace.record.model import Model
+from scopetrace.record.model import Model, lists_weights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -329,22 +330,14 @@ def _refuse_params(model: torch.nn.Module, order: ExecutionOrder) -> None:
     for fqn, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(id(p) in known for p in module.parameters()):
             raise PlanError(f"FSDP2 sets no hooks on scripted modules: {fqn!r} is one; script nothing that is sharded")
-        kept = [(attribute, known[id(t)]) for attribute, t in _held_plainly(module) if id(t) in known]
-        for attribute, name in kept:
+        plain = [(a, x) for a, x in vars(module).items() if not (a in MODULE_TABLES or lists_weights(module, a))]
+        held = [(attribute, known.get(id(t))) for attribute, x in plain for t in pytree.tree_leaves(x)]
+        for attribute, name in [(attribute, name) for attribute, name in held if name is not None]:
             raise PlanError(
                 f"{type(module).__name__} {fqn or '(root)'} keeps {name} in its attribute {attribute!r} too; FSDP2 "
                 "puts a sharded parameter in its place, and what is kept there would stay as it is: keep the module "
                 "that has it, or its name"
             )
-
-
-def _held_plainly(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """(attribute name, tensor) for tensors in plain attributes, neither parameters nor buffers."""
-    for attribute, value in vars(module).items():
-        # nn.RNNBase renews its list when a parameter is set
-        is_renewed = attribute == "_flat_weights" and isinstance(module, torch.nn.RNNBase)
-        if attribute not in ("_parameters", "_buffers", "_modules") and not is_renewed:
-            yield from ((attribute, leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _refuse_dtypes(model: torch.nn.Module, groups: Iterable[ShardGroup]) -> None:

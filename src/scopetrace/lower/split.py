@@ -25,7 +25,7 @@ from scopetrace._compat.graph_module import look_up, set_grad_enabled
 from scopetrace._compat.ops import is_op
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import Symbolic, example, has_unbacked
-from scopetrace._compat.tensors import FakeFactory, dense_order, is_symbolic
+from scopetrace._compat.tensors import FakeFactory, dense_order
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError, UnsupportedOpError
 from scopetrace.ir.conditions import SizeRules
@@ -34,6 +34,7 @@ from scopetrace.ir.tape import Phase
 from scopetrace.ir.write_back import CopyInto, StateRef
 from scopetrace.lower.compiled import KEPT_META
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
+from scopetrace.ops.history import differentiated_once
 from scopetrace.program.graph import call_position, forward_place, node_value, phase_of, scope_path, set_place
 from scopetrace.program.traced import Saved, TracedProgram, functional_tape
 from scopetrace.session import record
@@ -128,29 +129,15 @@ class _Differentiable(torch.autograd.Function):
             tensors = iter(ctx.saved_tensors)
             kept = [next(tensors) if x is None else x for x in ctx.numbers]
             gradients = ctx.run(*kept, *laid_out)
-        if create_graph:
-            gradients = _DifferentiatedOnce.apply(torch.empty(0, requires_grad=True), *gradients)
+        if create_graph:  # without a history, derivatives of them would be left out
+            error = UnsupportedOpError(
+                "the gradients that the backward graph of a split program gives cannot be differentiated again",
+                hint="trace a step with both derivatives and split that; or give functional_backend no "
+                "backward_compiler",
+            )
+            gradients = [None if g is None else differentiated_once(g, error) for g in gradients]
         by_name = dict(zip(split.gradients, gradients, strict=True))
         return None, None, None, *(by_name.get(name) for name in split.primals)
-
-
-class _DifferentiatedOnce(torch.autograd.Function):
-    """Gives gradients a history that cannot be differentiated: without one, derivatives of them would be left out.
-
-    Torch's `once_differentiable` does so only where the gradients of the results require grad.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, *gradients: Any) -> Any:
-        return tuple(g if g is None else g.view_as(g) for g in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedOpError(
-            "the gradients that the backward graph of a split program gives cannot be differentiated again",
-            hint="trace a step that contains both derivatives and split that; or give functional_backend no "
-            "backward_compiler",
-        )
 
 
 def _detached(x: Any) -> Any:
@@ -158,20 +145,13 @@ def _detached(x: Any) -> Any:
 
 
 def _laid_out(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tangent with the strides for which the graph was made."""
-    if is_symbolic(like):
-        order = dense_order(like) or list(range(like.dim()))
-        back = [order.index(i) for i in range(like.dim())]
-        return t.permute(order).contiguous().permute(back)
-    if t.stride() == like.stride():
-        return t
-    return torch.empty_strided(like.size(), like.stride(), dtype=t.dtype, device=t.device).copy_(t)
+    """A tangent with the strides for which the graph was made, which are those of `empty_like`: without gaps."""
+    order = dense_order(like) or list(range(like.dim()))
+    return t.permute(order).contiguous().permute([order.index(i) for i in range(like.dim())])
 
 
 def split_backward(
-    program: TracedProgram,
-    partition_fn: Partition | None,
-    rewrite: Rewrite | None = None,
+    program: TracedProgram, partition_fn: Partition | None, rewrite: Rewrite | None = None
 ) -> SplitProgram:
     """The two graphs of a program; see `Trace.split_backward`. The joint program of a forward is rewritten first."""
     if partition_fn is None:
@@ -194,18 +174,9 @@ def split_backward(
     after = {n.name: i for i, n in reversed([*enumerate(_outputs(forward.graph))])}
     names = (str(n.target) for n in backward.graph.find_nodes(op="placeholder"))  # a node's name has no capitals
     taken = [name for name in names if not name.startswith("tangents_")]
-    nodes = {n.name: n for n in forward.graph.nodes}
-    return SplitProgram(
-        forward,
-        backward,
-        joint.primals,
-        joint.results,
-        joint.gradients,
-        tuple(Saved.among(map(nodes.__getitem__, taken))),
-        program,
-        joint,
-        tuple(map(after.__getitem__, taken)),
-    )
+    nodes, places = {n.name: n for n in forward.graph.nodes}, tuple(map(after.__getitem__, taken))
+    saved = tuple(Saved.among(map(nodes.__getitem__, taken)))
+    return SplitProgram(forward, backward, joint.primals, joint.results, joint.gradients, saved, program, joint, places)
 
 
 def _erase_needless_forward(backward: torch.fx.GraphModule) -> None:
@@ -410,17 +381,10 @@ def _joint_of_forward(program: TracedProgram, rewrite: Rewrite | None, is_needed
     tangents = [f"{_TANGENTS}{i + 1}" for i in range(len(differentiable))]
     names += tangents
     inputs = [*graph.find_nodes(op="placeholder"), *map(last.__getitem__, tangents)]
-    differentiated = [primals[i] for i, is_reached in zip(by, reached, strict=True) if is_reached]
-    return _Joint(
-        _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags),
-        [node_value(n) for n in inputs],
-        primals,
-        len(outputs),
-        tuple(range(len(outputs))),
-        tuple(differentiable),
-        tuple(differentiated),
-        tape.sizes,
-    )
+    differentiated = tuple([primals[i] for i, is_reached in zip(by, reached, strict=True) if is_reached])
+    whole = _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags)
+    kept = primals, len(outputs), tuple(range(len(outputs)))
+    return _Joint(whole, list(map(node_value, inputs)), *kept, tuple(differentiable), differentiated, tape.sizes)
 
 
 _TANGENTS = "tangents_"

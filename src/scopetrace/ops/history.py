@@ -54,21 +54,25 @@ OVERWRITE = torch.ops.scopetrace.overwrite.default
 torch.library.define("scopetrace::once_differentiable", "(Tensor gradient, Tensor[] given) -> Tensor")
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.clone()
+def differentiated_once(gradient: torch.Tensor, error: Exception) -> torch.Tensor:
+    """A copy of a gradient, with a history that raises `error` where it is differentiated. Call with autograd on."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+    def refuse(*_: Any) -> None:
+        raise error
+
+    copy = gradient.detach().requires_grad_().clone()
+    copy.grad_fn.register_prehook(refuse)  # type: ignore[union-attr]
+    return copy
 
 
 @torch.library.impl("scopetrace::once_differentiable", "CompositeImplicitAutograd")
 def once_differentiable(gradient: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """A gradient computed from `gradients`, by a function that cannot be differentiated, as torch marks it."""
     twice = torch.is_grad_enabled() and any(t.requires_grad for t in gradients)
-    return _Once.apply(gradient.detach().requires_grad_()) if twice else gradient.detach().clone()
+    if not twice:
+        return gradient.detach().clone()
+    error = RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+    return differentiated_once(gradient, error)
 
 
 @torch.library.custom_op("scopetrace::no_gradient", mutates_args=())

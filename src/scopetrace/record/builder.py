@@ -37,19 +37,11 @@ class Assumptions:
     gradients_shared: bool = False
     """Whether the forward takes the memory of a `grad` by another tensor, so that it is added to where eager does."""
 
-    def __or__(self, other: Assumptions) -> Assumptions:
-        return Assumptions(
-            self.exact_autograd or other.exact_autograd,
-            self.differentiates if other.differentiates is None else other.differentiates,
-            self.object_types | other.object_types,
-            self.gradients_shared or other.gradients_shared,
-        )
-
 
 class Retrace(BaseException):
-    """The forward has to run again, with these assumptions too. No Exception, which a forward may catch."""
+    """The forward has to run again, with these fields of Assumptions. No Exception, which a forward may catch."""
 
-    def __init__(self, why: str, needed: Assumptions) -> None:
+    def __init__(self, why: str, **needed: Any) -> None:
         super().__init__(why)
         self.needed = needed
 
@@ -166,12 +158,12 @@ class TapeBuilder:
     def expect_history(self, why: str) -> None:
         """Start again where results have no history of autograd, and need one."""
         if not self.tape.exact_autograd:
-            raise Retrace(why, Assumptions(exact_autograd=True))
+            raise Retrace(why, exact_autograd=True)
 
     def expect_backward(self, why: str) -> None:
         """Start again where the forward was not recorded as one that differentiates."""
         if not self.differentiates:
-            raise Retrace(why, Assumptions(differentiates=True))
+            raise Retrace(why, differentiates=True)
 
     def mark(self) -> tuple[int, int]:
         """The number of ops and of calls so far."""

@@ -17,15 +17,15 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 import torch
 import torch.fx
 from torch.nn.utils import parametrize
 
-from scopetrace._compat.ops import eager, paused
-from scopetrace._compat.tensors import storage_id, version_of
+from scopetrace._compat.ops import paused
+from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.contents import is_users_class
 from scopetrace.containers.structure import (
     OpaqueContainer,
@@ -39,10 +39,11 @@ from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.guards import Guard
 from scopetrace.ir.scopes import Scope, scope
-from scopetrace.ir.selection import Candidate, Target, crossing, is_named, matches, near_text, several
+from scopetrace.ir.selection import Candidate, Target, is_named, matches, near_text, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
+from scopetrace.record.op_call import version_counter
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.regions import NESTED
@@ -109,8 +110,9 @@ class CallRecorder:
         if method not in ("call", "forward"):
             return self._on_method(module, method, functools.partial(run, module, *args, **kwargs))
         call = self._builder.call and self._builder.call.of_module
-        if isinstance(module, HasOtherPath):
-            self._refuse_other_path(module, args, kwargs)
+        refusal = other_path(module, args, kwargs, self._reads) if isinstance(module, HasOtherPath) else None
+        if refusal is not None and not is_named(Candidate(module, type(module), *self._place(module)), self._leaves):
+            raise self._builder.refusal(refusal[0], op=type(module).__qualname__, hint=refusal[1])
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
             is_root = isinstance(module, torch.fx.GraphModule) and call.parent is None
@@ -165,12 +167,6 @@ class CallRecorder:
             raise LeafPatternError(f"leaf_modules: {call.scope} is a part of the graph, in which no module is called")
         self.run(call, set(), run, (), {})
 
-    def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refusal = other_path(module, args, kwargs, self._reads)
-        if refusal is not None and not is_named(Candidate(module, type(module), *self._place(module)), self._leaves):
-            problem, hint = refusal
-            raise self._builder.refusal(problem, op=type(module).__qualname__, hint=hint)
-
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
         fqn = self._model.module_name(module, self._around())
         return fqn, self._scope(fqn, self.class_of(module).__name__)
@@ -190,21 +186,11 @@ class CallRecorder:
         builder, which = self._builder, fqn if fqn and module is None else id(scope if module is None else module)
         index = self._counts.get(which, 0)
         self._counts[which] = index + 1
-        call = Call(
-            module=module,
-            fqn=fqn,
-            index=index,
-            parent=builder.call,
-            scope=scope,
-            args=(),
-            kwargs={},
-            start=-1,
-            frames=builder.frames() if builder.call is not None else (),
-            attributes=plain_attributes(current_attributes(module)) if module is not None else {},
-            position=self._next,
-            module_type=self.class_of(module) if module is not None and kind is None else kind,
-            replaced=self._model.replaced(module) if module is not None else (),
-        )
+        frames = builder.frames() if builder.call is not None else ()
+        call = Call(module, fqn, index, builder.call, scope, (), {}, -1, frames, {}, self._next, module_type=kind)
+        if module is not None:
+            call.attributes = plain_attributes(current_attributes(module))
+            call.module_type, call.replaced = kind or self.class_of(module), self._model.replaced(module)
         call.args, call.kwargs = self.templates.of((args, kwargs), call)
         call.start = len(builder.tape.ops)
         self._next += 1
@@ -267,12 +253,12 @@ class CallRecorder:
 
         def finished() -> Any:
             arguments = leaves_with_path((args, kwargs), "", self._object_types)
-            read = [(t, version_of(t)) for _, t in arguments if isinstance(t, torch.Tensor)]
+            read = [(t, version_counter(t)) for _, t in arguments if isinstance(t, torch.Tensor)]
             with paused():
                 out = run(module, *args, **kwargs)
             name = call.fqn or f"_leaf_module{len(builder.tape.modules)}"
             builder.tape.modules[name] = module
-            writes = tuple(values.value_of(t) for t, old in read if version_of(t) != old)
+            writes = tuple(values.value_of(t) for t, old in read if version_counter(t) != old)
             slots = itertools.count()
             call.outputs = map_structure(
                 lambda t: values.new_result(t, next(slots)), out, torch.Tensor, self._object_types
@@ -282,8 +268,7 @@ class CallRecorder:
 
         self.paused = True
         try:
-            with _buffers_kept(module):
-                return builder.in_call(call, finished)
+            return builder.in_call(call, finished)
         finally:
             self.paused = False
 
@@ -358,20 +343,6 @@ def _is_scoped(method: types.FunctionType) -> bool:
     return bool(is_later) or code.co_filename.startswith(SCOPETRACE)
 
 
-@contextlib.contextmanager
-def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Put back the data of the buffers of a leaf, which running it on fake tensors may change."""
-    with eager():
-        saved = [(b, b.clone()) for b in module.buffers()]
-    try:
-        yield
-    finally:
-        with eager():
-            for buffer, before in saved:
-                if buffer.device.type != "meta":
-                    buffer.copy_(before)
-
-
 # Leaf modules --------------------------------------------------------------------------------------------------------
 
 
@@ -407,9 +378,8 @@ def refuse_unmatched(targets: list[Target], calls: list[Call]) -> None:
     calls = [call for call in calls if call.is_module]
     for target in targets:
         if isinstance(target, str) and "/" in target and not any(is_named(call, target) for call in calls):
-            paths = [call.scope.path for call in calls[1:]]
-            some = crossing(target, paths) + "the model has " + (", ".join(paths[:5]) or "none")
-            raise LeafPatternError(f"leaf_modules: no module is named {target!r}; {some}, …")
+            near = near_text(target, [call.scope.path for call in calls[1:]])
+            raise LeafPatternError(f"leaf_modules: no module is named {target!r}; {near}")
 
 
 # Templates of what calls take and return: a value of the tape in place of each tensor ---------------------------------

@@ -162,29 +162,14 @@ def _flat(tensors: Tensors) -> torch.Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _all_gather(ops: Any, outputs: list[Tensors], inputs: Tensors, group: Group, *_: Any) -> Started:
-    for into, t in zip(outputs, inputs, strict=True):
-        yield ops.all_gather_into_tensor(_rows(t), group.size, group.name), _pieces(into)
-
-
 def _reduce_scatter(ops: Any, outputs: Tensors, inputs: list[Tensors], group: Group, op: str, *_: Any) -> Started:
-    for output, pieces in zip(outputs, inputs, strict=True):
-        yield ops.reduce_scatter_tensor(_flat(pieces), op, group.size, group.name), [_like(output)]
+    return _each([ops.reduce_scatter_tensor(_flat(t), op, group.size, group.name) for t in inputs], outputs)
 
 
 def _all_to_all_single(ops: Any, output: torch.Tensor, input: torch.Tensor, group: Group, *sizes: Any) -> Started:
     sides = zip(sizes, (output, input), strict=False)
     into, sent = (of_ranks or [t.size(0) // group.size] * group.size for of_ranks, t in sides)
     yield ops.all_to_all_single(input, into, sent, group.name), [_like(output)]
-
-
-def _broadcast(ops: Any, tensors: Tensors, group: Group, root: int, index: int = 0, *_: Any) -> Started:
-    yield ops.broadcast(tensors[index], root, group.name), [_like(t) for t in tensors]
-
-
-def _reduce(ops: Any, tensors: Tensors, group: Group, op: str, root: int, index: int = 0, *_: Any) -> Started:
-    target = tensors[index]
-    yield ops.all_reduce(target, op, group.name), [_like(target)] if group.rank == root else []
 
 
 def _gather(ops: Any, outputs: list[Tensors], inputs: Tensors, group: Group, root: int, *_: Any) -> Started:
@@ -206,7 +191,10 @@ _FORMS: dict[str, Callable[..., Started]] = {
     "allreduce_coalesced_": lambda ops, tensors, group, op, *_: _each(
         ops.all_reduce_coalesced(tensors, op, group.name), tensors
     ),
-    "allgather_": _all_gather,
+    "allgather_": lambda ops, outputs, inputs, group, *_: [
+        (ops.all_gather_into_tensor(_rows(t), group.size, group.name), _pieces(into))
+        for into, t in zip(outputs, inputs, strict=True)
+    ],
     "_allgather_base_": lambda ops, output, input, group, *_: _each(
         [ops.all_gather_into_tensor(_rows(input), group.size, group.name)], [output]
     ),
@@ -215,8 +203,12 @@ _FORMS: dict[str, Callable[..., Started]] = {
         [ops.reduce_scatter_tensor(input, op, group.size, group.name)], [output]
     ),
     "alltoall_base_": _all_to_all_single,
-    "broadcast_": _broadcast,
-    "reduce_": _reduce,
+    "broadcast_": lambda ops, tensors, group, root, index=0, *_: [
+        (ops.broadcast(tensors[index], root, group.name), [_like(t) for t in tensors])
+    ],
+    "reduce_": lambda ops, tensors, group, op, root, index=0, *_: [
+        (ops.all_reduce(tensors[index], op, group.name), [_like(tensors[index])] if group.rank == root else [])
+    ],
     "gather_": _gather,
     "scatter_": _scatter,
     "send": lambda ops, tensors, group, to, tag: ((ops.isend(t, to, tag, group.name), []) for t in tensors),

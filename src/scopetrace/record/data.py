@@ -25,7 +25,7 @@ from scopetrace._compat.ops import eager, is_collective, is_op, is_random, schem
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.shape_env import evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace._compat.tensors import FakeTensor, known_data
+from scopetrace._compat.tensors import FakeTensor
 from scopetrace.errors import DataDependentError
 from scopetrace.guards.reach import names_of
 from scopetrace.ir.conditions import Specialization
@@ -48,15 +48,9 @@ _OF_STORED = frozenset(
 _FROM_ELEMENTS = re.compile(r"^aten::_?sparse_\w*tensor")
 """The ops that take these: as many as are given are stored."""
 
-READERS = _OF_STORED.union(
-    {
-        _aten.item.default,
-        _aten._local_scalar_dense.default,
-        _aten.is_nonzero.default,
-        _aten.equal.default,
-        _aten.allclose.default,
-    }
-)
+READERS = _OF_STORED | {
+    getattr(_aten, name).default for name in ("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose")
+}
 """The ops that give Python a number or truth value, or a tensor of which data decides the size."""
 
 _LITERAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
@@ -157,12 +151,16 @@ class DataReader:
     @contextlib.contextmanager
     def real_tensors(self, values: list[Value]) -> Iterator[None]:
         """Inside, the fake mode knows the tensors of the example run, and compares what an op gives for both."""
+        fakes, real = list[Any](v.fake for v in values), list[torch.Tensor]()
+        with contextlib.suppress(NoRealValue):
+            real = list(map(self._example.tensor, values))
+        for fake, tensor in zip(fakes, real, strict=False):
+            fake.real_tensor = tensor
         try:
-            real = [self._example.tensor(value) for value in values]
-        except NoRealValue:
-            real = []
-        with known_data([value.fake for value in values if real], real):
             yield
+        finally:
+            for fake in fakes:
+                fake.real_tensor = None
 
     def reader(self, expr: Any, running: Any) -> str | None:
         """The op by which Python got at the value of an expression, while torch ran the op `running`."""

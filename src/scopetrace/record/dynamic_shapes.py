@@ -7,6 +7,7 @@ Data flow:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 import warnings
@@ -77,9 +78,7 @@ class DynamicShapes:
                 f"{path}, dimension {d} is {value} in the example, which is not of the form that it must have"
             )
         symbol = self._symbol(spec, root, path, d)
-        if symbol is None or spec.derive is None:
-            return symbol
-        return spec.derive(symbol)
+        return symbol if symbol is None or spec.derive is None else spec.derive(symbol)
 
     def _symbol(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
         symbol, where = self._named.get(spec.name or ""), f"{path}, dimension {d}"
@@ -304,12 +303,9 @@ def symbolic_strides(real: torch.Tensor, sizes: list[Any]) -> list[Any]:
 
 def refuse_shared(dynamic: list[torch.Tensor], inputs: list[Any]) -> None:
     """Raise DynamicShapeError for a tensor with dynamic sizes that shares its memory with another input."""
-    others: dict[int, set[int]] = {}
-    for t in inputs:
-        if isinstance(t, torch.Tensor) and t.layout is torch.strided:
-            others.setdefault(storage_id(t), set()).add(id(t))
+    sharing = collections.Counter(map(storage_id, {id(t): t for t in inputs if isinstance(t, torch.Tensor)}.values()))
     for t in dynamic:
-        if t.layout is not torch.strided or len(others[storage_id(t)]) > 1:
+        if t.layout is not torch.strided or sharing[storage_id(t)] > 1:
             raise DynamicShapeError(
                 "a tensor with dynamic sizes shares its memory with another input, or has a sparse layout",
                 hint="clone() one of them, or leave the tensor out of dynamic_shapes",

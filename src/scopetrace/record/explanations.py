@@ -66,8 +66,9 @@ def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceE
         if text in str(error):
             return UnsupportedOpError(problem or str(error), op=op, hint=hint, **place)
     if isinstance(error, NO_SHAPE_RULE) or "There was no fake impl registered for" in str(error):
+        first, _, _ = str(error).partition("\n")
         return UnsupportedOpError(
-            f"torch cannot tell the shape of what an op returns: {type(error).__name__}: {_first_line(error)}",
+            f"torch cannot tell the shape of what an op returns: {type(error).__name__}: {first}",
             op=op,
             hint="register a fake implementation with torch.library.register_fake, or name the module in leaf_modules=",
             **place,
@@ -122,10 +123,6 @@ def _place(error: Exception, builder: TapeBuilder) -> dict[str, str | None]:
 def _call(error: Exception, builder: TapeBuilder) -> Call:
     """The innermost call that the exception ended."""
     return next((c for c in reversed(builder.tape.calls) if c.raised is error), builder.tape.calls[0])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 _CPP_STACK = "\nException raised from"

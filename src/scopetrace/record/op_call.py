@@ -127,10 +127,7 @@ class OpCall:
 
     def takes_default_dtype(self, outputs: Any) -> bool:
         """Whether the result is floating and neither an input nor an argument says so."""
-        for v in self.inputs:
-            if v.fake.dtype.is_floating_point:
-                return False
-        if type(outputs) is not Value:
+        if type(outputs) is not Value or any(v.fake.dtype.is_floating_point for v in self.inputs):
             return False
         operands = (*self.args, *self.python_arguments[1].values())
         return outputs.fake.dtype.is_floating_point and not any(type(a) is torch.dtype for a in operands)

@@ -77,12 +77,7 @@ class OpRecorder:
     """Records the ops that arrive at its `mode`."""
 
     def __init__(
-        self,
-        values: ValueTable,
-        reads: ReadRecorder,
-        run_graph: RunGraph,
-        *,
-        specialize: bool = False,
+        self, values: ValueTable, reads: ReadRecorder, run_graph: RunGraph, *, specialize: bool = False
     ) -> None:
         self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
         self.values, self.reads = values, reads
@@ -366,9 +361,9 @@ class OpRecorder:
             )
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
             kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
-        if self.reads.minds_default_dtype() and call.takes_default_dtype(outputs):
+        if call.takes_default_dtype(outputs):
             self.reads.on_default_dtype(call.facts.func if call.inputs else None)
-        if self.reads.awaits_default_device and call.facts.has_dtype and not call.inputs:
+        if call.facts.has_dtype and not call.inputs:
             self.reads.on_default_device(kwargs.get("device"))
         if call.facts.is_new and isinstance(outputs, Value):
             self.values.new_tensors.append(outputs.fake)

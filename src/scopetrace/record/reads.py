@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import operator
-import sys
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
@@ -31,7 +30,7 @@ from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.maybe_views import MAYBE_VIEWS
 from scopetrace.record.values import ValueTable
-from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, is_users
+from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, asked_by_model
 
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 """The op without derivative that a module of torch chooses where no gradient is recorded."""
@@ -61,10 +60,7 @@ class ReadRecorder:
         self.members: dict[int, torch.Tensor] = {}
         """By id, the parameters and buffers that the forward got from a module."""
         self._default_device = questions.flag("torch.get_default_device", ())
-        self.awaits_default_device = True
-        """Whether a tensor of the default device is to be told by `on_default_device`."""
         self._default_dtype = questions.default_dtype()
-        self._awaits_default_dtype = True
 
     @contextlib.contextmanager
     def watching(self, names: Set[str]) -> Iterator[None]:
@@ -127,7 +123,7 @@ class ReadRecorder:
         of them.
         """
         builder = self._builder
-        if builder.reentrant is None or not self._is_users_question():
+        if builder.reentrant is None or not asked_by_model(SCOPETRACE):
             return
         value = None if t is None else self._values.by_id.get(id(t))
         if t is not None and (value is None or value.op not in builder.tape.ops[builder.reentrant :]):
@@ -138,14 +134,6 @@ class ReadRecorder:
             op=question,
             hint="give checkpoint use_reentrant=False, which runs the region with autograd both times, or ask before",
         )
-
-    @staticmethod
-    def _is_users_question() -> bool:
-        """Whether neither torch nor Python's library asks."""
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(SCOPETRACE):
-            frame = frame.f_back
-        return is_users(frame.f_code.co_filename)
 
     def drop_inner_flags(self) -> None:
         """After the forward: a flag that has another value than it was read with was set by the forward itself."""
@@ -213,17 +201,12 @@ class ReadRecorder:
         self.awaits_cast = False
         self.note_once("torch.autocast", self._autocast, Flag("torch.autocast", ()))
 
-    def minds_default_dtype(self) -> bool:
-        """Whether a tensor of the default dtype is to be told by `on_default_dtype`."""
-        return self._awaits_default_dtype or questions.default_dtype() is not self._default_dtype
-
     def on_default_dtype(self, func: Any = None) -> None:
         """The dtype of a new tensor is the default one, which the forward may have set itself.
 
         `func` is the op where it decides by itself, as of a division of integers, rather than taking a dtype.
         """
         if questions.default_dtype() is self._default_dtype:
-            self._awaits_default_dtype = False
             self.on_flag("torch.get_default_dtype", (), self._default_dtype)
         elif func is not None:
             raise self._builder.refusal(
@@ -236,7 +219,6 @@ class ReadRecorder:
         """A new tensor is on `device`, which may be the default one: the op does not tell whether it was given."""
         default = questions.flag("torch.get_default_device", ())
         if default == self._default_device and (device is None or device == default):
-            self.awaits_default_device = False
             self.on_flag("torch.get_default_device", (), default)
 
     # ---------------------------------------------------------------- facts of tensors

@@ -23,7 +23,7 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import eager
-from scopetrace._compat.questions import VIEW_QUESTIONS, Condition, NoData
+from scopetrace._compat.questions import VIEW_QUESTIONS, Condition
 from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
 from scopetrace.guards.attributes import static_lookup
@@ -190,7 +190,7 @@ class PythonValues:
         for copy in (tensor.__reduce_ex__, tensor.__deepcopy__):
             on(copy, self._first(self._refuse_copy))
         for run in (tensor.apply_, tensor.map_, tensor.map2_):  # which call a function of Python for each element
-            on(run, self._first(self._refuse_elements))
+            always(run, self._refuse_elements)
         for name, func in VIEW_QUESTIONS.items():
             on(func, after(functools.partial(self._refuse_base, name)))
         on(tensor.__deepcopy__, self._deepcopy)
@@ -225,8 +225,8 @@ class PythonValues:
             hint="write tensor.clone()",
         )
 
-    def _refuse_elements(self) -> NoReturn:
-        error = NoData("a tensor in a trace doesn't have data for a function of its elements")
+    def _refuse_elements(self, *_: Any) -> NoReturn:
+        error = RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
         self._builder.raised.append((error, None))
         raise error
 

@@ -123,13 +123,9 @@ def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> An
     """`aten.histc`, also of integers, of which torch.onnx has no form: they are counted as floating numbers."""
     if not self.dtype.is_integer():
         return aten_histc(self, bins, min, max)
-    return op.CastLike(aten_histc(_cast(self, ir.DataType.FLOAT), bins, min, max), self)
-
-
-def _cast(x: Any, to: ir.DataType) -> Any:
-    result = op.Cast(x, to=to)
-    result.type, result.shape = ir.TensorType(to), x.shape
-    return result
+    floats = op.Cast(self, to=ir.DataType.FLOAT)
+    floats.type, floats.shape = ir.TensorType(ir.DataType.FLOAT), self.shape
+    return op.CastLike(aten_histc(floats, bins, min, max), self)
 
 
 def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: int = -1) -> Any:
