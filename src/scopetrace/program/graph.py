@@ -29,6 +29,7 @@ from scopetrace._compat.graph_module import (
     is_taken,
     is_writable,
     make_graph_module,
+    module_shown_as,
     set_arguments,
     set_grad_enabled,
 )
@@ -148,6 +149,7 @@ class FxLowering:
         self._history: History | None = None
         self._places: dict[tuple[int, int, int], tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {}
         """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
+        self.module_shown_as = functools.cache(module_shown_as)
         self._traces: dict[int, str | None] = {}
         """By the id of frames, which the tape keeps alive, as text."""
 
