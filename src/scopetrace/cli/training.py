@@ -100,11 +100,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B", re.IGNORECASE)
 
 
 def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    match = None if text is None else _SIZE.fullmatch(text.strip())
-    if match is None:
-        if text is not None:
-            raise click.BadParameter(f"{text!r} is no number of bytes; write one such as 80GB or 24GiB.", ctx, option)
+    if text is None:
         return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no number of bytes; write one such as 80GB or 24GiB.", ctx, option)
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
 
 

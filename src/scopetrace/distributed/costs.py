@@ -9,13 +9,8 @@ import torch
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.errors import PlanError
 from scopetrace.ir.registered import RegisteredParam
-from scopetrace.ir.tape import Op, ProgramTape, Value, flat
-from scopetrace.view.measures import FlopCounts
-
-
-def nbytes(value: Value) -> int:
-    """The bytes of a tensor's elements."""
-    return int(value.fake.numel()) * value.fake.element_size()
+from scopetrace.ir.tape import Op, ProgramTape, flat
+from scopetrace.view.measures import FlopCounts, byte_count
 
 
 def params_read(tape: ProgramTape) -> list[set[str]]:
@@ -52,7 +47,7 @@ def op_results(tape: ProgramTape) -> list[int]:
         for value in op.values():
             if value.storage not in known:
                 known.add(value.storage)
-                sizes[i] += nbytes(value)
+                sizes[i] += byte_count(value.fake)
     return sizes
 
 

@@ -21,12 +21,13 @@ import torch
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.containers.structure import leaves
-from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
+from scopetrace.distributed.costs import op_bytes, op_flops, op_params, params_read
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, columns
 from scopetrace.ir.selection import Selection, several
 from scopetrace.ir.tape import Call, Op, ProgramTape, Value
 from scopetrace.program.selection import Calls
+from scopetrace.view.measures import byte_count
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -258,7 +259,7 @@ def _possible_cuts(tape: ProgramTape, alive: Alive, places: Places, *, in_ties: 
 
 def _cut(module: str, depth: int, at: int, values: Sequence[Value], past: Sequence[str] = ()) -> Cut:
     shapes = tuple(tuple(v.fake.shape) for v in values)
-    return Cut(module, at, depth, sum(map(nbytes, values)), shapes, tuple(dict.fromkeys(past)))
+    return Cut(module, at, depth, sum(byte_count(v.fake) for v in values), shapes, tuple(dict.fromkeys(past)))
 
 
 def _places(tape: ProgramTape, calls: Iterable[Call]) -> Places:

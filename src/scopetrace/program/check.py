@@ -25,7 +25,7 @@ from scopetrace.containers.contents import Contents
 from scopetrace.containers.structure import STATEFUL, leaves_with_path, match, tensor_holders
 from scopetrace.errors import CheckError, InputMismatchError, ScopetraceError
 from scopetrace.ir.tape import ProgramTape, Value
-from scopetrace.program.state import look_up
+from scopetrace.program.state import tensor_in
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import ModuleSnapshot
 
@@ -102,7 +102,7 @@ class _State:
     def values(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
-        bound |= {f"{w.path} after it": look_up(w.module, w.name) for w in self._writes if w.module is not None}
+        bound |= {f"{w.path} after it": tensor_in(w.module, w.name) for w in self._writes if w.module is not None}
         gradients = {f"gradient of {name}": t.grad for name, t in self._leaves.items()}
         counts = {f"{path} after it": place.current() for path, place, _ in self._counts}
         return {name: _copy(t) for name, t in {**self._tensors, **bound, **gradients}.items()} | counts

@@ -259,7 +259,9 @@ class FxLowering:
 
     def _emit(self, op: Op) -> None:
         if op.grad != self._grad:
-            self._switch_grad_for(op)
+            is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
+            if is_outer or any(map(self._may_require_grad, op.inputs())):  # to the other mode for these alone
+                self._switch_grad(op.grad)
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
@@ -367,12 +369,6 @@ class FxLowering:
         return self._stacks[call]
 
     # ---------------------------------------------------------------- autograd on and off
-
-    def _switch_grad_for(self, op: Op) -> None:
-        """Switch autograd before an op under the other mode, if an input may require grad, and back before any op."""
-        is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
-        if is_outer or any(map(self._may_require_grad, op.inputs())):
-            self._switch_grad(op.grad)
 
     def _may_require_grad(self, v: Value) -> bool:
         """Whether a value requires grad, or would in a call whose inputs did, where such calls are not refused."""

@@ -124,7 +124,7 @@ class Meter:
 def _makes(body: Section, op: Op) -> bool:
     """Whether the results of a body are those of the op, as in a call of a function; a scan puts them together."""
     results = [type_text(node_value(node)) for node in leaves(body.outputs, torch.fx.Node)]
-    return results == list(map(type_text, _tensors(node_value(op.node))))
+    return results == list(map(type_text, leaves(node_value(op.node), torch.Tensor)))
 
 
 class Marks:
@@ -226,11 +226,6 @@ def _count(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 
 def new_bytes(node: torch.fx.Node) -> int:
     """Bytes of the results of an op that are in new memory."""
-    before = {storage_id(t) for n in node.all_input_nodes for t in _tensors(node_value(n))}
-    after = {storage_id(t): t for t in _tensors(node_value(node))}
+    before = {storage_id(t) for n in node.all_input_nodes for t in leaves(node_value(n), torch.Tensor)}
+    after = {storage_id(t): t for t in leaves(node_value(node), torch.Tensor)}
     return sum(byte_count(t) for storage, t in after.items() if storage not in before)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [t for t in values if isinstance(t, torch.Tensor)]
