@@ -140,7 +140,7 @@ def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outcome:
     with _on_copies(state, args, kwargs, 0) as arguments:
-        known = {**dict(tensors_of("arguments", arguments)), **state.tensors}
+        known = {**dict(named_tensors("arguments", arguments)), **state.tensors}
         result = fn(*arguments[0], **arguments[1])
         return Outcome(result, arguments, state.values(), memory_of(result, known))
 
@@ -203,7 +203,7 @@ def tracked_as(x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 def memory_of(result: Any, known: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     """See `Outcome.memory`. `known` are tensors of before the run."""
-    outputs = dict(tensors_of("result", result))
+    outputs = dict(named_tensors("result", result))
     others = [*known.items(), *outputs.items()]
     return {
         path: [word for name, other in others if name != path for word in _relation(t, name, other)]
@@ -211,7 +211,7 @@ def memory_of(result: Any, known: Mapping[str, torch.Tensor]) -> dict[str, list[
     }
 
 
-def tensors_of(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a structure, with their paths."""
     for path, leaf in leaves_with_path(x, "", tensor_holders(x)):
         if isinstance(leaf, torch.Tensor):

@@ -41,7 +41,7 @@ from scopetrace.view.tree import (
     BACKWARD,
     RECOMPUTED,
     Namer,
-    Op,
+    OpItem,
     Run,
     Section,
     Tree,
@@ -117,7 +117,7 @@ class _Writer:
 
     def _items(
         self,
-        items: Sequence[Op | Section],
+        items: Sequence[OpItem | Section],
         indent: str,
         depth: int,
         label: Callable[[Section], str],
@@ -227,7 +227,7 @@ def _row(call: ModuleCall) -> tuple[str, ...]:
 # -------------------------------------------------------------------- parts of lines
 
 
-def op_line(op: Op, name: Namer) -> str:
+def op_line(op: OpItem, name: Namer) -> str:
     """`%linear: f32[1, 16] = aten.linear(%x, self.weight)`, or the right side alone for an op without results."""
     value = node_value(op.node)
     text = op_text(op.node, name)
