@@ -291,6 +291,35 @@ def test_where_nothing_tells_calls_layers_are_an_error(use):
         use(tr)
 
 
+class WithoutGradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+def test_layers_in_a_block_without_gradients():
+    """torch's `run_decompositions` forgets the modules of its ops, ours does not."""
+    model = WithoutGradients()
+    ep = torch.export.export(model, (X,))
+    for tr in (st.trace(model, (X,)), st.from_exported_program(ep)):
+        for form in (tr, tr.decompose()):
+            assert [(f.name, len(f.calls)) for f in form.outline("layers").functions] == [("Sequential", 3)]
+    tr = st.from_exported_program(ep.run_decompositions())
+    assert calls(tr) == [("head", 0, "Linear")]
+    for use in (tr.outline, lambda targets: tr.to_onnx(functions=targets)):
+        with pytest.raises(st.errors.OutlineError, match=r"no_grad after run_decompositions\(\): trace the model"):
+            use("layers")
+    assert torch.equal(tr.compile("eager")(X), model(X))
+    assert [f.name for f in tr.outline("head").functions] == ["Linear"]
+
+
 def test_what_cannot_be_a_program():
     ep = torch.export.export(Net(), (X,))
     ep.example_inputs = None

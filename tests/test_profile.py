@@ -75,6 +75,54 @@ def test_the_ranges_of_a_step(tmp_path):
     ]
 
 
+def test_the_module_view_of_tensorboard(tmp_path):
+    """It lists the events that have "Python module id", which a profiler with stacks makes of calls of modules."""
+    model, x = nn.Sequential(Block(), Block()), torch.randn(2, 4)
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    hooked = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: hooked.append(1))
+    try:
+        tr = st.trace(step, (x,))
+        hooked.clear()
+        with torch.profiler.profile(with_stack=True) as profile:
+            tr(x)
+            tr(x)
+    finally:
+        hook.remove()
+    assert not hooked
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if "Python id" in str(e)]
+    by_id = {e["args"]["Python id"]: e for e in events}
+
+    def around(event):
+        parent = by_id.get(event["args"]["Python parent id"])
+        return [] if parent is None else [*around(parent), *(parent["name"],) * ("Python module id" in parent["args"])]
+
+    views = ["  " * len(around(e)) + e["name"] for e in events if "Python module id" in e["args"]]
+    assert views == 2 * [
+        "nn.Module: step_0",
+        "  nn.Module: step/Sequential[model]_0",
+        "    nn.Module: step/Sequential[model]/Block[0]_0",
+        "      nn.Module: step/Sequential[model]/Block[0]/twice_0",
+        "      nn.Module: step/Sequential[model]/Block[0]/Linear[fc]_0",
+        "    nn.Module: step/Sequential[model]/Block[1]_0",
+        "      nn.Module: step/Sequential[model]/Block[1]/twice_0",
+        "      nn.Module: step/Sequential[model]/Block[1]/Linear[fc]_0",
+        "  nn.Module: step backward_0",
+        "    nn.Module: step/Sequential[model] backward_0",
+        "      nn.Module: step/Sequential[model]/Block[1] backward_0",
+        "        nn.Module: step/Sequential[model]/Block[1]/Linear[fc] backward_0",
+        "        nn.Module: step/Sequential[model]/Block[1]/twice backward_0",
+        "      nn.Module: step/Sequential[model]/Block[0] backward_0",
+        "        nn.Module: step/Sequential[model]/Block[0]/Linear[fc] backward_0",
+    ]
+
+
 def test_two_calls_of_one_module_are_two_ranges(tmp_path):
     tr = st.trace(Repeated(), (torch.ones(1, 4),))
     inside = ["  Repeated/Block[block]", "    Repeated/Block[block]/twice", "    Repeated/Block[block]/Linear[fc]"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import scopetrace as st
-from scopetrace.program.sharing import _in_one_memory, place_of
+from scopetrace.program.sharing import _in_one_memory, memory_range
 
 
 def base():
@@ -202,7 +202,7 @@ def test_many_dimensions_meet_or_do_not():
         memory = torch.zeros(600)
         count = some(4, 1)[0]
         views = [torch.as_strided(memory, some(4, count), some(20, count), some(60, 1)[0]) for _ in range(2)]
-        lies = _in_one_memory(*map(place_of, views))
+        lies = _in_one_memory(*map(memory_range, views))
         views[0].fill_(1)
         assert (lies is not None) == bool(views[1].any())
 
@@ -210,5 +210,5 @@ def test_many_dimensions_meet_or_do_not():
 def test_strides_of_thousands_of_elements_take_no_time():
     memory = torch.empty(8, 3, 4096, 64, device="meta")
     keys, values = memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2)
-    assert _in_one_memory(place_of(keys), place_of(values)) is None
-    assert _in_one_memory(place_of(keys), place_of(memory[:, 0, 5:])) is not None
+    assert _in_one_memory(memory_range(keys), memory_range(values)) is None
+    assert _in_one_memory(memory_range(keys), memory_range(memory[:, 0, 5:])) is not None

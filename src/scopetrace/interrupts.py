@@ -58,7 +58,6 @@ class _Interrupts:
                 signal.signal(number, handler)
 
 
-interrupts = _Interrupts(
-    getattr(signal, "SIGALRM", signal.SIGTERM), signal.SIGTERM, signal.SIGINT
-)  # no alarm on Windows
+_ALARM = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows has none
+interrupts = _Interrupts(_ALARM, signal.SIGTERM, signal.SIGINT)
 """The signals whose handlers raise, as those of time limits do. Only the main thread of the process gets them."""

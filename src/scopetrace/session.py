@@ -60,7 +60,7 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.guards import numbers_read
+from scopetrace.ir.guards import ArgumentNumber, numbers_read
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
@@ -97,6 +97,7 @@ from scopetrace.watch.settle import Run, judged, random_like
 from scopetrace.watch.table import StateReads
 
 T = TypeVar("T")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def record(
@@ -273,13 +274,7 @@ class Recording:
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         positional = [name for name, _ in arguments[: len(args)]]
-        dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
-        new = {n.name: n.value for n in numbers_read(*fakes, positional, self.object_types, reads.names)}
-        tape.argument_numbers = [
-            dataclasses.replace(n, changes=new.get(n.name) != n.value)
-            for n in numbers_read(args, kwargs, positional, self.object_types, reads.names)
-            if n.name not in dynamic
-        ]
+        tape.argument_numbers = self._argument_numbers((args, kwargs), fakes, positional, reads.names)
         self._refuse(others)
         # break reference cycles, which Python's garbage collector would take a tenth of a trace to free
         self.builder.phase = None
@@ -292,6 +287,15 @@ class Recording:
             verify(tape, "recording")
         first_states = self.builder.first_states
         return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, first_states)
+
+    def _argument_numbers(
+        self, before: Arguments, after: Arguments, positional: list[str], names: frozenset[str] | None
+    ) -> list[ArgumentNumber]:
+        """The numbers in objects among the arguments, which are `after` as the forward has left them."""
+        dynamic = {d.path for d in self.tape.sizes.dynamic} if self.tape.sizes is not None else set()
+        left = {n.name: n.value for n in numbers_read(*after, positional, self.object_types, names)}
+        read = numbers_read(*before, positional, self.object_types, names)
+        return [dataclasses.replace(n, changes=left.get(n.name) != n.value) for n in read if n.name not in dynamic]
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
         """The changes but for tensors that are state of the program; those that are bound are put on the tape."""
@@ -380,9 +384,7 @@ class Recording:
         if not self.tape.backwards:
             raise wrong
 
-    def _run_forward(
-        self, fn: Callable[..., Any], effects: EffectWatch, reads: StateReads
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _run_forward(self, fn: Callable[..., Any], effects: EffectWatch, reads: StateReads) -> Arguments:
         """Run `fn` on fake tensors, with everything on the tape that it does. Gives (args, kwargs) after it."""
         tape, object_types = self.tape, self.object_types
         fakes: Any = None

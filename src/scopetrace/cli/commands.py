@@ -15,7 +15,7 @@ from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
 from scopetrace.cli.run import (
     FILE,
-    Asked,
+    Request,
     json_text,
     model_command,
     patterns,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @takes_json
 @click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
 def show(
-    asked: Asked, grad: bool, depth: int | None, scope: tuple[str, ...] | None, as_table: bool, as_json: bool
+    request: Request, grad: bool, depth: int | None, scope: tuple[str, ...] | None, as_table: bool, as_json: bool
 ) -> str:
     """Trace the model TARGET, and show every op in the module that called it.
 
@@ -58,8 +58,8 @@ def show(
     if as_table and as_json:
         raise UsageError("--calls and --json are two forms of output: write one of them")
     with torch.set_grad_enabled(grad):
-        traced = asked.trace()
-    asked.say("writing")
+        traced = request.trace()
+    request.say("writing")
     if not (as_json or as_table):
         return traced.print_readable(depth, scope=scope, print_output=False)
     root = boxes(program_of(traced))
@@ -76,7 +76,7 @@ def show(
 @model_command
 @takes_depth
 @takes_json
-def summary(asked: Asked, depth: int | None, as_json: bool) -> str:
+def summary(request: Request, depth: int | None, as_json: bool) -> str:
     """Show what each module of TARGET takes, gives and costs.
 
     FLOPs are those of torch.utils.flop_counter, two for each multiply-add; a parameter that several modules use counts
@@ -86,15 +86,15 @@ def summary(asked: Asked, depth: int | None, as_json: bool) -> str:
         scopetrace summary timm:resnet18 --depth 1
         scopetrace summary mypackage.models:build --input ids=1x16:int64 --json
     """
-    table = asked.trace().summary(depth)
-    asked.say("measuring")
+    table = request.trace().summary(depth)
+    request.say("measuring")
     return json_text(table.to_dict()) if as_json else str(table)
 
 
 @model_command
 @takes_depth
 @takes_json
-def memory(asked: Asked, depth: int | None, as_json: bool) -> str:
+def memory(request: Request, depth: int | None, as_json: bool) -> str:
     """Show which memory TARGET needs when, by module; with --step of a training step, else of an inference.
 
     "made" is what the ops of a call make, "freed" what is freed before it returns, "saved" what backward reads, and
@@ -105,13 +105,13 @@ def memory(asked: Asked, depth: int | None, as_json: bool) -> str:
         scopetrace memory timm:resnet18 --depth 2
         scopetrace memory hf:llama --step --optimizer adamw --meta
     """
-    table = asked.trace().memory(depth)
+    table = request.trace().memory(depth)
     return json_text(table.to_dict()) if as_json else str(table)
 
 
 @model_command
 @takes_json
-def order(asked: Asked, as_json: bool) -> str:
+def order(request: Request, as_json: bool) -> str:
     """Show in which order the modules of TARGET run and use their parameters.
 
     The parameters stand in the order of first use, beside the order of registration. Below are shared parameters, those
@@ -122,7 +122,7 @@ def order(asked: Asked, as_json: bool) -> str:
         scopetrace order timm:vit_tiny_patch16_224
         scopetrace order mypackage.models:build --input ids=1x16:int64 --json
     """
-    traced = asked.trace(functional=False).order
+    traced = request.trace(functional=False).order
     if as_json:
         calls = [{"fqn": call.fqn, "index": call.index, "class": call.type_name} for call in traced.calls]
         data = {"digest": traced.digest, "parameters": traced.param_forward_order, "calls": calls}
@@ -134,7 +134,7 @@ def order(asked: Asked, as_json: bool) -> str:
 @click.argument("other")
 @takes_json
 @click.option("--html", type=FILE, help="Also write them to this file.")
-def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[str, int]:
+def diff(request: Request, other: str, as_json: bool, html: Path | None) -> tuple[str, int]:
     """Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.
 
     Both are as TARGET of `scopetrace show`, or files that `Trace.save` wrote, and get the same inputs and options. The
@@ -144,7 +144,7 @@ def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[st
         scopetrace diff before.st after.st
         scopetrace diff timm:resnet18 timm:resnet26
     """
-    differences = functions.diff(asked.trace(), dataclasses.replace(asked, target=other).trace())
+    differences = functions.diff(request.trace(), dataclasses.replace(request, target=other).trace())
     if html is not None:
         differences.to_html(html)
     return differences.to_json() if as_json else str(differences), 3 if differences else 0
@@ -160,7 +160,7 @@ def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> tuple[st
 )
 @click.option("--depth", type=click.IntRange(min=0), default=1, help="Of a picture, levels of calls that are open; 1.")
 @takes_scope
-def view(asked: Asked, output: Path | None, depth: int, scope: tuple[str, ...] | None) -> str:
+def view(request: Request, output: Path | None, depth: int, scope: tuple[str, ...] | None) -> str:
     """Draw TARGET: modules are boxes in boxes, with the shapes of what goes in and out.
 
     The HTML page is one file that needs no network: boxes open and close, and are searched by name. TARGET is as for
@@ -170,8 +170,8 @@ def view(asked: Asked, output: Path | None, depth: int, scope: tuple[str, ...] |
         scopetrace view timm:resnet18
         scopetrace view timm:resnet18 -o resnet18.svg --depth 2 --scope 'layer1'
     """
-    traced = asked.trace()
-    asked.say("drawing")
+    traced = request.trace()
+    request.say("drawing")
     path = output or Path(tempfile.mkdtemp(prefix="scopetrace-")) / "model.html"
     if path.suffix == ".html":
         traced.to_html(path)
@@ -213,7 +213,7 @@ _PATTERN = "a class name, or the name of a module, with * and ?, and ** across d
 @click.option("--external-data", is_flag=True, help="The weights in a file of their own, also below 2 GB.")
 @click.option("--verify", is_flag=True, help="Check the file, and compare it with the model in ONNX Runtime.")
 @takes_json
-def onnx(asked: Asked, output: Path, external_data: bool, verify: bool, as_json: bool, **options: Any) -> str:
+def onnx(request: Request, output: Path, external_data: bool, verify: bool, as_json: bool, **options: Any) -> str:
     """Write the model TARGET as an ONNX file, with modules as ONNX functions.
 
     TARGET is as for `scopetrace show`.
@@ -225,8 +225,8 @@ def onnx(asked: Asked, output: Path, external_data: bool, verify: bool, as_json:
     require_packages()
     from scopetrace.lower.onnx.export import Options, write
 
-    program = program_of(asked.trace()).without_argument_mutation()
-    data = _written(write(program, output, Options(**options), external_data or None, verify, asked.say), output)
+    program = program_of(request.trace()).without_argument_mutation()
+    data = _written(write(program, output, Options(**options), external_data or None, verify, request.say), output)
     return json_text(data) if as_json else _table_of(data)
 
 

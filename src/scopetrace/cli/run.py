@@ -82,7 +82,7 @@ _MODEL = (
 
 
 def model_command(command: Callable[..., str | tuple[str, int]], *, steps: bool = False) -> click.Command:
-    """A command with the argument TARGET and the options for inputs, which `command` gets as one `Asked`.
+    """A command with the argument TARGET and the options for inputs, which `command` gets as one `Request`.
 
     `command` returns the text to print, or that and an exit code. `steps`: training steps are the default.
     """
@@ -95,8 +95,8 @@ def model_command(command: Callable[..., str | tuple[str, int]], *, steps: bool 
             raise UsageError("--loss and --optimizer are for training steps: add --step")
         examples, dynamic_shapes = list(map(parse_input, inputs)), parse_dynamic(dynamic)
         with quiet(), _progress() as say, torch.no_grad():
-            asked = Asked(target, examples, dynamic_shapes, meta, train, specialize, after if step else None, say)
-            result = command(asked, **options)
+            request = Request(target, examples, dynamic_shapes, meta, train, specialize, after if step else None, say)
+            result = command(request, **options)
         text, code = result if isinstance(result, tuple) else (result, 0)
         print_text(text)
         return code
@@ -139,7 +139,7 @@ takes_scope = click.option(
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Request:
     """A model and how to trace it, from the command line."""
 
     target: str

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import torch
 
-from scopetrace.cli.run import Asked, json_text, model_command, takes_json
+from scopetrace.cli.run import Request, json_text, model_command, takes_json
 from scopetrace.distributed.estimate import Estimate
 from scopetrace.distributed.estimate import estimate as make_estimate
 from scopetrace.distributed.planning import Plan
@@ -38,7 +38,7 @@ DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": to
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="own", help="Of gathered parameters and gradients.")
 @takes_json
 def plan(
-    asked: Asked, ranks: int, classes: tuple[str, ...], prefetch: int, dtype: str, as_json: bool, **numbers: Any
+    request: Request, ranks: int, classes: tuple[str, ...], prefetch: int, dtype: str, as_json: bool, **numbers: Any
 ) -> str:
     """Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost on paper.
 
@@ -51,16 +51,16 @@ def plan(
     target_mb = numbers["target_mb"]
     if bool(classes) == bool(target_mb):
         raise UsageError("write --classes NAME, once for each class, or --target-mb N")
-    if asked.step is not None:
+    if request.step is not None:
         raise UsageError("a plan is of the forward, and of a backward that is the forward in reverse: leave out --step")
     for name, number in numbers.items():
         if number is not None and not math.isfinite(number):
             raise UsageError(f"--{name.replace('_', '-')} {number}: write a finite number")
-    traced = asked.trace(functional=False)
+    traced = request.trace(functional=False)
     model = traced.model
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"{asked.target} is a saved trace, which has no model to plan for: name the model")
-    asked.say("planning")
+        raise UsageError(f"{request.target} is a saved trace, which has no model to plan for: name the model")
+    request.say("planning")
     grouping = {"classes": classes} if classes else {"target_bytes": int((target_mb or 0) * 1e6)}
     bandwidth, flops, latency = numbers["bandwidth"] * 1e9, numbers["tflops"] * 1e12, numbers["latency"] * 1e-6
     rates: dict[str, Any] = {"bandwidth": bandwidth, "flops": flops, "latency": latency}
@@ -100,11 +100,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B", re.IGNORECASE)
 
 
 def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    match = None if text is None else _SIZE.fullmatch(text.strip())
-    if match is None:
-        if text is not None:
-            raise click.BadParameter(f"{text!r} is no number of bytes; write one such as 80GB or 24GiB.", ctx, option)
+    if text is None:
         return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no number of bytes; write one such as 80GB or 24GiB.", ctx, option)
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
 
 
@@ -114,7 +114,7 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
 @click.option("--inference", is_flag=True, help="Of a forward without gradients, in place of a training step.")
 @click.option("--depth", type=click.IntRange(min=0), default=1, show_default=True, help="Levels of calls with rows.")
 @takes_json
-def estimate(asked: Asked, gpu_bytes: int | None, dtype: str, inference: bool, depth: int, as_json: bool) -> str:
+def estimate(request: Request, gpu_bytes: int | None, dtype: str, inference: bool, depth: int, as_json: bool) -> str:
     """Estimate the memory and FLOPs of training TARGET, whether that fits a GPU, and what would.
 
     The model neither runs nor trains: one trace says what a step makes when. TARGET is as for `scopetrace show`; with
@@ -124,12 +124,12 @@ def estimate(asked: Asked, gpu_bytes: int | None, dtype: str, inference: bool, d
         scopetrace estimate timm:resnet18 --optimizer adamw --gpu 8GB
         scopetrace estimate mypackage.models:build --meta -i ids=1x4096:int64 --dtype bf16 --optimizer adamw --gpu 80GB
     """
-    if asked.target.endswith(".st") or asked.dynamic_shapes or asked.specialize:
+    if request.target.endswith(".st") or request.dynamic_shapes or request.specialize:
         raise UsageError("an estimate is of a model and the sizes of its inputs: leave out --dynamic and --specialize")
-    step = asked.step
+    step = request.step
     if step is None or (inference and (step.loss or step.optimizer)):
         raise UsageError("--loss and --optimizer are for training steps: leave out --inference")
-    asked.say("estimating")
+    request.say("estimating")
 
     def of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
         options: dict[str, Any] = {"dtype": DTYPES[dtype], "gpu_bytes": gpu_bytes, "depth": depth}
@@ -137,5 +137,5 @@ def estimate(asked: Asked, gpu_bytes: int | None, dtype: str, inference: bool, d
             model, args, kwargs, step=not inference, loss=step.loss, optimizer=step.optimizer, **options
         )
 
-    estimated = dataclasses.replace(asked, step=None if inference else step).apply(of)
+    estimated = dataclasses.replace(request, step=None if inference else step).apply(of)
     return json_text(estimated.to_dict()) if as_json else str(estimated)

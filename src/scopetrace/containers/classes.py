@@ -26,14 +26,14 @@ class NotImported(type):
 
 def class_of_name(module: str, qualname: str, bases: tuple[type, ...] = (), members: Any = None) -> type:
     """The class of this name, where its module is imported and it derives from `bases`; else a `NotImported`."""
-    kind = look_up(module, qualname)
+    kind = object_named(module, qualname)
     if isinstance(kind, type) and all(issubclass(kind, base) for base in bases):
         return kind
     names = {"__module__": module, "__qualname__": qualname}
     return NotImported(qualname.rpartition(".")[2], bases, {**(members or {}), **names})
 
 
-def look_up(module: str, qualname: str) -> Any:
+def object_named(module: str, qualname: str) -> Any:
     """The object of this name; None where its module is not imported."""
     item: Any = sys.modules.get(module)
     for part in qualname.split("."):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from scopetrace.errors import PlanError
-from scopetrace.ir.registered import Registered, inside
+from scopetrace.ir.registered import Registered, inside, modules_around
 from scopetrace.order.execution import ExecutionOrder
 
 Group = tuple[str, ...]
@@ -48,13 +48,6 @@ class Grouping:
         kept = [g for g in self.groups if g not in (one, other)]
         at = max(self.groups.index(one), self.groups.index(other)) - 1
         return Grouping((*kept[:at], joined, *kept[at:]), self.registered)
-
-
-def modules_around(name: str) -> Iterator[str]:
-    """The names of the modules around a parameter or module, from the innermost to the root."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def contains(registered: Registered, outer: str, inner: str) -> bool:

@@ -53,7 +53,7 @@ class ArchiveWriter:
 
     def add_json(self, name: str, data: Any) -> None:
         """Write an entry of JSON."""
-        self._add(name, json.dumps(data, separators=(",", ":"), allow_nan=False).encode())
+        _add(self._zip, name, json.dumps(data, separators=(",", ":"), allow_nan=False).encode())
 
     def add_tensor(self, t: torch.Tensor) -> dict[str, Any]:
         """Write the tensor's memory, and return its metadata as JSON."""
@@ -62,7 +62,7 @@ class ArchiveWriter:
         if t.layout is not torch.strided or t.is_quantized or t.is_nested or t.is_conj() or t.is_neg():
             name, file = f"tensors/{next(self._numbers)}.pt", io.BytesIO()
             torch.save(t, file)
-            self._add(name, file.getbuffer())
+            _add(self._zip, name, file.getbuffer())
             return {**row, "saved": name}
         return {
             **row,
@@ -83,14 +83,11 @@ class ArchiveWriter:
             if storage.device.type != "meta":
                 on_cpu = storage.cpu()
                 if self.shared is None:
-                    self._add(f"storages/{number}", _bytes_of(on_cpu))
+                    _add(self._zip, f"storages/{number}", _bytes_of(on_cpu))
                 else:
                     name = self.places[number] = f"storages/{hashlib.sha256(_bytes_of(on_cpu)).hexdigest()}"
                     self.shared[name] = storage
         return self._storages[key]
-
-    def _add(self, name: str, data: bytes | memoryview) -> None:
-        _add(self._zip, name, data)
 
 
 def _add(entries: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:

@@ -23,7 +23,7 @@ from scopetrace._compat.expressions import decode_expression, restore_environmen
 from scopetrace._compat.ops import OPS, find_higher_order, find_op
 from scopetrace._compat.shape_env import sym_node
 from scopetrace._compat.tensors import FakeFactory, without_dispatch
-from scopetrace.containers.classes import NamedObject, class_of_name, look_up
+from scopetrace.containers.classes import NamedObject, class_of_name, object_named
 from scopetrace.containers.structure import unflattened
 from scopetrace.errors import TraceFileError
 from scopetrace.files.archive import ArchiveReader, torch_object
@@ -194,7 +194,7 @@ class Decoder:
     def _named(self, data: Any) -> Any:
         module, qualname, text = data
         _expect(str, module, qualname, text)
-        named = look_up(module, qualname)
+        named = object_named(module, qualname)
         if isinstance(named, (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)):
             return named
         return NamedObject(object, None, text, module, qualname)

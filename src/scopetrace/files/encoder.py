@@ -26,7 +26,7 @@ from scopetrace._compat.expressions import encode_expression
 from scopetrace._compat.ops import OPS, is_higher_order, schema_of
 from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeTensor
-from scopetrace.containers.classes import NamedObject, look_up
+from scopetrace.containers.classes import NamedObject, object_named
 from scopetrace.containers.structure import flattened, is_plain_object
 from scopetrace.errors import ScopetraceWarning
 from scopetrace.files.archive import PLAIN, ArchiveWriter, name_of
@@ -235,7 +235,7 @@ class Encoder:
                 named = kind.__module__, f"{kind.__qualname__}.{x.name}"
             else:
                 named = x.__module__, x.__qualname__
-            if look_up(*named) is x:
+            if object_named(*named) is x:
                 return {"named": [*named, kind.__name__]}
         elif (
             not (self._only_shown or isinstance(x, (list, tuple, dict)))

@@ -214,24 +214,19 @@ class TapeCopier(TapeRewriter, abc.ABC):
 
     def step(self, op: Op) -> None:
         """Append what stands for an op, on present values."""
+        if op.kind == "call_module" and op.writes:
+            raise refusal("a leaf module changes its arguments in place", op)
         try:
-            self._step(op)
+            if op.kind in ("placeholder", "get_attr"):
+                self._copy_source(op)
+            elif op.bodies():
+                self._copy_with_bodies(op)
+            elif op.writes:
+                self._write(op)
+            else:
+                self._copy_op(op)
         except DATA_DEPENDENT as error:
             raise refusal("what becomes of a write depends on data", op) from error
-
-    def _step(self, op: Op) -> None:
-        if op.kind in ("placeholder", "get_attr"):
-            self._copy_source(op)
-        elif op.kind == "call_module":
-            if op.writes:
-                raise refusal("a leaf module changes its arguments in place", op)
-            self._copy_op(op)
-        elif op.bodies():
-            self._copy_with_bodies(op)
-        elif op.writes:
-            self._write(op)
-        else:
-            self._copy_op(op)
 
     def _bring(self, root: Value, reader: Op) -> None:
         """Put a root on the tape before the program reads it: an attribute, or memory around an input."""

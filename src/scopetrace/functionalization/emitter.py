@@ -265,15 +265,11 @@ class TapeRewriter:
 
     def copy(self, op: Op) -> None:
         """Append a copy of an op. New tensors get new memory, but those that come from outside."""
-        self.rewrite_bodies(op)
+        for body in op.bodies():
+            if body not in self.replacements:
+                self.replacements[body] = self.inner(body).run()
         storages = {v.storage: self.replacements[v].storage for v in op.inputs()}
         if op.kind not in ("placeholder", "get_attr"):
             for v in op.values():
                 storages.setdefault(v.storage, next(self.storages))
         self.new.ops.append(op.copied(self.replacements, storages, self.calls))
-
-    def rewrite_bodies(self, op: Op) -> None:
-        """Rewrite the bodies of a higher-order op, each once."""
-        for body in op.bodies():
-            if body not in self.replacements:
-                self.replacements[body] = self.inner(body).run()

@@ -48,10 +48,9 @@ def refusal(problem: str, op: Op) -> FunctionalizationError:
 def verify_pure(tape: Tape) -> None:
     """Raise FunctionalizationError for an op that writes, or whose schema can."""
     for inner in tape.walk():
-        impure = [op for op in inner.ops if op.writes]
-        one_of_each = {id(op.target): op for op in inner.ops}.values()
-        for op in (*impure, *(op for op in one_of_each if is_op(op.target) and schema_of(op.target).is_mutable)):
-            raise refusal("an op that writes is left in the program", op)
+        for op in inner.ops:
+            if op.writes or (is_op(op.target) and schema_of(op.target).is_mutable):
+                raise refusal("an op that writes is left in the program", op)
 
 
 class _Slot(NamedTuple):

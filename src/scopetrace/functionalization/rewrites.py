@@ -99,20 +99,20 @@ def part_of(func: Any, base: torch.Tensor, args: tuple[Any, ...]) -> Part | None
     match views.view_arguments(func, base.size(), args):
         case views.Select(dim, index):
             n = base.size(dim)
-            return Part(func, dim, (index + n if _plain(index, n) and index < 0 else to_expr(index),))
+            return Part(func, dim, (index + n if _are_ints(index, n) and index < 0 else to_expr(index),))
         case views.Slice(dim, start, end, step):
             return Part(_aten.slice.Tensor, dim, _bounds(start, end, step, base.size(dim)))
     return None
 
 
 def _bounds(start: Any, end: Any, step: Any, n: Any) -> tuple[Any, Any, Any]:
-    if _plain(start, end, step, n):
+    if _are_ints(start, end, step, n):
         indices = range(*slice(start, end, step).indices(n))
         return indices.start, (indices[-1] + 1 if indices else indices.start), step
     return to_expr(start), to_expr(n if type(end) is int and end == views.TO_THE_END else end), to_expr(step)
 
 
-def _plain(*numbers: Any) -> bool:
+def _are_ints(*numbers: Any) -> bool:
     return all(type(n) is int for n in numbers)
 
 

@@ -31,12 +31,12 @@ from scopetrace.ir.write_back import (
     SetTo,
     StateRef,
     StridedStep,
-    Target,
     Update,
     ValueSource,
     ViewOf,
     ViewStep,
     WriteBack,
+    Written,
     base_of,
 )
 from scopetrace.ops.history import DETACHED, KEEP_MORE, OVERWRITE, History, can_require_grad, is_cut
@@ -63,7 +63,7 @@ class _Builder:
         self._first: dict[int, int] = {}
         self._storages: dict[int, list[int]] = {}
         """By new storage of results, the old ones: each but the first gets a copy."""
-        self.outside: dict[Value, Target] = {}
+        self.outside: dict[Value, Written] = {}
         for leaf in self._outputs:
             if isinstance(leaf, Value) and leaf.storage not in sets:  # not written: what has its value is the copy
                 self._storages.setdefault(read(leaf).storage, [leaf.storage])
@@ -104,7 +104,7 @@ class _Builder:
                 updates += [*self._copies_into(target, value), *changed]
         return updates
 
-    def _copies_into(self, target: Target, value: Value) -> list[CopyInto]:
+    def _copies_into(self, target: Written, value: Value) -> list[CopyInto]:
         """What was written to the memory of a value, if anything was."""
         aliases = self.sets[value.storage]
         if not aliases.version:
@@ -121,7 +121,7 @@ class _Builder:
         is_overwritten = is_outside and new.storage != value.storage
         return [CopyInto(target, self._give(new, copy=int(is_overwritten)), mode)]
 
-    def _change(self, target: Target, value: Value, op: Op, after: Value) -> ChangeShape | SetTo:
+    def _change(self, target: Written, value: Value, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
             if after.fake.requires_grad and not value.requires_grad:
                 raise refusal("a tensor to which a gradient flows gets other memory", op)
@@ -197,16 +197,16 @@ class _Builder:
             if is_cut(leaf):  # a leaf, or made of one
                 mode, first = leaf.op.grad, [ViewStep(_aten.alias.default, (), {}, None, grad=False)]
             step = StridedStep(size, stride, leaf.offset - owner.offset, mode)
-            return ViewOf(self._plain(owner, owner), (*first, step))
+            return ViewOf(self._from_graph(owner, owner), (*first, step))
         if self.outside.keys().isdisjoint(aliases.roots) and self._alone[leaf.storage] == 1:
             return self._alone_in_memory(leaf)
         root, steps = self._chain(aliases, leaf)
         if root in self.outside:  # or it got this memory
             return _view_of(self.outside[root], steps)
-        return ViewOf(self._plain(root, self.read(root)), steps)
+        return ViewOf(self._from_graph(root, self.read(root)), steps)
 
     def _alone_in_memory(self, leaf: Value) -> ValueSource:
-        source = self._plain(leaf, self.read(leaf))
+        source = self._from_graph(leaf, self.read(leaf))
         if is_cut(leaf) and (source.copy or source.stride):
             modes = (False, leaf.op.grad)  # made under no_grad, as in eager, it is a leaf
             return ViewOf(source, tuple([ViewStep(_aten.alias.default, (), {}, None, mode) for mode in modes]))
@@ -226,7 +226,7 @@ class _Builder:
             )
         return owner
 
-    def _plain(self, old: Value, present: Value) -> FromGraph:
+    def _from_graph(self, old: Value, present: Value) -> FromGraph:
         new = self.read(old) if present is old else present
         stride = tuple(old.fake.stride()) if self._is_moved(old, new) else None
         owners = self._storages.setdefault(new.storage, [])
@@ -293,7 +293,7 @@ def _resizes(op: Op) -> bool:
     return schema_of(op.target).name.startswith("aten::resize")
 
 
-def _view_of(base: Target, steps: tuple[ViewStep | StridedStep, ...]) -> ViewOf:
+def _view_of(base: Written, steps: tuple[ViewStep | StridedStep, ...]) -> ViewOf:
     return ViewOf(base.base, base.steps + steps) if isinstance(base, ViewOf) else ViewOf(base, steps)
 
 

@@ -119,7 +119,8 @@ def outputs_by_rule(
         return None
     (meta,) = outputs.tensors
     if isinstance(meta, Identity):
-        return outputs if _same_size(size, fakes[meta.input]) else None
+        itself = fakes[meta.input].size()
+        return outputs if len(size) == len(itself) and all(map(surely_equal, size, itself)) else None
     if meta is None or meta.base is not None or list(meta.size) != [number(n) for n in size]:
         return None
     if func in _ROW_MAJOR:
@@ -163,10 +164,6 @@ def view_of(base: torch.Tensor, view: ViewArguments) -> Outputs | None:
 # ---------------------------------------------------------------- new tensors
 
 
-def _same_size(size: Sizes, t: torch.Tensor) -> bool:
-    return len(size) == t.dim() and all(map(surely_equal, size, t.size()))
-
-
 def instances(maker: FakeMaker, inputs: list[Value], number: Number) -> dict[int, torch.Tensor]:
     """By the id of the value: a tensor of plain sizes. Values that share memory have instances that do."""
     tensors: dict[int, torch.Tensor] = {}
@@ -195,12 +192,6 @@ def replaced(x: Any, fakes: Mapping[int, Any], number: Callable[[Any], int]) -> 
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INDICES = frozenset({torch.int64, torch.int32})
-
-
-def _float(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
-    """The floating dtype that all inputs have."""
-    dtype = fakes[0].dtype
-    return dtype if dtype in _FLOATS and all(t.dtype == dtype for t in fakes) else None
 
 
 # ---------------------------------------------------------------- sizes of results
@@ -404,10 +395,11 @@ def _steps(
 ) -> Outputs | None:
     """What recurrent layers give for a dynamic length or batch: torch's own makes ops of each step, for one length."""
     *_, is_double, batch_first = options
-    (length, batch, width), dtype = _to_steps(x.fake.size(), batch_first), _float(fakes)
+    (length, batch, width), dtype = _to_steps(x.fake.size(), batch_first), x.fake.dtype
     states = [tuple(v.fake.size()) for v in (hx if isinstance(hx, list) else [hx])]
     fits = surely_equal(batch, states[0][1]) and surely_equal(width, weights[0].fake.size(1))
-    if not (fits and dtype and is_symbolic(x.fake)):
+    is_float = dtype in _FLOATS and all(t.dtype == dtype for t in fakes)
+    if not (fits and is_float and is_symbolic(x.fake)):
         return None
     size = (length, batch, states[0][2] * (1 + is_double))
     steps, *last = (_new_tensor(n, row_major_strides(n), dtype, fakes) for n in (size, *states))

@@ -315,7 +315,8 @@ class Specializations(list[Specialization], Printed):
             if s.op == "attribute" and not s.source:  # of a class, where no line is known to read it
                 others[f"{name} = {value}"] = s.op
             else:
-                rows.setdefault((s.op, name, value), []).append(_short_line(s.source or ""))
+                line = (s.source or "").partition(", in ")[0].rpartition("/")[2]  # `model.py:12`
+                rows.setdefault((s.op, name, value), []).append(line)
         counts = {row: f"in {len(lines)} places" if len(lines) > 1 else "" for row, lines in rows.items()}
         cells = [(*row, counts[row], next(filter(None, lines), "")) for row, lines in rows.items()]
         text = columns(cells, widest=_WIDEST) if cells else "nothing is fixed"
@@ -325,11 +326,6 @@ class Specializations(list[Specialization], Printed):
         wrapped = functools.partial(textwrap.fill, width=_WIDTH, subsequent_indent="  ")
         also = [wrapped(f"{kind}: {', '.join(of)}") for kind, of in sorted(names.items())]
         return "\n".join([text, "also as when traced:", *also] if also else [text])
-
-
-def _short_line(source: str) -> str:
-    """`/home/me/model.py:12, in forward: …` as `model.py:12`."""
-    return source.partition(", in ")[0].rpartition("/")[2]
 
 
 def _of_all_layers(name: str) -> str:

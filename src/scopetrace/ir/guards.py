@@ -357,9 +357,7 @@ def in_a_file(guards: Iterable[Guard], held: Collection[torch.Tensor]) -> list[G
             if not guard.value and any(t is tensor for t in held):
                 kept.append(dataclasses.replace(guard, source=HasGradient(tensor)))
         elif source.stays and not (isinstance(source, HasGradient) and guard.value):
-            kept.append(
-                guard
-            )  # the file has the gradients that the program reads, which are compared as all that it holds
+            kept.append(guard)  # gradients that the program reads are in the file, and compared as all that it holds
     return kept
 
 

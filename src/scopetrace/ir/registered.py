@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
@@ -41,6 +42,13 @@ def inside(names: Iterable[str], module: str) -> Iterator[str]:
     for name in names:
         if name == module or not module or name.startswith(f"{module}."):
             yield name.removeprefix(module).removeprefix("." if module else "")
+
+
+def modules_around(name: str) -> Iterator[str]:
+    """The names of the modules around a parameter or module, from the innermost to the root."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +91,8 @@ class Registered:
     def _inside(self) -> dict[str, dict[str, None]]:
         params: dict[str, dict[str, None]] = {}
         for first, param in self.params.items():
-            for name in param.names:
-                while name:
-                    name = name.rpartition(".")[0]
-                    params.setdefault(name, {})[first] = None
+            for around in itertools.chain.from_iterable(map(modules_around, param.names)):
+                params.setdefault(around, {})[first] = None
         return params
 
     @functools.cached_property

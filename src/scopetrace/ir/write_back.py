@@ -146,7 +146,7 @@ class SameAs:
 ValueSource = GraphInput | StateRef | FromGraph | ViewOf | SameAs
 """Where a tensor comes from."""
 
-Target = GraphInput | StateRef | ViewOf
+Written = GraphInput | StateRef | ViewOf
 """What a model changes: a tensor from outside, or memory around one that the model reaches by `as_strided`."""
 
 
@@ -154,7 +154,7 @@ Target = GraphInput | StateRef | ViewOf
 class CopyInto:
     """`copy_` of a value that the graph returns into a tensor that the model writes."""
 
-    target: Target
+    target: Written
     value: FromGraph
     grad: bool | None
     """Whether autograd records the copy; None where it does so if it is on in the call."""
@@ -167,7 +167,7 @@ class CopyInto:
 class ChangeShape:
     """An op such as `transpose_` that changes the sizes and strides of a tensor, not its data."""
 
-    target: Target
+    target: Written
     step: ViewStep
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ class ChangeShape:
 class SetTo:
     """`set_`: the target gets the storage of another tensor."""
 
-    target: Target
+    target: Written
     value: ValueSource
 
     def __str__(self) -> str:

@@ -348,6 +348,33 @@ def _joint_of_forward(program: TracedProgram, rewrite: Rewrite | None, is_needed
             "split_backward() of a program in which nothing requires grad: trace with autograd on, and parameters or "
             "inputs that require grad"
         )
+    traced, differentiated = _with_gradients(program, module, examples, differentiable, primals)
+    traced = traced if rewrite is None else rewrite(traced)
+    results = ResultNodes.of(traced.lowering).all_results(write_back_of(traced.tape))
+    graph = traced.lowering.graph
+    tags = {n: "is_forward" if forward_place(n) is None else "is_backward" for n in graph.nodes}
+    paths = {n: str(scope_path(n)) for n in graph.nodes}
+    _place(graph, program)
+    last = {path.rpartition("/")[2]: n for n, path in paths.items() if isinstance(node_value(n), torch.Tensor)}
+    tangents = [f"{_TANGENTS}{i + 1}" for i in range(len(differentiable))]
+    names = [*(str(n.target) for n in module.graph.find_nodes(op="placeholder")), *tangents]
+    inputs = [*graph.find_nodes(op="placeholder"), *map(last.__getitem__, tangents)]
+    whole = _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags)
+    kept = primals, len(outputs), tuple(range(len(outputs)))
+    return _Joint(whole, list(map(node_value, inputs)), *kept, tuple(differentiable), differentiated, traced.tape.sizes)
+
+
+_TANGENTS = "tangents_"
+
+
+def _with_gradients(
+    program: TracedProgram,
+    module: torch.fx.GraphModule,
+    examples: Sequence[Any],
+    differentiable: Sequence[int],
+    primals: Sequence[str],
+) -> tuple[TracedProgram, tuple[str, ...]]:
+    """A trace of a forward, `module`, that gives its gradients too, and the names of the inputs that have one."""
     by = [i for i, t in enumerate(examples) if isinstance(t, torch.Tensor) and t.requires_grad]
     reached: list[bool] = []
 
@@ -369,25 +396,8 @@ def _joint_of_forward(program: TracedProgram, rewrite: Rewrite | None, is_needed
         named = zip(tape.sizes.dynamic, positions, strict=True)
         tape.sizes.dynamic = [dataclasses.replace(d, path=primals[i]) for d, i in named]
         tape.sizes.where = {s: d.text for d in reversed(tape.sizes.dynamic) for s in d.expr.free_symbols}
-    traced = TracedProgram(tape, functional_tape(tape), joint)
-    traced = traced if rewrite is None else rewrite(traced)
-    results = ResultNodes.of(traced.lowering).all_results(write_back_of(traced.tape))
-    graph = traced.lowering.graph
-    tags = {n: "is_forward" if forward_place(n) is None else "is_backward" for n in graph.nodes}
-    paths = {n: str(scope_path(n)) for n in graph.nodes}
-    _place(graph, program)
-    names = [str(n.target) for n in module.graph.find_nodes(op="placeholder")]
-    last = {path.rpartition("/")[2]: n for n, path in paths.items() if isinstance(node_value(n), torch.Tensor)}
-    tangents = [f"{_TANGENTS}{i + 1}" for i in range(len(differentiable))]
-    names += tangents
-    inputs = [*graph.find_nodes(op="placeholder"), *map(last.__getitem__, tangents)]
     differentiated = tuple([primals[i] for i, is_reached in zip(by, reached, strict=True) if is_reached])
-    whole = _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags)
-    kept = primals, len(outputs), tuple(range(len(outputs)))
-    return _Joint(whole, list(map(node_value, inputs)), *kept, tuple(differentiable), differentiated, tape.sizes)
-
-
-_TANGENTS = "tangents_"
+    return TracedProgram(tape, functional_tape(tape), joint), differentiated
 
 
 def _like(factory: FakeFactory, x: Any) -> Any:

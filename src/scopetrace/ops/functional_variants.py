@@ -153,7 +153,8 @@ def _signature(schema: Schema) -> tuple[frozenset[tuple[str, str]], tuple[str, .
     As in torchgen, `out` and the options of factories are left out, and what is written is a result. Other than there,
     the order of arguments does not matter.
     """
-    arguments = frozenset((_canonical(a), _plain(a.type)) for a in schema.arguments if not is_out_argument(a))
+    taken = (a for a in schema.arguments if not is_out_argument(a))
+    arguments = frozenset((_canonical(a), _without_optional(a.type)) for a in taken)
     options = {(name, type) for name, type in arguments if name in _FACTORY_OPTIONS}
     if len(options) == len(_FACTORY_OPTIONS):
         arguments -= options
@@ -161,7 +162,7 @@ def _signature(schema: Schema) -> tuple[frozenset[tuple[str, str]], tuple[str, .
     return arguments, returned + tuple(a.type for a in _not_returned(schema))
 
 
-def _plain(type: str) -> str:
+def _without_optional(type: str) -> str:
     """TorchScript has overloads of some ops that take lists without None, for which there is no variant."""
     return type.replace("List[Optional[Tensor]]", "List[Tensor]")
 

@@ -9,6 +9,7 @@ Data flow:
 from __future__ import annotations
 
 import collections
+import hashlib
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from scopetrace.ir.segment import placeholder, with_values
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, checks_enabled, is_grad_on, renamed
 from scopetrace.ir.verify import verify
 from scopetrace.outline.interface import Interface, Interfaces
-from scopetrace.outline.key import content_hash
 from scopetrace.outline.signature import FunctionOutput, OutlinedBody, unique_names
 
 _aten = torch.ops.aten
@@ -153,7 +153,7 @@ class Outlining(TapeRewriter):
         tape.name = name = self._unique(f"{domain}::{base}").removeprefix(f"{domain}::")
         called = [self._functions[self._numbers[c]].identifier for c in interface.inner if c in self._numbers]
         key, label = self._interfaces.keys[interface.number], self._labels.get(call)
-        unique = f"{name}_{content_hash((key, called, outputs))}"
+        unique = f"{name}_{hashlib.sha256(repr((key, called, outputs)).encode()).hexdigest()[:16]}"  # in every process
         return OutlinedBody(name, domain, cls, unique, tuple(interface.inputs), outputs, tape, [], key, label)
 
     def _returned(self, call: Call, results: list[Value]) -> list[Value]:

@@ -5,7 +5,6 @@ Values and symbols are numbered in the order in which they are met, so that name
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -112,8 +111,3 @@ def tape_key(tape: BodyTape) -> tuple[Any, ...]:
     key.add_ops(op for op in tape.ops if op.kind != "placeholder")
     key.add(tape.outputs)
     return tuple(key.items)
-
-
-def content_hash(key: tuple[Any, ...]) -> str:
-    """A hash of a key that is the same in every process."""
-    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

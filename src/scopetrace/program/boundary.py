@@ -37,7 +37,7 @@ from scopetrace.program.entry_order import EntryOrder
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
 from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import Sharing
-from scopetrace.program.state import give_gradient, look_up, put_tensor, submodule, table_of
+from scopetrace.program.state import give_gradient, put_tensor, submodule, table_of, tensor_in
 from scopetrace.record.model import argument_names, more_keywords
 
 _NUMBERS = (bool, int, float, str, type(None))
@@ -383,10 +383,10 @@ class LiveState:
         for name, bound in self._bound.items():
             t = bound.table.get(bound.owner[1])
             if t is not bound.last:
-                t = look_up(*bound.owner)
+                t = tensor_in(*bound.owner)
                 if t is None:
                     raise not_as_traced(self._tape, name, bound.traced, None)
-                if bound.place is None or look_up(*bound.place) is bound.last:
+                if bound.place is None or tensor_in(*bound.place) is bound.last:
                     if bound.place is not None:
                         put_tensor(*bound.place, t)
                     bound.last = t
@@ -411,7 +411,7 @@ class LiveState:
         t: Any = table.get(key)
         if not isinstance(t, torch.Tensor):  # a gradient, or moved from the buffers to the parameters
             place = self._places.get(name) or self._owners.get(name)
-            t = None if place is None else look_up(*place)
+            t = None if place is None else tensor_in(*place)
         return self._tape.attributes[name] if t is None else t
 
     def table_of(self, name: str) -> tuple[dict[str, Any], str] | None:
@@ -433,7 +433,7 @@ class LiveState:
             outside(of).grad = None
         for (write, module), shared, value in itertools.zip_longest(self._writes, bound, values):
             tensor = value if shared is None else shared
-            if write.is_cache and look_up(module, write.name) is not None:
+            if write.is_cache and tensor_in(module, write.name) is not None:
                 continue
             if write.place is not None:
                 write.place.put(tensor.item())
@@ -450,7 +450,7 @@ class LiveState:
 
 def current_tensors(tape: ProgramTape) -> dict[str, torch.Tensor]:
     """By name on the tape, the tensors that the model has now."""
-    current = {name: look_up(module, attribute) for name, (module, attribute) in _owners(tape).items()}
+    current = {name: tensor_in(module, attribute) for name, (module, attribute) in _owners(tape).items()}
     return {name: t for name, t in current.items() if t is not None}
 
 

@@ -25,7 +25,7 @@ from scopetrace.containers.contents import Contents
 from scopetrace.containers.structure import STATEFUL, leaves_with_path, match, tensor_holders
 from scopetrace.errors import CheckError, InputMismatchError, ScopetraceError
 from scopetrace.ir.tape import ProgramTape, Value
-from scopetrace.program.state import look_up
+from scopetrace.program.state import tensor_in
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import ModuleSnapshot
 
@@ -102,7 +102,7 @@ class _State:
     def values(self) -> dict[str, Any]:
         """Copies of the values after a run: of tensors saved before it, gradients, and the buffers bound now."""
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
-        bound |= {f"{w.path} after it": look_up(w.module, w.name) for w in self._writes if w.module is not None}
+        bound |= {f"{w.path} after it": tensor_in(w.module, w.name) for w in self._writes if w.module is not None}
         gradients = {f"gradient of {name}": t.grad for name, t in self._leaves.items()}
         counts = {f"{path} after it": place.current() for path, place, _ in self._counts}
         return {name: _copy(t) for name, t in {**self._tensors, **bound, **gradients}.items()} | counts
@@ -140,7 +140,7 @@ def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outcome:
     with _on_copies(state, args, kwargs, 0) as arguments:
-        known = {**dict(tensors_of("arguments", arguments)), **state.tensors}
+        known = {**dict(named_tensors("arguments", arguments)), **state.tensors}
         result = fn(*arguments[0], **arguments[1])
         return Outcome(result, arguments, state.values(), memory_of(result, known))
 
@@ -203,7 +203,7 @@ def tracked_as(x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 def memory_of(result: Any, known: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     """See `Outcome.memory`. `known` are tensors of before the run."""
-    outputs = dict(tensors_of("result", result))
+    outputs = dict(named_tensors("result", result))
     others = [*known.items(), *outputs.items()]
     return {
         path: [word for name, other in others if name != path for word in _relation(t, name, other)]
@@ -211,7 +211,7 @@ def memory_of(result: Any, known: Mapping[str, torch.Tensor]) -> dict[str, list[
     }
 
 
-def tensors_of(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a structure, with their paths."""
     for path, leaf in leaves_with_path(x, "", tensor_holders(x)):
         if isinstance(leaf, torch.Tensor):

@@ -88,14 +88,8 @@ class _TapeDecomposer(TapeRewriter):
         if is_torchs and op.target in _KEPT_BESIDE_TORCHS:
             rule = None
         if is_torchs and drops_between_layers(op.target, op.args):
-            raise DecompositionError(
-                "the decomposition leaves the dropout between its layers out",
-                op=str(op.target),
-                module=op.scope.path,
-                source=source_of(op.frames),
-                hint="decompose a trace of the model in eval mode, or make a module for each layer with nn.Dropout "
-                "between them",
-            )
+            hint = "trace the model in eval mode, or make a module for each layer with nn.Dropout between them"
+            raise _error(op, "leaves the dropout between its layers out", hint)
         if rule is None or not self._decompose(op, rule):
             self.copy(op)
 
@@ -247,9 +241,12 @@ class _Body:
             self._refuse("makes a size that depends on data")
 
     def _refuse(self, problem: str, error: BaseException | None = None) -> NoReturn:
-        op = self.op
-        place = {"op": str(op.target), "module": op.scope.path, "source": source_of(op.frames)}
-        raise DecompositionError(f"the decomposition {problem}", **place, hint=_HINT) from error
+        raise _error(self.op, problem) from error
+
+
+def _error(op: Op, problem: str, hint: str = _HINT) -> DecompositionError:
+    place = {"op": str(op.target), "module": op.scope.path, "source": source_of(op.frames)}
+    return DecompositionError(f"the decomposition {problem}", **place, hint=hint)
 
 
 def _described(values: Iterable[Value]) -> str:

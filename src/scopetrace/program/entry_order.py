@@ -17,10 +17,9 @@ from scopetrace.errors import InputMismatchError, ScopetraceError
 from scopetrace.ir.scopes import tracing_state
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.program.arguments import ExpectedArguments
-from scopetrace.session import record
+from scopetrace.session import Arguments, record
 from scopetrace.watch.programs import is_same_program
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _DICTS = (dict, collections.OrderedDict)
 
 

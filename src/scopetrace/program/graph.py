@@ -29,6 +29,7 @@ from scopetrace._compat.graph_module import (
     is_taken,
     is_writable,
     make_graph_module,
+    module_shown_as,
     set_arguments,
     set_grad_enabled,
 )
@@ -148,6 +149,7 @@ class FxLowering:
         self._history: History | None = None
         self._places: dict[tuple[int, int, int], tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {}
         """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
+        self.module_shown_as = functools.cache(module_shown_as)
         self._traces: dict[int, str | None] = {}
         """By the id of frames, which the tape keeps alive, as text."""
 
@@ -257,7 +259,9 @@ class FxLowering:
 
     def _emit(self, op: Op) -> None:
         if op.grad != self._grad:
-            self._switch_grad_for(op)
+            is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
+            if is_outer or any(map(self._may_require_grad, op.inputs())):  # to the other mode for these alone
+                self._switch_grad(op.grad)
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
@@ -365,12 +369,6 @@ class FxLowering:
         return self._stacks[call]
 
     # ---------------------------------------------------------------- autograd on and off
-
-    def _switch_grad_for(self, op: Op) -> None:
-        """Switch autograd before an op under the other mode, if an input may require grad, and back before any op."""
-        is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
-        if is_outer or any(map(self._may_require_grad, op.inputs())):
-            self._switch_grad(op.grad)
 
     def _may_require_grad(self, v: Value) -> bool:
         """Whether a value requires grad, or would in a call whose inputs did, where such calls are not refused."""

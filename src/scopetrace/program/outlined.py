@@ -238,7 +238,8 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
             if not tells_calls(source):
                 raise OutlineError(
                     f"{target!r} names calls of modules, and nothing tells which there were: the trace is of a "
-                    "function that calls none, or of a graph whose nodes have no nn_module_stack; trace the model"
+                    "function that calls none, or of a graph whose nodes have no nn_module_stack, as those under "
+                    "no_grad after run_decompositions(): trace the model, or the program before, and decompose() that"
                 )
             continue
         matched = [call for call in calls if is_named(call, target)]
@@ -264,9 +265,15 @@ def _named(source: TracedProgram, targets: list[Any], interfaces: Interfaces) ->
 
 
 def tells_calls(source: TracedProgram) -> bool:
-    """Whether the trace has module calls, or is of a module that calls none."""
-    root = source.calls[0].module_type
-    return len(source.all_calls) > 1 or (root is not None and not root.__qualname__.startswith("GraphModule"))
+    """Whether the trace has module calls, or is of a module that calls none.
+
+    torch's `run_decompositions` forgets the modules of ops in a block under no_grad, which it runs as generated code.
+    """
+    root, text = source.calls[0].record, 'File "<eval_with_key>'
+    if any(op.call is root and isinstance(op.frames, str) and op.frames.startswith(text) for op in source.tape.ops):
+        return max(Counter(call.record.group for call in source.all_calls).values()) > 1
+    is_model = root.module_type is not None and not root.module_type.__qualname__.startswith("GraphModule")
+    return is_model or len(source.all_calls) > 1
 
 
 def _possible(calls: list[ModuleCall], interfaces: Interfaces, once: bool) -> Iterator[Call]:

@@ -7,7 +7,7 @@ Data flow:
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,39 +25,42 @@ Range = tuple[str, int]
 class RangedRun(torch.fx.Interpreter):
     """One run of the graph of a GraphModule, which names the module calls to the profiler that is active.
 
+    A range is a `record_function`, and a call of a module for a profiler with stacks: TensorBoard lists those.
     `switches`: with the nodes that switch autograd on or off.
     """
 
     def __init__(self, lowering: FxLowering, graph_module: torch.fx.GraphModule, *, switches: bool) -> None:
         super().__init__(graph_module)
-        self._op_of, self._switches = lowering.op_of, switches
-        self._calls = {call.position: call for tape in lowering.tape.walk() for call in tape.calls}
-        self._open: list[tuple[Range, torch.profiler.record_function]] = []
+        self._module_shown_as = lowering.module_shown_as
+        calls = {call.position: call for tape in lowering.tape.walk() for call in tape.calls}
+        self._left: deque[tuple[torch.fx.Node, list[Range] | None]] = deque()
+        """Nodes that did not run yet, with the ranges around them; None where they take values, or do nothing."""
+        for node in self.graph.nodes:
+            op = lowering.op_of.get(node) if node.op in ("call_function", "call_module") else None
+            if switches or node.target is not set_grad_enabled:
+                self._left.append((node, None if op is None else [*_around(op, calls)]))
 
     def __call__(self, *inputs: Any) -> Any:
-        try:
-            return self.run(*inputs)
-        finally:
-            self._enter([])
+        self.args_iter = iter(inputs)
+        self._run_inside([])
+        return self.env[self.graph.output_node()]
 
-    def run_node(self, n: torch.fx.Node) -> Any:
-        """Run a node in the ranges of the module calls around it."""
-        if n.target is set_grad_enabled and not self._switches:
-            return None
-        op = self._op_of.get(n)
-        if op is not None and n.op in ("call_function", "call_module"):  # others take their values, or nothing
-            self._enter([*_around(op, self._calls)])
-        return super().run_node(n)
-
-    def _enter(self, around: list[Range]) -> None:
-        """End the ranges that are open and not among these, and begin the others."""
-        pairs = zip(self._open, around, strict=False)
-        depth = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs))
-        while len(self._open) > depth:
-            self._open.pop()[1].__exit__(None, None, None)
-        for name, position in around[depth:]:
-            self._open.append(((name, position), torch.profiler.record_function(name)))
-            self._open[-1][1].__enter__()
+    def _run_inside(self, outer: list[Range]) -> None:
+        """Run the nodes that are left, up to the first that is not in these ranges."""
+        depth = len(outer)
+        while self._left:
+            node, around = self._left[0]
+            if around is not None and around[:depth] != outer:
+                return
+            if around is None or len(around) == depth:
+                self._left.popleft()
+                self.env[node] = self.run_node(node)
+                for value in self.user_to_last_uses.get(node, ()):
+                    del self.env[value]
+            else:
+                name, inner = around[depth][0], around[: depth + 1]
+                with torch.profiler.record_function(name):
+                    self._module_shown_as(name)(self._run_inside, inner)
 
 
 def _around(op: Op, calls: dict[int, Call]) -> Iterator[Range]:

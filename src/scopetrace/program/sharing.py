@@ -104,7 +104,7 @@ class Sharing:
         def place(i: int) -> MemoryRange:
             if i in self._whole:
                 return WHOLE
-            return place_of(traced[i].fake, traced[i].offset)
+            return memory_range(traced[i].fake, traced[i].offset)
 
         self._matters = matters
         traced = [*values, *(state[name] for name in self._state)]
@@ -122,7 +122,7 @@ class Sharing:
         storages = list(map(storage_id, tensors))
         if not self._traced and len(set(storages)) == len(storages):
             return
-        pairs = self._pairs(storages, lambda i: WHOLE if i in self._whole else place_of(tensors[i]))
+        pairs = self._pairs(storages, lambda i: WHOLE if i in self._whole else memory_range(tensors[i]))
         if pairs == self._traced:
             return
         i, j = min(pair for pair in self._traced.keys() | pairs if self._traced.get(pair) != pairs.get(pair))
@@ -164,7 +164,7 @@ def _neighbours(group: list[int], place: Callable[[int], MemoryRange]) -> Iterat
         before.append(i)
 
 
-def place_of(t: torch.Tensor, offset: int | torch.SymInt | None = None) -> MemoryRange:
+def memory_range(t: torch.Tensor, offset: int | torch.SymInt | None = None) -> MemoryRange:
     """Where a tensor lies in its storage; `offset` elements after its start, where that is not the tensor's own."""
     if t.layout is not torch.strided:
         return WHOLE

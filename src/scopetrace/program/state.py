@@ -32,7 +32,7 @@ def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
     return next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
 
 
-def look_up(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+def tensor_in(module: torch.nn.Module, name: str) -> torch.Tensor | None:
     """A tensor of a module, or the gradient of one, `weight.grad`."""
     if name.endswith(".grad"):
         t = getattr(module, name.removesuffix(".grad"), None)

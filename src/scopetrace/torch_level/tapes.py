@@ -118,7 +118,7 @@ class _RecordingInterpreter(NodeRunner):
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return torch.fx.Interpreter.run_node(self, n)
-        operands = [_plain(x) for x in self.fetch_args_kwargs_from_env(n)]
+        operands = [_mutable(x) for x in self.fetch_args_kwargs_from_env(n)]
         target = TorchTarget(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
         tape, grad = self.builder.tape, torch.is_grad_enabled()
         known = not in_transform() and not autocast_enabled()
@@ -140,13 +140,13 @@ class _RecordingInterpreter(NodeRunner):
         return map_structure(self.values.value_of, x, torch.Tensor)
 
 
-def _plain(x: Any) -> Any:
+def _mutable(x: Any) -> Any:
     """The containers of torch.fx, which are immutable, as those of Python."""
     if isinstance(x, list):
-        return [_plain(item) for item in x]
+        return [_mutable(item) for item in x]
     if isinstance(x, dict):
-        return {key: _plain(item) for key, item in x.items()}
-    return tuple(_plain(item) for item in x) if type(x) is tuple else x
+        return {key: _mutable(item) for key, item in x.items()}
+    return tuple(_mutable(item) for item in x) if type(x) is tuple else x
 
 
 def _hides_tensors(x: Any) -> bool:

@@ -27,7 +27,7 @@ from scopetrace.program.graph import named, node_value, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, cost_text
 from scopetrace.view.text import counted, op_line, outermost, refuse_unnamed
-from scopetrace.view.tree import Op, Run, Section, Tree, index_of, source_line, target_text
+from scopetrace.view.tree import OpItem, Run, Section, Tree, callee_text, index_of, source_line
 
 Kind = Literal["call", "scope", "body", "run", "op"]
 """A module call, a user scope, the body of a higher-order op, equal neighbours, an op."""
@@ -161,7 +161,7 @@ _MASKS = "positions and masks"
 _FEW = 3
 """More ops than these are folded."""
 
-Item = Op | Section | Run
+Item = OpItem | Section | Run
 Nodes = dict[torch.fx.Node, None]
 """A set of nodes that keeps their order."""
 
@@ -189,9 +189,9 @@ class _Boxes:
         self._fill(box, section, items, dict.fromkeys([*_results(section), *needed]))
         return box
 
-    def _folded(self, section: Section) -> list[Op | Section]:
+    def _folded(self, section: Section) -> list[OpItem | Section]:
         """The items of a section, with neighbours that only make positions and masks in a section of their own."""
-        items: list[Op | Section] = []
+        items: list[OpItem | Section] = []
         for makes_mask, group in itertools.groupby(section.items, self._makes_mask):
             ops = list(group)
             if makes_mask and _FEW < len(ops) < len(section.items):
@@ -200,7 +200,7 @@ class _Boxes:
             items += ops
         return items
 
-    def _makes_mask(self, item: Op | Section) -> bool:
+    def _makes_mask(self, item: OpItem | Section) -> bool:
         """Whether an op computes with no float but constants, and with what such ops make."""
         if isinstance(item, Section) or item.bodies:
             return False
@@ -219,8 +219,8 @@ class _Boxes:
         box.writes = tuple(dict.fromkeys(name for member in box.children for name in member.writes))
         return box
 
-    def _op(self, op: Op, key: str, results: Nodes) -> Box:
-        box = Box(self._unique(key), target_text(op.node), "op", self._tree.call_of(op.node), self._meter.of(op))
+    def _op(self, op: OpItem, key: str, results: Nodes) -> Box:
+        box = Box(self._unique(key), callee_text(op.node), "op", self._tree.call_of(op.node), self._meter.of(op))
         if op.node.target is torch.ops.higher_order.invoke_subgraph:
             box.label = f"function {[*op.bodies, *op.shared][0].name}"
         box.text = op_line(op, named)
@@ -251,7 +251,7 @@ class _Boxes:
         box.shares = self._marks.shares(around)
 
     def _item(self, item: Item, around: str, needed: Nodes) -> Box:
-        if isinstance(item, Op):
+        if isinstance(item, OpItem):
             return self._op(item, f"{around}/%{item.node.name}", needed)
         first = item.members[0] if isinstance(item, Run) else item
         key = first.path + (index_of(first.call) if first.kind == "call" else "")
@@ -263,7 +263,7 @@ class _Boxes:
 
     def _used(self, item: Item) -> list[torch.fx.Node]:
         """The nodes from outside an item that it uses, in order, without parameters, buffers and bodies."""
-        if isinstance(item, Op):
+        if isinstance(item, OpItem):
             nodes = item.node.all_input_nodes
         elif isinstance(item, Run):
             used = dict.fromkeys(node for member in item.members for node in member.outside)
@@ -280,7 +280,7 @@ class _Boxes:
 
 
 def _results(item: Item) -> list[torch.fx.Node]:
-    if isinstance(item, Op):
+    if isinstance(item, OpItem):
         return item.results
     return [] if isinstance(item, Run) else leaves(item.outputs, torch.fx.Node)
 

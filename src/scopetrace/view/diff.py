@@ -31,7 +31,7 @@ from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes
 from scopetrace.view.html import comparison, page
 from scopetrace.view.text import op_line
-from scopetrace.view.tree import Op, Section, Tree, target_text, value_text, values_text
+from scopetrace.view.tree import OpItem, Section, Tree, callee_text, value_text, values_text
 
 VERSION = 1
 """Of the form of `Diff.to_dict()`: raised where a key goes or changes its meaning."""
@@ -252,10 +252,10 @@ def _of_function(function: Function) -> _Side:
     return side
 
 
-def _line_of(item: Op | Section) -> _Line:
+def _line_of(item: OpItem | Section) -> _Line:
     """The line of an op or section, with those inside."""
-    if isinstance(item, Op):
-        return _Line("op", target_text(item.node), op_line(item, named), "", list(map(_line_of, item.bodies)))
+    if isinstance(item, OpItem):
+        return _Line("op", callee_text(item.node), op_line(item, named), "", list(map(_line_of, item.bodies)))
     text = item.label
     if item.kind in ("call", "body"):
         inputs = map(named, item.inputs) if item.kind == "body" else _arguments(item)

@@ -28,7 +28,7 @@ from scopetrace.functionalization.report import mutations
 from scopetrace.ops.functional_variants import tensor_of
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.tree import Op, Run, Section, Tree, module_prefix, tensors_of
+from scopetrace.view.tree import OpItem, Run, Section, Tree, module_prefix, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Meter:
     def __init__(self, program: TracedProgram) -> None:
         self._program = program
         self._flops = FlopCounts()
-        self._costs: dict[Section | Op, _Cost] = {}
+        self._costs: dict[Section | OpItem, _Cost] = {}
 
-    def of(self, *parts: Section | Op) -> Measures:
+    def of(self, *parts: Section | OpItem) -> Measures:
         """What sections and ops cost together, with all that is in them.
 
         A call of a function costs what its body costs. Of the bodies of `torch.cond`, the larger counts, as for torch's
@@ -98,15 +98,15 @@ class Meter:
         elements = sum(p.numel() for p in parameters)
         return Measures(cost.ops, elements, trainable, size, others, cost.flops, cost.activation_bytes)
 
-    def _sum(self, parts: Iterable[Section | Op]) -> _Cost:
+    def _sum(self, parts: Iterable[Section | OpItem]) -> _Cost:
         return _Cost(*map(sum, zip(_Cost(), *map(self._cost, parts), strict=True)))
 
-    def _cost(self, part: Section | Op) -> _Cost:
+    def _cost(self, part: Section | OpItem) -> _Cost:
         if part not in self._costs:
-            self._costs[part] = self._of_op(part) if isinstance(part, Op) else self._sum(part.items)
+            self._costs[part] = self._of_op(part) if isinstance(part, OpItem) else self._sum(part.items)
         return self._costs[part]
 
-    def _of_op(self, op: Op) -> _Cost:
+    def _of_op(self, op: OpItem) -> _Cost:
         bodies = [*op.bodies, *op.shared]
         memory = 0 if any(_makes(body, op) for body in bodies) else new_bytes(op.node)
         ops, flops, inside = self._sum(bodies)
@@ -121,10 +121,10 @@ class Meter:
         return self._flops.of(node.target, node.args, node.kwargs)
 
 
-def _makes(body: Section, op: Op) -> bool:
+def _makes(body: Section, op: OpItem) -> bool:
     """Whether the results of a body are those of the op, as in a call of a function; a scan puts them together."""
     results = [type_text(node_value(node)) for node in leaves(body.outputs, torch.fx.Node)]
-    return results == list(map(type_text, _tensors(node_value(op.node))))
+    return results == list(map(type_text, leaves(node_value(op.node), torch.Tensor)))
 
 
 class Marks:
@@ -135,7 +135,7 @@ class Marks:
         self._readers: dict[str, list[tuple[int, str | None]]] = {}  # by parameter, ops and the modules around
         for section in tree.root.walk():
             for op in section.items:
-                for node in op.attributes if isinstance(op, Op) else ():
+                for node in op.attributes if isinstance(op, OpItem) else ():
                     if isinstance(program.tape.attributes.get(str(node.target)), torch.nn.Parameter):
                         self._readers.setdefault(str(node.target), []).append((op.first, section.call.fqn))
         self._shared = {name for name, readers in self._readers.items() if len({fqn for _, fqn in readers}) > 1}
@@ -148,7 +148,7 @@ class Marks:
         writes = [(name, kind) for path, name, kind in self._writes if path.startswith(f"{section.path}/")]
         return tuple(dict.fromkeys(name if kind == "input" else name.removeprefix(prefix) for name, kind in writes))
 
-    def shares(self, part: Op | Section | Run) -> tuple[str, ...]:
+    def shares(self, part: OpItem | Section | Run) -> tuple[str, ...]:
         """The parameters that ops of a part read, and other modules, too."""
         names = []
         for name in self._shared:
@@ -226,11 +226,6 @@ def _count(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 
 def new_bytes(node: torch.fx.Node) -> int:
     """Bytes of the results of an op that are in new memory."""
-    before = {storage_id(t) for n in node.all_input_nodes for t in _tensors(node_value(n))}
-    after = {storage_id(t): t for t in _tensors(node_value(node))}
+    before = {storage_id(t) for n in node.all_input_nodes for t in leaves(node_value(n), torch.Tensor)}
+    after = {storage_id(t): t for t in leaves(node_value(node), torch.Tensor)}
     return sum(byte_count(t) for storage, t in after.items() if storage not in before)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [t for t in values if isinstance(t, torch.Tensor)]

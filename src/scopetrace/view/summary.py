@@ -20,7 +20,7 @@ from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, share
 from scopetrace.view.text import counted
-from scopetrace.view.tree import Op, Run, Section, Tree, tensors_of
+from scopetrace.view.tree import OpItem, Run, Section, Tree, tensors_of
 
 _SHOWN = 3  # tensors of a cell
 
@@ -116,7 +116,7 @@ class Summary(Tabular):
         if self._depth is not None and depth >= self._depth:
             return
         for item in self._tree.runs(section.items):
-            for inner in item.bodies if isinstance(item, Op) else item.members[:1]:
+            for inner in item.bodies if isinstance(item, OpItem) else item.members[:1]:
                 yield from self._lines(inner, depth + 1)
             if isinstance(item, Run) and len(item.members) > 1:
                 first, *others = item.members

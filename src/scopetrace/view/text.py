@@ -41,7 +41,7 @@ from scopetrace.view.tree import (
     BACKWARD,
     RECOMPUTED,
     Namer,
-    Op,
+    OpItem,
     Run,
     Section,
     Tree,
@@ -117,7 +117,7 @@ class _Writer:
 
     def _items(
         self,
-        items: Sequence[Op | Section],
+        items: Sequence[OpItem | Section],
         indent: str,
         depth: int,
         label: Callable[[Section], str],
@@ -167,8 +167,10 @@ class _Writer:
 def _header(section: Section, label: str, *notes: str) -> str:
     if section.kind == "backward":
         return " ".join([label, *notes])
-    call = section.call
-    arguments = ", ".join(f"{key}={value_text(x, typed, _LIMIT)}" for key, x in _without_defaults(call))
+    call, defaults = section.call, _defaults(getattr(section.call.module_type, "forward", None))
+    passed = call.argument_templates.items()
+    shown = [(key, x) for key, x in passed if key not in defaults or not _same(x, defaults[key])]
+    arguments = ", ".join(f"{key}={value_text(x, typed, _LIMIT)}" for key, x in shown)
     result = "" if call.raised is not None else f" -> {value_text(call.output_template, typed, _LIMIT)}"
     comment = ", ".join([*_notes(call), *notes])
     return f"{label}({arguments}){result}" + (f"  # {comment}" if comment else "")
@@ -225,7 +227,7 @@ def _row(call: ModuleCall) -> tuple[str, ...]:
 # -------------------------------------------------------------------- parts of lines
 
 
-def op_line(op: Op, name: Namer) -> str:
+def op_line(op: OpItem, name: Namer) -> str:
     """`%linear: f32[1, 16] = aten.linear(%x, self.weight)`, or the right side alone for an op without results."""
     value = node_value(op.node)
     text = op_text(op.node, name)
@@ -292,15 +294,8 @@ def _notes(call: ModuleCall) -> Iterator[str]:
         yield f"raised {type(call.raised).__name__}" + (f": {message[0]}" if message else "")
 
 
-def _without_defaults(call: ModuleCall) -> Iterator[tuple[str, Any]]:
-    """The arguments that differ from the defaults of `forward`; no empty `*args` or `**kwargs`."""
-    defaults = _defaults(getattr(call.module_type, "forward", None))
-    for name, value in call.argument_templates.items():
-        if name not in defaults or not _same(value, defaults[name]):
-            yield name, value
-
-
 def _defaults(forward: Any) -> dict[str, Any]:
+    """By parameter, its default; nothing for `*args` and `**kwargs`."""
     try:
         parameters = signature_of(forward).parameters.values()
     except (TypeError, ValueError):  # functions have no forward; scripted and built-in callables no signature

@@ -15,7 +15,7 @@ from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Measures, Meter
 from scopetrace.view.memory import Memory
 from scopetrace.view.text import op_line
-from scopetrace.view.tree import Op, Section, Tree, target_text
+from scopetrace.view.tree import OpItem, Section, Tree, callee_text
 
 
 def chrome_trace(program: TracedProgram) -> dict[str, Any]:
@@ -30,10 +30,10 @@ def _events(section: Section, meter: Meter) -> Iterator[dict[str, Any]]:
     facts = {"path": section.path, "ops": cost.ops, "parameters": cost.parameters, **_cost(cost)}
     yield _event(section.label, section.first, section.op_count, facts)
     for item in section.items:
-        if isinstance(item, Op):
+        if isinstance(item, OpItem):
             facts = {"op": op_line(item, named), **_cost(meter.of(item))}
-            yield _event(target_text(item.node), item.first, 1, facts)
-        for inner in item.bodies if isinstance(item, Op) else [item]:
+            yield _event(callee_text(item.node), item.first, 1, facts)
+        for inner in item.bodies if isinstance(item, OpItem) else [item]:
             yield from _events(inner, meter)
 
 

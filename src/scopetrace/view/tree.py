@@ -49,7 +49,7 @@ Kind = Literal["call", "scope", "body", "backward"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Op:
+class OpItem:
     """One op, and the `getitem` nodes of its results."""
 
     node: torch.fx.Node
@@ -88,7 +88,7 @@ class Section:
     """That of a user scope, of the graph module of a body, or of a part of the backward; empty for a call."""
     lowering: FxLowering | None = None
     """The graph of a body."""
-    items: list[Op | Section] = dataclasses.field(default_factory=list)
+    items: list[OpItem | Section] = dataclasses.field(default_factory=list)
     first: int = 0
     """The number of the first op in it; the ops in it have the numbers from `first` to `stop` - 1."""
     stop: int = 0
@@ -129,7 +129,7 @@ class Section:
     def sections(self) -> Iterator[Section]:
         """The sections directly inside, among them the bodies of its ops."""
         for item in self.items:
-            yield from item.bodies if isinstance(item, Op) else [item]
+            yield from item.bodies if isinstance(item, OpItem) else [item]
 
     def walk(self) -> Iterator[Section]:
         """This section and all inside it, outer before inner."""
@@ -193,7 +193,7 @@ class Tree:
     def __init__(self, program: TracedProgram) -> None:
         self.calls = program.calls
         self.constants = program.tape.constants
-        self.ops: dict[torch.fx.Node, tuple[Op, int]] = {}
+        self.ops: dict[torch.fx.Node, tuple[OpItem, int]] = {}
         self.bodies: set[torch.fx.Node] = set()
         self.root = Section("call", self.calls[0].scope.path, self.calls[0])
         self._by_position = {call.record.position: call.of_module for call in program.all_calls}
@@ -233,7 +233,7 @@ class Tree:
             op = self.ops[source][0]
             op.parts[slot] = place.node
         else:
-            op = Op(place.node)
+            op = OpItem(place.node)
             section.items.append(op)
         self.ops[place.node] = (op, slot)
 
@@ -280,13 +280,13 @@ class Tree:
 
     # ---------------------------------------------------------------- runs
 
-    def runs(self, items: Sequence[Op | Section]) -> list[Op | Run]:
+    def runs(self, items: Sequence[OpItem | Section]) -> list[OpItem | Run]:
         """The items in order, with equal neighbours as one Run; a section that repeats no other one is a Run, too."""
         for section in (self.root, *(item for item in items if isinstance(item, Section))):
             self._sign(section)
-        runs: list[Op | Run] = []
+        runs: list[OpItem | Run] = []
         for item in items:
-            if isinstance(item, Op):
+            if isinstance(item, OpItem):
                 runs.append(item)
             elif not (runs and isinstance(runs[-1], Run) and self._joins(runs[-1], item)):
                 runs.append(Run([item]))
@@ -334,7 +334,7 @@ class Tree:
             text += [section.call.is_leaf, type(section.call.raised).__qualname__]
             text += [(key, _wiring(x, names)) for key, x in section.call.argument_templates.items()]
         for item in section.items:
-            if isinstance(item, Op):
+            if isinstance(item, OpItem):
                 op = f"{tuple(item.parts)} {type_text(node_value(item.node))} = {op_text(item.node, names)}"
                 text.append((op, *map(self._sign, [*item.bodies, *item.shared])))
             else:
@@ -349,7 +349,7 @@ def _number(section: Section, count: int) -> int:
     """Number the ops of a section from `count` on, in the order of the tree; returns the number after the last."""
     section.first = count
     for item in section.items:
-        if isinstance(item, Op):
+        if isinstance(item, OpItem):
             item.first = count
             count += 1
             for body in item.bodies:
@@ -469,16 +469,16 @@ def module_prefix(section: Section) -> str | None:
     return None if fqn is None else f"{fqn}." if fqn else ""
 
 
-def tensors_of(program: TracedProgram, *parts: Section | Op) -> list[torch.Tensor]:
+def tensors_of(program: TracedProgram, *parts: Section | OpItem) -> list[torch.Tensor]:
     """The parameters, buffers and constants that parts of a program read, and parameters of leaf modules, each once."""
 
-    def read(part: Section | Op) -> Iterator[torch.Tensor]:
-        if isinstance(part, Op):
+    def read(part: Section | OpItem) -> Iterator[torch.Tensor]:
+        if isinstance(part, OpItem):
             names = [str(node.target) for node in part.attributes]
             yield from (attributes[name] for name in names if name in attributes)
         elif part.kind == "call" and part.call.is_leaf and part.call.module is not None:
             yield from part.call.module.parameters()
-        for inner in [*part.bodies, *part.shared] if isinstance(part, Op) else part.items:
+        for inner in [*part.bodies, *part.shared] if isinstance(part, OpItem) else part.items:
             yield from read(inner)
 
     attributes = program.tape.attributes
@@ -552,7 +552,7 @@ def _object_text(x: Any) -> str:
     return f"<{type(x).__name__}>" if isinstance(x, torch.nn.Module) else short_repr(x)
 
 
-def target_text(node: torch.fx.Node) -> str:
+def callee_text(node: torch.fx.Node) -> str:
     """`aten.add.Tensor`, `aten.linear` (the default overload), `operator.mul`, or a module's name."""
     target = node.target
     if isinstance(target, str):
@@ -572,4 +572,4 @@ def op_text(node: torch.fx.Node, name: Namer) -> str:
         return f"{value_text(node.args[0], name)}.{node.args[1]}"
     positional = [value_text(a, name) for a in node.args]
     keywords = [f"{key}={value_text(a, name)}" for key, a in node.kwargs.items()]
-    return f"{target_text(node)}({', '.join([*positional, *keywords])})"
+    return f"{callee_text(node)}({', '.join([*positional, *keywords])})"

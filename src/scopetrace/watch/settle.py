@@ -3,7 +3,7 @@
 Data flow:
     changes of the first run -> none, or only tensors that the program reads and binds as state: nothing to judge
     else the forward runs again on the state that it left, with stand-ins in the place of what it changed
-    same program, nothing asked of the stand-ins -> the changes do not matter: counters, histories, logs
+    same program, nothing asked of the stand-ins -> the changes do not relevant: counters, histories, logs
     no further change, same program -> a call may have the first value or the one that the forward leaves
     no further change, and the first program is the second one beside what it stores -> a cache
     anything else -> the program is right for one call
@@ -75,7 +75,7 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         return first.tape
     if any(map(_advances, first.changes)):
         return _for_one_call(first, {}, set())
-    run, left, lines, matter = None, _left_by(first), dict[str, str](), set[str]()
+    run, left, lines, relevant = None, _left_by(first), dict[str, str](), set[str]()
     if not any(change.is_generator for change in first.changes):
         with _watched_state(left) as asked, noting_lines(first.changes) as lines, contextlib.suppress(Exception):
             run = again()  # fails on the state that it left, as where the forward deletes an attribute
@@ -84,11 +84,11 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         if not changes and (is_same or _only_stores_more(first, left, run) or _gives_the_same(first, run)):
             return _settled(first, left, run, lines)
         if changes:
-            matter.update(asked, (c.name for c in changes if _was_read(c, run)))
+            relevant.update(asked, (c.name for c in changes if _was_read(c, run)))
             if not is_same:  # an op takes a number without asking it
-                matter.update(change.name for change in first.changes if not _is_content(change))
-            unseen = {c.name for c in changes if c.name in matter and _may_be_unread(c)}
-            if is_same and (matter == unseen) and (not unseen or _is_unread(first, left, unseen, again)):
+                relevant.update(change.name for change in first.changes if not _is_content(change))
+            unseen = {c.name for c in changes if c.name in relevant and _may_be_unread(c)}
+            if is_same and relevant == unseen and (not unseen or _is_unread(first, left, unseen, again)):
                 leave_out(first.tape, first.changes)  # what a call finds there does not count
                 first.tape.side_effects += _harmless(first, lines)
                 return first.tape
@@ -96,7 +96,7 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         with noting_lines(first.changes) as noted:
             again()
         lines |= noted
-    return _for_one_call(first, lines, matter)
+    return _for_one_call(first, lines, relevant)
 
 
 def _was_read(change: Change, run: Run) -> bool:
@@ -356,12 +356,12 @@ LIKE: dict[Any, int] = {
 """Ops that take an operand for its shape, dtype and device alone, with its position."""
 
 
-def _for_one_call(run: Run, lines: dict[str, str], matter: set[str]) -> RecordedTape:
-    """The results depend on the changes `matter`; on all, where it is not known on which.
+def _for_one_call(run: Run, lines: dict[str, str], relevant: set[str]) -> RecordedTape:
+    """The results depend on the changes `relevant`; on all, where it is not known on which.
 
     A tensor that a call puts in the place of another is compared at the next one, which is right or refused.
     """
-    known = matter & {change.name for change in run.changes}
+    known = relevant & {change.name for change in run.changes}
     bound = {(id(write.module), write.name) for write in run.tape.attribute_writes}
     kept = [c for c in run.changes if not isinstance(c.old, torch.Tensor) or (id(c.holder), c.attribute) not in bound]
     run.tape.side_effects += [

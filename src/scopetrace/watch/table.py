@@ -280,7 +280,6 @@ class StateReads:
         if not tape.inputs or (code is None and not of_model):
             return
         frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
-        places = WhichInputs(), WhichOfModel(tuple(of_model) if code is None else self._model.owners)
         call = CallInputs((), {}, self._examples)
         which = WhichOfModel(tuple(of_model)).current(call)
         if code is not None and which:
@@ -292,8 +291,10 @@ class StateReads:
                 hint="give x.clone() to the trace",
             )
         if code is not None:
-            yield Guard("which arguments are one tensor", places[0].current(call), places[0], frames, path)
-        yield Guard("which arguments are tensors of the model", which, places[1], frames, path)
+            inputs = WhichInputs()
+            yield Guard("which arguments are one tensor", inputs.current(call), inputs, frames, path)
+        source = WhichOfModel(tuple(of_model) if code is None else self._model.owners)
+        yield Guard("which arguments are tensors of the model", which, source, frames, path)
 
     def _of_members(self, held: Sequence[_Held]) -> Iterator[Guard]:
         """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes; tags.

@@ -94,8 +94,8 @@ class _Passed:
 
     def __init__(self, frame: ModuleCallFrame, lower: Callable[[Any], Any]) -> None:
         call = frame.call
-        flat, in_spec = pytree.tree_flatten(_plain(lower((call.args, call.kwargs))))
-        out, out_spec = pytree.tree_flatten(_plain(lower(call.outputs)))
+        flat, in_spec = pytree.tree_flatten(_sizes_as_tuples(lower((call.args, call.kwargs))))
+        out, out_spec = pytree.tree_flatten(_sizes_as_tuples(lower(call.outputs)))
         self.taken = {x for x in flat if isinstance(x, Node)}
         self.returned = {x for x in out if isinstance(x, Node)}
         inputs, outputs = [argument_of(x) for x in flat], [argument_of(x) for x in out]
@@ -127,9 +127,13 @@ class ModuleCalls:
         said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.returned)}
         self._unsigned = {f.fqn for f in inside if f not in said}
         before = -1
-        while len(self._unsigned) != before:
+        while len(self._unsigned) != before:  # calls that values bypass have no signature
             before = len(self._unsigned)
-            self._drop_bypassed()
+            for frame, node in self._reads():
+                self._read(node, frame)
+            for frame, passed in self._passed.items():
+                if self._is_signed(frame) and any(n.op == "placeholder" for n in passed.returned - passed.taken):
+                    self._unsigned.add(frame.fqn)
 
     def entries(self, fqns: list[str], renamed: dict[str, str]) -> list[ModuleCallEntry]:
         """An entry for each module of `fqns`, then one for each second and later call of a module.
@@ -142,14 +146,6 @@ class ModuleCalls:
         signed = {f.name: p.signature for f, p in self._passed.items() if f.fqn not in self._unsigned}
         entries = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
         return entries + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
-
-    def _drop_bypassed(self) -> None:
-        """Drop the signatures of calls that values bypass."""
-        for frame, node in self._reads():
-            self._read(node, frame)
-        for frame, passed in self._passed.items():
-            if self._is_signed(frame) and any(n.op == "placeholder" for n in passed.returned - passed.taken):
-                self._unsigned.add(frame.fqn)
 
     def _reads(self) -> Iterator[tuple[ModuleCallFrame, Node]]:
         """(frame, value) for each read: by a node, as argument of an inner call, or as result of the frame."""
@@ -196,7 +192,7 @@ class ModuleCalls:
         return frame.parent is not None and frame.fqn not in self._unsigned
 
 
-def _plain(x: Any) -> Any:
+def _sizes_as_tuples(x: Any) -> Any:
     """With tuples for `torch.Size`s, since unflatten passes tuples on and compares types."""
     return map_structure(tuple, x, torch.Size)
 

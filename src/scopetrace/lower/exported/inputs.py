@@ -277,7 +277,7 @@ class Lifted:
                 node = next(tensors if is_input else numbers if is_number else of_modules)
                 node.target = node.name  # torch.export knows arguments by their targets
                 spec = argument_of(node)
-            elif type(plain := _plain(leaf)) in PLAIN:
+            elif type(plain := _enum_value(leaf)) in PLAIN:
                 node = self._placeholder(identifier(path, set()), plain)
                 spec = ConstantArgument(node.name, plain)
             elif (kind := opaque_name(leaf)) is not None:
@@ -296,6 +296,6 @@ class Lifted:
             yield node
 
 
-def _plain(x: Any) -> Any:
+def _enum_value(x: Any) -> Any:
     """The number or text that an Enum of these is; other objects as they are."""
     return x.value if isinstance(x, enum.Enum) and isinstance(x, (int, str)) else x

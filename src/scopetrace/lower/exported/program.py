@@ -67,8 +67,8 @@ def _build(
     chosen = _chosen(frames.values(), signed, _module_names(tape))
     marked = with_marks(tape, frames, chosen)
     program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else ())
-    if modes:
-        _switch_modes(program)
+    for lowered in program.walk() if modes else ():
+        _switch_modes(lowered)
     names = argument_names(forward, len(tape.args[0]))
     arguments, in_spec = flat_arguments(marked, names)
     tensors = states(tape, frames, program.graph, arguments)
@@ -103,12 +103,13 @@ def _build(
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
         verifiers=[compat.Verifier if tape.decomposed else compat.TrainingIRVerifier],  # the dialects ATEN and TRAINING
     )
-    said = [*map(_plain, [*lifted.guards, *_one_tensor_guards(tape), *(size_guards(tape.sizes) if tape.sizes else [])])]
+    of_sizes = size_guards(tape.sizes) if tape.sizes else []
+    said = list(map(_checked_guard, [*lifted.guards, *_one_tensor_guards(tape), *of_sizes]))
     compat.set_guards(exported, said if deferred else [*compat.guards_of(exported), *said])
     return exported
 
 
-def _plain(guard: str) -> str:
+def _checked_guard(guard: str) -> str:
     """A guard that calls nothing but `size()`: torch runs guards as code, and a path may be one that a file has."""
     try:
         nodes = [*ast.walk(ast.parse(guard, mode="eval"))]
@@ -258,18 +259,13 @@ def _uncast(op: Op, source: dict[Value, Value]) -> Op:
     return op.replace(args=renamed(op.args, new), kwargs=renamed(op.kwargs, new)) if new else op
 
 
-def _switch_modes(program: FxLowering) -> None:
-    """Call `set_grad_enabled`, `_enter_autocast` and `_exit_autocast` between the ops of a graph, and in its bodies.
+def _switch_modes(lowered: FxLowering) -> None:
+    """Call `set_grad_enabled`, `_enter_autocast` and `_exit_autocast` between the ops of a graph.
 
     In blocks of both modes autocast is the inner one.
     """
-    for lowered in program.walk():
-        for node in lowered.graph.find_nodes(op="call_function", target=set_grad_enabled):
-            lowered.graph.erase_node(node)
-        _switch_in(lowered)
-
-
-def _switch_in(lowered: FxLowering) -> None:
+    for node in lowered.graph.find_nodes(op="call_function", target=set_grad_enabled):
+        lowered.graph.erase_node(node)
     graph, outer, place = lowered.graph, lowered.tape.outer_grad, str(lowered.tape.root)
     state: tuple[Any, ...] = ()
     grad, entered = outer, None

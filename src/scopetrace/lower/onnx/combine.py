@@ -36,7 +36,7 @@ from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.views import is_contiguous
 from scopetrace.program.graph import FxLowering, node_value
 from scopetrace.program.outlined import Function
-from scopetrace.program.state import look_up
+from scopetrace.program.state import tensor_in
 
 Operand = torch.fx.Node | bool | int | float | complex
 """An operand or output in the combined graph."""
@@ -316,7 +316,7 @@ class Results:
         """The values of the outputs, read from the result, the inputs and the tensors of a run of the model."""
         leaves = dict(leaves_with_path(result, "", tensor_holders(result)))
         changed = [inputs[t.index] if isinstance(t, GraphInput) else held(t.name) for t in self._changed]
-        bound = [w.module and look_up(w.module, w.name) for w in self._tape.attribute_writes]
+        bound = [w.module and tensor_in(w.module, w.name) for w in self._tape.attribute_writes]
         return [*(leaves[path] for path in self._listed), *changed, *bound]
 
     def lowering(self) -> FxLowering:

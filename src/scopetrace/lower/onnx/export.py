@@ -35,12 +35,12 @@ from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subg
 from scopetrace.lower.onnx.folding import FOLDED, fold_batch_norms
 from scopetrace.lower.onnx.forms import OpFunctions
 from scopetrace.lower.onnx.naming import SizeNames, label_nodes, name_values
-from scopetrace.lower.onnx.targets import label, read_targets
+from scopetrace.lower.onnx.targets import FunctionTargets, label, read_targets
 from scopetrace.lower.onnx.translate import quiet, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import attach, chosen, identity, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
-from scopetrace.program.outlined import OUTERMOST, Function, outline_calls, tells_calls
+from scopetrace.program.outlined import OUTERMOST, Function, OutlinedTrace, outline_calls, tells_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
@@ -155,15 +155,9 @@ def export(program: TracedProgram, options: Options, say: Callable[[str], None])
     program = program.without_regions()
     functions, plugins = read_targets(options.functions, options.plugins)
     ops = OpFunctions.of(functions.ops, plugins.ops, options.custom_translation_table)
-    targets = [*functions.targets, *plugins.targets]
-    flat = not targets
+    flat = not (functions.targets or plugins.targets)
     say("outlining")
-    labels = functools.partial(label, functions, plugins)
-    main = outline_calls(program, [OUTERMOST] * tells_calls(program) if flat else targets, labels)
-    wanted = chosen(main.tape.attributes, options.weight_inputs)
-    named = {*functions.ops, *plugins.ops, *(options.custom_translation_table or ())}
-    if options.optimize and options.export_params and not flat and named.isdisjoint(FOLDED):
-        main = fold_batch_norms(main, wanted | Results(main.tape).state(), labels)
+    main, wanted = _outlined(program, functions, plugins, options)
     bodies = {function.identifier: function for function in main.functions}
     tensors, results = main.tape.attributes, Results(main.tape)
     lowering = results.lowering()
@@ -223,6 +217,20 @@ def export(program: TracedProgram, options: Options, say: Callable[[str], None])
         [tensors[name] for name in retained],
         set() if options.export_params else _without_data(program, [*initializers, *defaults]),
     )
+
+
+def _outlined(
+    program: TracedProgram, functions: FunctionTargets, plugins: FunctionTargets, options: Options
+) -> tuple[OutlinedTrace, set[str]]:
+    """The program with the calls that are functions of the file, and those of its tensors that are inputs of it."""
+    targets = [*functions.targets, *plugins.targets]
+    labels = functools.partial(label, functions, plugins)
+    main = outline_calls(program, targets or [OUTERMOST] * tells_calls(program), labels)
+    wanted = chosen(main.tape.attributes, options.weight_inputs)
+    named = {*functions.ops, *plugins.ops, *(options.custom_translation_table or ())}
+    if targets and options.optimize and options.export_params and named.isdisjoint(FOLDED):
+        main = fold_batch_norms(main, wanted | Results(main.tape).state(), labels)
+    return main, wanted
 
 
 def _flatten(model: ir.Model, assembler: Assembler, optimized: bool, outputs: Sequence[str]) -> None:

@@ -137,7 +137,7 @@ def _refused(error: Exception) -> OnnxVerificationError:
 
 
 def _to_runtime(tensor: torch.Tensor) -> Any:
-    tensor = _plain(tensor.detach()).contiguous()
+    tensor = _as_real(tensor.detach()).contiguous()
     dtype = int(tensor_adapters.from_torch_dtype(tensor.dtype))
     value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(tensor.shape), dtype)
     ctypes.memmove(value.data_ptr(), tensor.data_ptr(), tensor.nbytes)  # numpy has not all dtypes
@@ -263,7 +263,7 @@ class _Comparison:
     ) -> float:
         worst = 0.0
         names = [value.name for value in self.exported.model.graph.outputs]
-        for name, a, b in zip(names, map(_plain, expected), map(_plain, results), strict=True):
+        for name, a, b in zip(names, map(_as_real, expected), map(_as_real, results), strict=True):
             if a.shape != b.shape or a.dtype != b.dtype:
                 raise OnnxVerificationError(
                     f"{where}: {name} is {b.dtype} {list(b.shape)}, and the model gives {a.dtype} {list(a.shape)}"
@@ -276,10 +276,10 @@ class _Comparison:
         return worst
 
     def _why(self, inputs: _Example) -> str:
-        runs = [list(map(_plain, self._eager(inputs, seed))) for seed in (0, 1)]
+        runs = [list(map(_as_real, self._eager(inputs, seed))) for seed in (0, 1)]
         if any(_error(a, b) for a, b in zip(*runs, strict=True)):
             return "; the model draws random numbers: trace it in eval mode"
-        results = map(_plain, _Session(self.modular, optimized=False).run(self._feed(inputs)))
+        results = map(_as_real, _Session(self.modular, optimized=False).run(self._feed(inputs)))
         if all(_is_small(_error(a, b), a, self._limit) for a, b in zip(runs[0], results, strict=True)):
             return (
                 "; the file is right, and so is ONNX Runtime without its graph optimizations, which make this error: "
@@ -294,7 +294,8 @@ class _Comparison:
         return max(_TOLERANCES.get(dtype, _TOLERANCE) for dtype in (*dtypes, torch.float32))
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, on the CPU: what an ONNX model gives for them."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu()
 
 
