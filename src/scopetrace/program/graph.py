@@ -96,49 +96,29 @@ class FxLowering:
     Attributes:
         tape: what the graph is made from.
         graph: the graph; passes may change it.
-        output: its output node.
         bodies: the bodies of higher-order ops, by the name of the submodule.
         op_of: the op of the tape behind each node that has one.
         states: the nodes as they were when the graph was lowered, before any pass.
     """
 
-    def __init__(self, tape: Tape, asserted: Iterable[Any] = (), messages: Container[str] = ()) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        asserted: Iterable[Any] = (),
+        messages: Container[str] = (),
+        graph: torch.fx.Graph | None = None,
+    ) -> None:
         """`asserted` are conditions on sizes of the inputs that the graph asserts.
 
-        Assertions of a body say what is among `messages` in words of their own.
+        Assertions of a body say what is among `messages` in words of their own. `graph` is one that the tape is read
+        from: `bind` gets what its nodes give.
         """
         self._messages = {s.message for s in tape.specializations} if isinstance(tape, ProgramTape) else messages
-        self._start(tape, torch.fx.Graph())
-        self._asserted = asserted
-        self._build()
-        self.states = node_states(self.graph)
-
-    @classmethod
-    def of_graph(
-        cls,
-        tape: Tape,
-        graph: torch.fx.Graph,
-        results: dict[torch.fx.Node, Any],
-        op_of: dict[torch.fx.Node, Op],
-        bodies: dict[str, FxLowering],
-    ) -> FxLowering:
-        """The lowering of a tape that was read from `graph`: the result of each node, and the op behind it."""
-        lowering = cls.__new__(cls)
-        lowering._start(tape, graph)
-        lowering.bodies, lowering.op_of = bodies, op_of
-        lowering.output = next(iter(reversed(graph.nodes)))
-        lowering.states = node_states(graph)
-        for node, result in results.items():
-            if isinstance(result, _PARTS):
-                lowering._bind_one(node, result)
-        return lowering
-
-    def _start(self, tape: Tape, graph: torch.fx.Graph) -> None:
         self.tape = tape
-        self.graph = graph
+        self.graph = torch.fx.Graph() if graph is None else graph
         self.op_of: dict[torch.fx.Node, Op] = {}
         self._nodes: dict[Value, torch.fx.Node] = {}
-        self._all = graph.nodes
+        self._all = self.graph.nodes
         """The nodes that there are at the time, as `graph.nodes` is a view of the graph."""
         self._symbols = SymbolNodes(self.graph)
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
@@ -150,6 +130,21 @@ class FxLowering:
         """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
         self._traces: dict[int, str | None] = {}
         """By the id of frames, which the tape keeps alive, as text."""
+        self._asserted = asserted
+        if graph is None:
+            self._build()
+        self.states = node_states(self.graph)
+
+    def bind(self, results: dict[torch.fx.Node, Any]) -> None:
+        """Take what the nodes of a graph give, from which the tape was read."""
+        for node, result in results.items():
+            if isinstance(result, _PARTS):
+                self._bind_one(node, result)
+
+    @property
+    def output(self) -> Any:
+        """The output node."""
+        return self.graph.output_node()
 
     def _build(self) -> None:
         tape = self.tape
@@ -172,9 +167,9 @@ class FxLowering:
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
-        self.output = self.graph.output(self.lower(returned))
-        self.output.meta["val"] = fakes_of(returned)
-        set_place(self.output, str(tape.root), 0)
+        output = self.graph.output(self.lower(returned))
+        output.meta["val"] = fakes_of(returned)
+        set_place(output, str(tape.root), 0)
 
     def _emit_described(self, op: Op, before: int) -> None:
         """As `_emit`; the nodes after so many, which compute and assert numbers, get its annotations and phase too."""
