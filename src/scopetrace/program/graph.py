@@ -13,6 +13,7 @@ that torch keeps when it traces a graph again.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import itertools
 import keyword
@@ -26,6 +27,8 @@ import torch.fx
 
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
+    enter_autocast,
+    exit_autocast,
     is_taken,
     is_writable,
     make_graph_module,
@@ -38,7 +41,7 @@ from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.scopes import format_stack
-from scopetrace.ir.tape import BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
+from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
 from scopetrace.ops.history import History, can_require_grad
 
 KEY = "scopetrace"
@@ -107,11 +110,14 @@ class FxLowering:
         asserted: Iterable[Any] = (),
         messages: Container[str] = (),
         graph: torch.fx.Graph | None = None,
+        *,
+        modes: bool = False,
     ) -> None:
         """`asserted` are conditions on sizes of the inputs that the graph asserts.
 
         Assertions of a body say what is among `messages` in words of their own. `graph` is one that the tape is read
-        from: `bind` gets what its nodes give.
+        from: `bind` gets what its nodes give. With `modes`, the graph switches autograd and autocast for each block of
+        them, else only autograd, and where an op depends on it.
         """
         self._messages = {s.message for s in tape.specializations} if isinstance(tape, ProgramTape) else messages
         self.tape = tape
@@ -124,7 +130,10 @@ class FxLowering:
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
         self._opaque: dict[str, Any] = {}
         self.bodies: dict[str, FxLowering] = {}
-        self._grad = tape.outer_grad
+        self._modes = modes
+        self._state: tuple[bool, Autocast | None] = tape.outer_grad, None
+        """Whether autograd is on, and the block under `torch.autocast` that was entered."""
+        self._entered: torch.fx.Node | None = None
         self._history: History | None = None
         self._places: dict[tuple[int, int, int], tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {}
         """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
@@ -163,7 +172,7 @@ class FxLowering:
             if id(op) in live and op.kind != "placeholder" and is_new:
                 self._emit_described(op, before)
                 before = len(self._all)
-        self._switch_grad(tape.outer_grad)
+        self._switch(tape.outer_grad)
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
@@ -245,14 +254,14 @@ class FxLowering:
         if name is None:
             used = [body.tape.name for body in self.bodies.values() if isinstance(body.tape, BodyTape)]
             name = f"{tape.name}_{used.count(tape.name)}"
-            self.bodies[name] = FxLowering(tape, messages=self._messages)
+            self.bodies[name] = FxLowering(tape, messages=self._messages, modes=self._modes)
         return self.graph.create_node("get_attr", name, name=name)
 
     # ---------------------------------------------------------------- emitting
 
     def _emit(self, op: Op) -> None:
-        if op.grad != self._grad:
-            self._switch_grad_for(op)
+        if self._modes or op.grad != self._state[0]:
+            self._switch_for(op)
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
@@ -359,13 +368,16 @@ class FxLowering:
             self._stacks[call] = stack
         return self._stacks[call]
 
-    # ---------------------------------------------------------------- autograd on and off
+    # ---------------------------------------------------------------- autograd and autocast on and off
 
-    def _switch_grad_for(self, op: Op) -> None:
+    def _switch_for(self, op: Op) -> None:
         """Switch autograd before an op under the other mode, if an input may require grad, and back before any op."""
-        is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
-        if is_outer or any(map(self._may_require_grad, op.inputs())):
-            self._switch_grad(op.grad)
+        is_step = op.kind not in ("placeholder", "get_attr")
+        if self._modes:
+            if is_step and op.values():
+                self._switch(op.grad, op.autocast)
+        elif (is_step and op.grad == self.tape.outer_grad) or any(map(self._may_require_grad, op.inputs())):
+            self._switch(op.grad)
 
     def _may_require_grad(self, v: Value) -> bool:
         """Whether a value requires grad, or would in a call whose inputs did, where such calls are not refused."""
@@ -383,11 +395,23 @@ class FxLowering:
         is_condition = isinstance(tape, BodyTape) and tape.is_condition
         return not is_condition and all(op.phase is None for op in tape.ops)
 
-    def _switch_grad(self, enabled: bool) -> None:
-        if enabled != self._grad:
-            node = self.graph.create_node("call_function", set_grad_enabled, (enabled,), name="set_grad_enabled")
-            set_place(node, str(self.tape.root), 0)
-            self._grad = enabled
+    def _switch(self, grad: bool, autocast: Autocast | None = None) -> None:
+        """Switch to these modes. In blocks of both, autocast is the inner one."""
+        autocast = autocast and dataclasses.replace(autocast, casts=False)  # of one block some ops are cast
+        if self._entered is not None and self._state != (grad, autocast):
+            self._call_switch(exit_autocast, self._entered)
+            self._state, self._entered = (self._state[0], None), None
+        if self._state[0] != grad:
+            self._call_switch(set_grad_enabled, grad)
+        if autocast is not None and self._entered is None:
+            self._entered = self._call_switch(enter_autocast, autocast.device, autocast.dtype, True, False)
+        self._state = grad, autocast
+
+    def _call_switch(self, switch: Any, *args: Any) -> torch.fx.Node:
+        node = self.graph.create_node("call_function", switch, args, name=switch.__name__.lstrip("_"))
+        set_place(node, str(self.tape.root), 0)
+        node.meta["val"] = None
+        return node
 
 
 def class_text(call: Call) -> str:
