@@ -32,7 +32,7 @@ from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, ProgramTape, Value,
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.fake_run import FakeRun, append_op, described, makes_numbers, written_by
-from scopetrace.program.graph import FxLowering, fakes_of, scope_path, set_place
+from scopetrace.program.graph import FxLowering, fakes_of, plain, scope_path, set_place
 from scopetrace.program.matching import Matching
 from scopetrace.program.outputs import outputs_of_edit
 from scopetrace.record.model import ModuleSnapshot
@@ -112,7 +112,7 @@ class Reading(TapeRewriter):
                     self._results[node] = self._result_of(node)
                 self._fakes.register(values_in(self._results[node]))
         self._pass(len(self._matching.boundaries))
-        outputs = self._value_of(self._output.args[0])
+        outputs = plain(self._output.args[0], self._value_of)
         if isinstance(self.new, BodyTape):
             self.new.outputs = outputs if self.new.is_condition else tuple(outputs)
             count = len(self.old.outputs)
@@ -180,7 +180,7 @@ class Reading(TapeRewriter):
             self._refuse(node, f"it cannot be run on fake tensors: {type(error).__name__}: {first}", error)
 
     def _read(self, node: Node) -> Any:
-        args, kwargs = self._value_of((node.args, node.kwargs))
+        args, kwargs = plain((node.args, node.kwargs), self._value_of)
         if node.target is set_grad_enabled:
             self._grad = bool(args[0])
             return None
@@ -353,18 +353,10 @@ class Reading(TapeRewriter):
     # ---------------------------------------------------------------- arguments, calls
 
     def _value_of(self, x: Any) -> Any:
-        if isinstance(x, Node):
-            return self._results[x]
-        if isinstance(x, (list, tuple)):
-            return (list if isinstance(x, list) else tuple)([self._value_of(item) for item in x])
-        if isinstance(x, dict):
-            return {key: self._value_of(item) for key, item in x.items()}
-        if isinstance(x, slice):
-            return slice(*map(self._value_of, (x.start, x.stop, x.step)))
         if isinstance(x, torch.Tensor):
             hint = "set it as a buffer of the GraphModule, and give the node graph.get_attr(name)"
             raise EditError("a node takes a tensor, which no code of a graph can hold", hint=hint)
-        return x
+        return self._results[x] if isinstance(x, Node) else x
 
     def _fill(self, old: Any, positions: dict[Value, int]) -> None:
         """Give a call what stands for its arguments and results, as far as that is made before it begins, and ends."""

@@ -19,7 +19,7 @@ import itertools
 import keyword
 import math
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -482,6 +482,16 @@ def _refuse_keywords(kwargs: Iterable[str], op: Op) -> None:
         )
 
 
+def plain(x: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """Arguments of a node, whose containers are immutable, in those of Python, with `leaf` of each leaf for it."""
+    if isinstance(x, (list, tuple)):
+        items = [plain(item, leaf) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else items if isinstance(x, list) else tuple(items)
+    if isinstance(x, dict):
+        return {key: plain(item, leaf) for key, item in x.items()}
+    return slice(*[plain(i, leaf) for i in (x.start, x.stop, x.step)]) if isinstance(x, slice) else leaf(x)
+
+
 def fakes_of(x: Any) -> Any:
     """A structure with the fake tensors of values in their place."""
     return x.fake if isinstance(x, Value) else map_structure(fakes_of, x, Value)
@@ -509,37 +519,34 @@ def place_of(scope: str, call: int, phase: Phase | None) -> dict[str, Any]:
 
 def phase_of(node: torch.fx.Node) -> str:
     """`forward`, `backward` or `other`."""
-    return str((place_in_meta(node) or {}).get("phase", "forward"))
+    return str(place_in_meta(node).get("phase", "forward"))
 
 
 def is_recomputed(node: torch.fx.Node) -> bool:
     """Whether it is an op of the forward that runs again in backward, in a region under `torch.utils.checkpoint`."""
-    return bool((place_in_meta(node) or {}).get("recomputed", False))
+    return bool(place_in_meta(node).get("recomputed", False))
 
 
 def forward_place(node: torch.fx.Node) -> tuple[str, int] | None:
     """Of a node of backward, scope and call of the op of the forward that it belongs to; None for other nodes."""
-    forward = (place_in_meta(node) or {}).get("forward")
+    forward = place_in_meta(node).get("forward")
     return None if forward is None else (str(forward["scope"]), int(forward["call"]))
 
 
 def scope_path(node: torch.fx.Node) -> str | None:
     """The path of the node's scope, such as `"Net/Linear[fc]"`; None for a node of another tool."""
-    place = place_in_meta(node)
-    return None if place is None else str(place["scope"])
+    return place_in_meta(node).get("scope")
 
 
 def call_position(node: torch.fx.Node) -> int | None:
     """The position in `Trace.calls` of the innermost call around the node; None for a node of another tool."""
-    place = place_in_meta(node)
-    return None if place is None else int(place["call"])
+    return place_in_meta(node).get("call")
 
 
-def place_in_meta(node: torch.fx.Node) -> dict[str, Any] | None:
-    """What `set_place` wrote, the very dict: passes that copy meta copy a reference to it."""
+def place_in_meta(node: torch.fx.Node) -> dict[str, Any]:
+    """What `set_place` wrote, the very dict: passes that copy meta copy a reference to it. Empty for other nodes."""
     custom = node.meta.get("custom")
-    place: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
-    return place or node.meta.get(KEY)
+    return (isinstance(custom, dict) and custom.get(KEY)) or node.meta.get(KEY) or {}
 
 
 def leave_custom_to_users(graph: torch.fx.Graph) -> None:
