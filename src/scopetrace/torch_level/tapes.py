@@ -21,7 +21,7 @@ from scopetrace._compat.questions import autocast_enabled
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.emitter import TapeRewriter
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value, checks_enabled
+from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value, checks_enabled, flat
 from scopetrace.ir.verify import verify
 from scopetrace.program.graph import plain
 from scopetrace.program.traced import functional_tape
@@ -141,14 +141,10 @@ class _RecordingInterpreter(NodeRunner):
 
 def _hides_tensors(x: Any) -> bool:
     """Whether an object or a slice, which an op of a tape cannot take, may hold tensors."""
-    if isinstance(x, (list, tuple)):
-        return any(map(_hides_tensors, x))
-    if isinstance(x, dict):
-        return any(map(_hides_tensors, x.values()))
-    if isinstance(x, slice):
-        return bool(leaves([x.start, x.stop, x.step], (Value, torch.Tensor)))
-    atoms = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-    return not (x is None or x is Ellipsis or isinstance(x, (Value, *atoms)))
+    of_torch = (Value, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    known = (int, float, complex, str, type(None), type(...), *of_torch)
+    slices = [[a.start, a.stop, a.step] for a in flat(x) if isinstance(a, slice)]
+    return any(not isinstance(a, (slice, *known)) for a in flat(x)) or bool(leaves(slices, (Value, torch.Tensor)))
 
 
 # Lifting -------------------------------------------------------------------------------------------------------------
