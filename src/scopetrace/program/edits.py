@@ -185,8 +185,7 @@ class Reading(TapeRewriter):
             self._grad = bool(args[0])
             return None
         if node.target in (operator.getitem, getattr) and not isinstance(args[0], Value):
-            by_name = isinstance(args[1], str) and not isinstance(args[0], dict)
-            return getattr(args[0], args[1]) if by_name else args[0][args[1]]
+            return node.target(*args)
         if is_op(node.target) and schema_of(node.target).name.startswith("aten::sym_"):
             return node.target(*fakes_of(args))
         if node.target is _aten._assert_scalar.default and to_expr(args[0]) in self._facts:
