@@ -416,6 +416,17 @@ def test_a_body_of_cond(sign, tmp_path):
         torch.testing.assert_close(made(x), want)
 
 
+def test_branches_that_change_places():
+    x = torch.ones(2, 4)
+    trace = st.trace(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), (x,))
+    (cond,) = nodes(trace.graph_module, torch.ops.higher_order.cond)
+    pred, first, second, operands = cond.args
+    cond.args = pred, second, first, operands
+    trace.graph_module.recompile()
+    for made in (trace, copy.deepcopy(trace)):
+        torch.testing.assert_close([made(x), made(-x)], [torch.cos(x), torch.sin(-x)])
+
+
 def test_what_a_cond_takes_stays_as_it_is():
     trace = st.trace(nn.Sequential(nn.ReLU(), Gate()), (torch.ones(2, 4),))
     (relu,) = nodes(trace.graph_module, aten.relu.default)

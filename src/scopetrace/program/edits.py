@@ -196,7 +196,7 @@ class Reading(TapeRewriter):
         old, before, now = self._matching.old_op(node), dict[int, int](), dict[int, int]()
         described_now = described((args, kwargs), now)
         if old is not None and self._is_kept(node, old) and described((old.args, old.kwargs), before) == described_now:
-            outputs = self._copied(node, old, values_in((args, kwargs)), dict(zip(before, now, strict=True)))
+            outputs = self._copied(node, old, args, kwargs, dict(zip(before, now, strict=True)))
         elif old is not None and old.unbacked:
             self._refuse(node, "it makes a number that depends on data, and its inputs or target were changed")
         elif node.target in FORMS:
@@ -236,15 +236,15 @@ class Reading(TapeRewriter):
         old = self._matching.old_op(node)
         return self._grad if old is None or self._grads[self._matching.traced[node].node] != self._grad else old.grad
 
-    def _copied(self, node: Node, old: Op, operands: list[Value], storages: dict[int, int]) -> Any:
+    def _copied(self, node: Node, old: Op, args: Any, kwargs: Any, storages: dict[int, int]) -> Any:
         """Append an op of the old tape on operands of the same metadata, in the storages that stand for theirs."""
-        values = dict(zip(old.inputs(), operands, strict=True))
+        values = dict(zip(old.inputs(), values_in((args, kwargs)), strict=True))
         fakes = {id(a.fake): b.fake for a, b in values.items()}
         for v in old.values():
             if v.storage not in storages:
                 storages[v.storage] = next(self.storages)
         origin = self._origin(node)
-        new = old.replace(scope=origin.scope, grad=origin.grad).copied(values | self.replacements, storages)
+        new = old.replace(args=args, kwargs=kwargs, scope=origin.scope, grad=origin.grad).copied(values, storages)
         for value in new.values():  # one may be the same tensor object as an operand
             value.fake = fakes.get(id(value.fake), value.fake)
         return self._append(new.replace(call=origin.call).take_values())

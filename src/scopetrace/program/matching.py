@@ -178,6 +178,8 @@ class Matching:
     def enter(self, node: Node, passed: int) -> tuple[int, Position]:
         """How many boundaries are before a node, of which so many were passed, and its place."""
         wanted, before, span = self.place(node), self._before(node), range(passed, self._last[node] + 1)
+        if before <= passed and self._running[passed] is wanted.call:  # as of most
+            return passed, wanted
         running = [self._running[i] for i in span]
         outer = [] if wanted.call is None else wanted.call.ancestors()
         call = next((call for call in outer if call in running), None) or min(running, key=_depth)
