@@ -329,7 +329,7 @@ def test_a_second_edit():
 
 
 def test_an_edited_training_step_keeps_its_phases():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(nn.LayerNorm(4), nn.ReLU())  # backward of a norm has several results
 
     def step(x):
         loss = model(x).sum()
@@ -414,6 +414,17 @@ def test_a_body_of_cond(sign, tmp_path):
     assert "neg" in str(trace)
     for made in (trace, loaded(trace, tmp_path), copy.deepcopy(trace), trace.to_exported_program().module()):
         torch.testing.assert_close(made(x), want)
+
+
+def test_branches_that_change_places():
+    x = torch.ones(2, 4)
+    trace = st.trace(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), (x,))
+    (cond,) = nodes(trace.graph_module, torch.ops.higher_order.cond)
+    pred, first, second, operands = cond.args
+    cond.args = pred, second, first, operands
+    trace.graph_module.recompile()
+    for made in (trace, copy.deepcopy(trace)):
+        torch.testing.assert_close([made(x), made(-x)], [torch.cos(x), torch.sin(-x)])
 
 
 def test_what_a_cond_takes_stays_as_it_is():

@@ -234,17 +234,11 @@ class TapeRewriter:
         """Append what stands for the ops of a tape, and these of its calls."""
         places = rewrites.boundaries(calls)
         for i, op in enumerate((*tape.ops, None)):
-            if op is None:
-                self.finish()
-            else:
-                self.op = op
+            self.op = op or self.op
             for call, begins in places.get(i, ()):
                 self.begin(call) if begins else self.end(call)
             if op is not None:
                 self.step(op)
-
-    def finish(self) -> None:
-        """After the last op, in the last calls."""
 
     def begin(self, call: Call) -> None:
         """A call of the old tape begins before the next op."""

@@ -13,12 +13,13 @@ that torch keeps when it traces a graph again.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import itertools
 import keyword
 import math
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ import torch.fx
 
 from scopetrace._compat.graph_module import (
     TracedGraphModule,
+    enter_autocast,
+    exit_autocast,
     is_taken,
     is_writable,
     make_graph_module,
@@ -39,7 +42,7 @@ from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.scopes import format_stack
-from scopetrace.ir.tape import BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
+from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
 from scopetrace.ops.history import History, can_require_grad
 
 KEY = "scopetrace"
@@ -97,61 +100,62 @@ class FxLowering:
     Attributes:
         tape: what the graph is made from.
         graph: the graph; passes may change it.
-        output: its output node.
         bodies: the bodies of higher-order ops, by the name of the submodule.
         op_of: the op of the tape behind each node that has one.
         states: the nodes as they were when the graph was lowered, before any pass.
     """
 
-    def __init__(self, tape: Tape, asserted: Iterable[Any] = (), messages: Container[str] = ()) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        asserted: Iterable[Any] = (),
+        messages: Container[str] = (),
+        graph: torch.fx.Graph | None = None,
+        *,
+        modes: bool = False,
+    ) -> None:
         """`asserted` are conditions on sizes of the inputs that the graph asserts.
 
-        Assertions of a body say what is among `messages` in words of their own.
+        Assertions of a body say what is among `messages` in words of their own. `graph` is one that the tape is read
+        from: `bind` gets what its nodes give. With `modes`, the graph switches autograd and autocast for each block of
+        them, else only autograd, and where an op depends on it.
         """
         self._messages = {s.message for s in tape.specializations} if isinstance(tape, ProgramTape) else messages
-        self._start(tape, torch.fx.Graph())
-        self._asserted = asserted
-        self._build()
-        self.states = node_states(self.graph)
-
-    @classmethod
-    def of_graph(
-        cls,
-        tape: Tape,
-        graph: torch.fx.Graph,
-        results: dict[torch.fx.Node, Any],
-        op_of: dict[torch.fx.Node, Op],
-        bodies: dict[str, FxLowering],
-    ) -> FxLowering:
-        """The lowering of a tape that was read from `graph`: the result of each node, and the op behind it."""
-        lowering = cls.__new__(cls)
-        lowering._start(tape, graph)
-        lowering.bodies, lowering.op_of = bodies, op_of
-        lowering.output = next(iter(reversed(graph.nodes)))
-        lowering.states = node_states(graph)
-        for node, result in results.items():
-            if isinstance(result, _PARTS):
-                lowering._bind_one(node, result)
-        return lowering
-
-    def _start(self, tape: Tape, graph: torch.fx.Graph) -> None:
         self.tape = tape
-        self.graph = graph
+        self.graph = torch.fx.Graph() if graph is None else graph
         self.op_of: dict[torch.fx.Node, Op] = {}
         self._nodes: dict[Value, torch.fx.Node] = {}
-        self._all = graph.nodes
+        self._all = self.graph.nodes
         """The nodes that there are at the time, as `graph.nodes` is a view of the graph."""
         self._symbols = SymbolNodes(self.graph)
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
         self._opaque: dict[str, Any] = {}
         self.bodies: dict[str, FxLowering] = {}
-        self._grad = tape.outer_grad
+        self._modes = modes
+        self._state: tuple[bool, Autocast | None] = tape.outer_grad, None
+        """Whether autograd is on, and the block under `torch.autocast` that was entered."""
+        self._entered: torch.fx.Node | None = None
         self._history: History | None = None
         self._places: dict[tuple[int, int, int], tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {}
         """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
         self.module_shown_as = functools.cache(module_shown_as)
         self._traces: dict[int, str | None] = {}
         """By the id of frames, which the tape keeps alive, as text."""
+        self._asserted = asserted
+        if graph is None:
+            self._build()
+        self.states = node_states(self.graph)
+
+    def bind(self, results: dict[torch.fx.Node, Any]) -> None:
+        """Take what the nodes of a graph give, from which the tape was read."""
+        for node, result in results.items():
+            if isinstance(result, _PARTS):
+                self._bind_one(node, result)
+
+    @property
+    def output(self) -> Any:
+        """The output node."""
+        return self.graph.output_node()
 
     def _build(self) -> None:
         tape = self.tape
@@ -170,13 +174,13 @@ class FxLowering:
             if id(op) in live and op.kind != "placeholder" and is_new:
                 self._emit_described(op, before)
                 before = len(self._all)
-        self._switch_grad(tape.outer_grad)
+        self._switch(tape.outer_grad)
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
-        self.output = self.graph.output(self.lower(returned))
-        self.output.meta["val"] = fakes_of(returned)
-        set_place(self.output, str(tape.root), 0)
+        output = self.graph.output(self.lower(returned))
+        output.meta["val"] = fakes_of(returned)
+        set_place(output, str(tape.root), 0)
 
     def _emit_described(self, op: Op, before: int) -> None:
         """As `_emit`; the nodes after so many, which compute and assert numbers, get its annotations and phase too."""
@@ -252,16 +256,14 @@ class FxLowering:
         if name is None:
             used = [body.tape.name for body in self.bodies.values() if isinstance(body.tape, BodyTape)]
             name = f"{tape.name}_{used.count(tape.name)}"
-            self.bodies[name] = FxLowering(tape, messages=self._messages)
+            self.bodies[name] = FxLowering(tape, messages=self._messages, modes=self._modes)
         return self.graph.create_node("get_attr", name, name=name)
 
     # ---------------------------------------------------------------- emitting
 
     def _emit(self, op: Op) -> None:
-        if op.grad != self._grad:
-            is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
-            if is_outer or any(map(self._may_require_grad, op.inputs())):  # to the other mode for these alone
-                self._switch_grad(op.grad)
+        if self._modes or op.grad != self._state[0]:
+            self._switch_for(op)
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
@@ -368,7 +370,16 @@ class FxLowering:
             self._stacks[call] = stack
         return self._stacks[call]
 
-    # ---------------------------------------------------------------- autograd on and off
+    # ---------------------------------------------------------------- autograd and autocast on and off
+
+    def _switch_for(self, op: Op) -> None:
+        """Switch autograd before an op under the other mode, if an input may require grad, and back before any op."""
+        is_step = op.kind not in ("placeholder", "get_attr")
+        if self._modes:
+            if is_step and op.values():
+                self._switch(op.grad, op.autocast)
+        elif (is_step and op.grad == self.tape.outer_grad) or any(map(self._may_require_grad, op.inputs())):
+            self._switch(op.grad)
 
     def _may_require_grad(self, v: Value) -> bool:
         """Whether a value requires grad, or would in a call whose inputs did, where such calls are not refused."""
@@ -386,11 +397,23 @@ class FxLowering:
         is_condition = isinstance(tape, BodyTape) and tape.is_condition
         return not is_condition and all(op.phase is None for op in tape.ops)
 
-    def _switch_grad(self, enabled: bool) -> None:
-        if enabled != self._grad:
-            node = self.graph.create_node("call_function", set_grad_enabled, (enabled,), name="set_grad_enabled")
-            set_place(node, str(self.tape.root), 0)
-            self._grad = enabled
+    def _switch(self, grad: bool, autocast: Autocast | None = None) -> None:
+        """Switch to these modes. In blocks of both, autocast is the inner one."""
+        autocast = autocast and dataclasses.replace(autocast, casts=False)  # of one block some ops are cast
+        if self._entered is not None and self._state != (grad, autocast):
+            self._call_switch(exit_autocast, self._entered)
+            self._state, self._entered = (self._state[0], None), None
+        if self._state[0] != grad:
+            self._call_switch(set_grad_enabled, grad)
+        if autocast is not None and self._entered is None:
+            self._entered = self._call_switch(enter_autocast, autocast.device, autocast.dtype, True, False)
+        self._state = grad, autocast
+
+    def _call_switch(self, switch: Any, *args: Any) -> torch.fx.Node:
+        node = self.graph.create_node("call_function", switch, args, name=switch.__name__.lstrip("_"))
+        set_place(node, str(self.tape.root), 0)
+        node.meta["val"] = None
+        return node
 
 
 def class_text(call: Call) -> str:
@@ -461,6 +484,16 @@ def _refuse_keywords(kwargs: Iterable[str], op: Op) -> None:
         )
 
 
+def plain(x: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """Arguments of a node, whose containers are immutable, in those of Python, with `leaf` of each leaf for it."""
+    if isinstance(x, (list, tuple)):
+        items = [plain(item, leaf) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else items if isinstance(x, list) else tuple(items)
+    if isinstance(x, dict):
+        return {key: plain(item, leaf) for key, item in x.items()}
+    return slice(*[plain(i, leaf) for i in (x.start, x.stop, x.step)]) if isinstance(x, slice) else leaf(x)
+
+
 def fakes_of(x: Any) -> Any:
     """A structure with the fake tensors of values in their place."""
     return x.fake if isinstance(x, Value) else map_structure(fakes_of, x, Value)
@@ -488,37 +521,34 @@ def place_of(scope: str, call: int, phase: Phase | None) -> dict[str, Any]:
 
 def phase_of(node: torch.fx.Node) -> str:
     """`forward`, `backward` or `other`."""
-    return str((place_in_meta(node) or {}).get("phase", "forward"))
+    return str(place_in_meta(node).get("phase", "forward"))
 
 
 def is_recomputed(node: torch.fx.Node) -> bool:
     """Whether it is an op of the forward that runs again in backward, in a region under `torch.utils.checkpoint`."""
-    return bool((place_in_meta(node) or {}).get("recomputed", False))
+    return bool(place_in_meta(node).get("recomputed", False))
 
 
 def forward_place(node: torch.fx.Node) -> tuple[str, int] | None:
     """Of a node of backward, scope and call of the op of the forward that it belongs to; None for other nodes."""
-    forward = (place_in_meta(node) or {}).get("forward")
+    forward = place_in_meta(node).get("forward")
     return None if forward is None else (str(forward["scope"]), int(forward["call"]))
 
 
 def scope_path(node: torch.fx.Node) -> str | None:
     """The path of the node's scope, such as `"Net/Linear[fc]"`; None for a node of another tool."""
-    place = place_in_meta(node)
-    return None if place is None else str(place["scope"])
+    return place_in_meta(node).get("scope")
 
 
 def call_position(node: torch.fx.Node) -> int | None:
     """The position in `Trace.calls` of the innermost call around the node; None for a node of another tool."""
-    place = place_in_meta(node)
-    return None if place is None else int(place["call"])
+    return place_in_meta(node).get("call")
 
 
-def place_in_meta(node: torch.fx.Node) -> dict[str, Any] | None:
-    """What `set_place` wrote, the very dict: passes that copy meta copy a reference to it."""
+def place_in_meta(node: torch.fx.Node) -> dict[str, Any]:
+    """What `set_place` wrote, the very dict: passes that copy meta copy a reference to it. Empty for other nodes."""
     custom = node.meta.get("custom")
-    place: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
-    return place or node.meta.get(KEY)
+    return (isinstance(custom, dict) and custom.get(KEY)) or node.meta.get(KEY) or {}
 
 
 def leave_custom_to_users(graph: torch.fx.Graph) -> None:

@@ -98,13 +98,13 @@ class OutlinedTrace(TracedProgram):
         )
 
     def _with_reading(self, reading: Reading) -> TracedProgram:
-        assert isinstance(reading.tape, FunctionalTape)
+        assert isinstance(reading.new, FunctionalTape)
         bodies = [
-            dataclasses.replace(b, tape=reading.bodies[b.tape], calls=[reading.calls[c] for c in b.calls])
+            dataclasses.replace(b, tape=reading.replacements[b.tape], calls=[reading.calls[c] for c in b.calls])
             for b in self._bodies
-            if b.tape in reading.bodies
+            if b.tape in reading.replacements
         ]
-        return OutlinedTrace(self.source, reading.tape, bodies, self.chosen)
+        return OutlinedTrace(self.source, reading.new, bodies, self.chosen)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call of `source`, with its graph, or another one that does what the graph of this program does."""

@@ -336,7 +336,7 @@ class TracedProgram:
         return HeldTensors(current_tensors(self.tape), bound)
 
     def _with_reading(self, reading: Reading) -> TracedProgram:
-        tape = reading.tape
+        tape = reading.new
         return TracedProgram(tape if isinstance(tape, RecordedTape) else self.recorded, tape, self.model)
 
     @property

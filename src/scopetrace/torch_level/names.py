@@ -25,24 +25,19 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
-    """Replace the graph of `gm`, made from a torch-level tape, by one that calls functions and methods of torch.
+    """Let the nodes of `gm`, made from a torch-level tape, call functions and methods of torch.
 
     An ATen op stays where no function of torch, called with its arguments, gives the same sizes, strides and dtype.
     """
-    graph = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in gm.graph.nodes:
-        kind, target, args, kwargs = node.op, node.target, node.args, node.kwargs
-        if isinstance(target, TorchTarget):
-            kind, target = target.kind, target.target
-        elif kind == "call_function" and getattr(target, "namespace", None) == "aten":
+        if isinstance(node.target, TorchTarget):
+            node.op, node.target = node.target.kind, node.target.target
+        elif node.op == "call_function" and getattr(node.target, "namespace", None) == "aten":
             calls = (call for call in _candidates(node) if _gives_the_same(node, call, tape.fake_mode))
-            kind, target, args, kwargs = next(calls, (kind, target, args, kwargs))
-        args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: copies[n])
-        copies[node] = graph.create_node(kind, target, args, kwargs, node.name, node.type)
-        copies[node].meta = {key: x for key, x in node.meta.items() if key != ORIGIN}
-    graph.lint()
-    gm.graph = graph
+            node.op, node.target, node.args, node.kwargs = next(calls, (node.op, node.target, node.args, node.kwargs))
+        node.meta.pop(ORIGIN, None)
+    gm.graph.lint()
+    gm.recompile()
     for inner in gm.children():  # the bodies of higher-order ops
         if isinstance(inner, torch.fx.GraphModule):
             name_torch_functions(inner, tape)

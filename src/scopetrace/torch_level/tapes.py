@@ -21,8 +21,9 @@ from scopetrace._compat.questions import autocast_enabled
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.emitter import TapeRewriter
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value, checks_enabled
+from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value, checks_enabled, flat
 from scopetrace.ir.verify import verify
+from scopetrace.program.graph import plain
 from scopetrace.program.traced import functional_tape
 from scopetrace.record.builder import Assumptions
 from scopetrace.record.model import Model
@@ -117,19 +118,17 @@ class _RecordingInterpreter(NodeRunner):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
-            return torch.fx.Interpreter.run_node(self, n)
-        operands = [_mutable(x) for x in self.fetch_args_kwargs_from_env(n)]
+            return super().run_node(n)
         target = TorchTarget(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
         tape, grad = self.builder.tape, torch.is_grad_enabled()
         known = not in_transform() and not autocast_enabled()
-        of_forward = self.scope_of_forward(n)
-        record = _NodeRecord(n, target, of_forward or self.builder.state.current_scope, grad, known, len(tape.ops))
+        scope = self.scope_of_forward(n) or self.builder.state.current_scope
+        record = _NodeRecord(n, target, scope, grad, known, len(tape.ops))
         self.nodes.append(record)
         if record.known:
-            record.args, record.kwargs = self._values(operands)
+            record.args, record.kwargs = self._values(plain(self.fetch_args_kwargs_from_env(n)))
             record.known = not _hides_tensors((record.args, record.kwargs))
-        with self.builder.from_node(n.stack_trace, scope=of_forward):
-            out = target(*operands[0], **operands[1])
+        out = super().run_node(n)
         record.stop = len(tape.ops)
         if record.known and not in_transform():
             record.outputs = self._values(out)
@@ -140,25 +139,12 @@ class _RecordingInterpreter(NodeRunner):
         return map_structure(self.values.value_of, x, torch.Tensor)
 
 
-def _mutable(x: Any) -> Any:
-    """The containers of torch.fx, which are immutable, as those of Python."""
-    if isinstance(x, list):
-        return [_mutable(item) for item in x]
-    if isinstance(x, dict):
-        return {key: _mutable(item) for key, item in x.items()}
-    return tuple(_mutable(item) for item in x) if type(x) is tuple else x
-
-
 def _hides_tensors(x: Any) -> bool:
     """Whether an object or a slice, which an op of a tape cannot take, may hold tensors."""
-    if isinstance(x, (list, tuple)):
-        return any(map(_hides_tensors, x))
-    if isinstance(x, dict):
-        return any(map(_hides_tensors, x.values()))
-    if isinstance(x, slice):
-        return bool(leaves([x.start, x.stop, x.step], (Value, torch.Tensor)))
-    atoms = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-    return not (x is None or x is Ellipsis or isinstance(x, (Value, *atoms)))
+    of_torch = (Value, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    known = (int, float, complex, str, type(None), type(...), *of_torch)
+    slices = [[a.start, a.stop, a.step] for a in flat(x) if isinstance(a, slice)]
+    return any(not isinstance(a, (slice, *known)) for a in flat(x)) or bool(leaves(slices, (Value, torch.Tensor)))
 
 
 # Lifting -------------------------------------------------------------------------------------------------------------

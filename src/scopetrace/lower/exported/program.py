@@ -25,7 +25,6 @@ from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, TensorArgument
 
 from scopetrace._compat import export as compat
-from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import building, is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
@@ -37,7 +36,7 @@ from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.outline.key import tape_key
-from scopetrace.program.graph import FxLowering, leave_custom_to_users, node_value, refuse_names, set_place
+from scopetrace.program.graph import FxLowering, leave_custom_to_users, node_value, refuse_names
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import argument_names
 
@@ -66,9 +65,7 @@ def _build(
     frames = frames_of(tape)
     chosen = _chosen(frames.values(), signed, _module_names(tape))
     marked = with_marks(tape, frames, chosen)
-    program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else ())
-    for lowered in program.walk() if modes else ():
-        _switch_modes(lowered)
+    program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else (), modes=modes)
     names = argument_names(forward, len(tape.args[0]))
     arguments, in_spec = flat_arguments(marked, names)
     tensors = states(tape, frames, program.graph, arguments)
@@ -156,9 +153,6 @@ def _refuse(tape: FunctionalTape) -> None:
             raise ExportError(problem, op=str(op.target), module=op.scope.path, hint=hint)
 
 
-_NO_ARITHMETIC = (torch.ops.aten._assert_scalar.default, set_grad_enabled)
-
-
 def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
     """Give the nodes what torch.export gives them beside what lowering does.
 
@@ -173,8 +167,8 @@ def _finish_nodes(graph: torch.fx.Graph, env: Any) -> None:
             continue
         if node.op == "call_function" and "val" not in node.meta:
             args = torch.fx.map_arg(node.args, node_value)
-            symbolic = node.target not in _NO_ARITHMETIC
-            node.meta["val"] = node.target(*args) if symbolic and callable(node.target) else None
+            is_assertion = node.target is torch.ops.aten._assert_scalar.default
+            node.meta["val"] = node.target(*args) if callable(node.target) and not is_assertion else None
         if node.op != "output":
             compat.set_tensor_meta(node)
         bindings = node.meta.pop("unbacked_bindings", {})
@@ -257,40 +251,6 @@ def _uncast(op: Op, source: dict[Value, Value]) -> Op:
     if op.autocast is not None and op.autocast.casts and not _is_autocasts(op):
         new |= {v: source[v] for v in op.inputs() if v in source}
     return op.replace(args=renamed(op.args, new), kwargs=renamed(op.kwargs, new)) if new else op
-
-
-def _switch_modes(lowered: FxLowering) -> None:
-    """Call `set_grad_enabled`, `_enter_autocast` and `_exit_autocast` between the ops of a graph.
-
-    In blocks of both modes autocast is the inner one.
-    """
-    for node in lowered.graph.find_nodes(op="call_function", target=set_grad_enabled):
-        lowered.graph.erase_node(node)
-    graph, outer, place = lowered.graph, lowered.tape.outer_grad, str(lowered.tape.root)
-    state: tuple[Any, ...] = ()
-    grad, entered = outer, None
-
-    def call(switch: Any, *args: Any) -> torch.fx.Node:
-        node = graph.call_function(switch, args)
-        set_place(node, place, 0)
-        node.meta["val"] = None
-        return node
-
-    for node in list(graph.nodes):
-        op = lowered.op_of.get(node)
-        if node.op != "output" and (op is None or op.kind != "call_function" or not op.values()):
-            continue
-        autocast = None if op is None else op.autocast
-        wanted = outer if op is None else op.grad, (autocast.device, autocast.dtype, True, False) if autocast else ()
-        with graph.inserting_before(node):
-            if entered is not None and wanted != (grad, state):
-                call(exit_autocast, entered)
-                state, entered = (), None
-            if wanted[0] != grad:
-                call(set_grad_enabled, wanted[0])
-            if wanted[1] != state:
-                entered = call(enter_autocast, *wanted[1])
-        grad, state = wanted
 
 
 _ALIAS, _COPY = torch.ops.aten.alias.default, torch.ops.aten.copy.default
