@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compare import assert_like_eager
 from torch import nn
 
@@ -373,16 +374,31 @@ def test_gradients_of_gradients_go_through_mean_and_deviation(norm, by_func):
         torch.testing.assert_close(gradient, want)
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_detach_keeps_gradients_out(requires_grad):
+def test_detach_keeps_gradients_out(requires_grad, grad):
+    """Also in calls with gradients of a trace made without; that of a number is none."""
+
     def f(x):
-        return x * x.detach()
+        return x * x.detach() * torch.tensor(2.0)
 
     x = torch.randn(3, requires_grad=True)
-    found = st.trace(f, (x.detach().requires_grad_(requires_grad),)).decompose()
+    with torch.set_grad_enabled(grad):
+        found = st.trace(f, (x.detach().requires_grad_(requires_grad),)).decompose()
     (gradient,) = torch.autograd.grad(found(x).sum(), x)
-    assert gradient.equal(x.detach())
-    assert aten.detach.default not in ops(traced(f, x.detach()).decompose().graph_module.graph)
+    assert gradient.equal(x.detach() * 2)
+    assert ops(found.graph_module.graph).count(aten.detach.default) == 1 + grad
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5), (1, 1, 3, 4)])
+def test_gradients_of_what_a_decomposition_reads_where_it_has_written(shape):
+    def f(x):
+        return F.pad(x, (1, 1) * (x.dim() - 2), mode="circular") ** 2
+
+    x = torch.randn(shape, requires_grad=True)
+    found = st.trace(f, (x,)).decompose()
+    gradients = [torch.autograd.grad(run(x).square().sum(), x) for run in (found, f)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_table_has_ops():
