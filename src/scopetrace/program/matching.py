@@ -209,6 +209,9 @@ class CallRanges:
             # what is made after a call begins is no argument of it any more, and what is made after it no result
             call.args, call.kwargs = self._made_before(call.start, (call.args, call.kwargs))
             call.outputs, call.mutated = self._made_before(call.stop, (call.outputs, call.mutated))
+            if call.mutated is not None:
+                args, kwargs, held = call.mutated
+                call.mutated = args, kwargs, {name: v for name, v in held.items() if isinstance(v, Value)}
             innermost[call.start : call.stop] = [call] * (call.stop - call.start)
         for i, asked in self.asked.items():
             op, inside = ops[i], innermost[i]
