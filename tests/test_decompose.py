@@ -344,6 +344,21 @@ def test_ops_whose_gradient_is_zero_keep_it():
     assert aten.fill.Scalar not in ops(traced(f, x.detach()).decompose().graph_module.graph)
 
 
+@pytest.mark.parametrize("kind", [bool, float])
+def test_attention_with_a_row_that_is_masked_as_a_whole(kind):
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    mask = mask if kind is bool else torch.zeros(3, 3).masked_fill(~mask, -torch.inf)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+
+    def f(x):
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    found = st.trace(f, (x,)).decompose()
+    torch.testing.assert_close(found(x), f(x))
+    gradients = [torch.autograd.grad(run(x).square().sum(), x) for run in (found, f)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_gradients_where_a_row_is_overwritten():
     def f(x, value):
         y = x * 2
