@@ -38,6 +38,7 @@ class Net(nn.Module):
         x = functools.reduce(lambda y, layer: layer(y), self.layers, self.no_bias(self.fc(x)))
         x = x * self.table["k"] + self.last[0] + float(self.array[0]) + self.shift
         x = x if self.mask is None else x * self.mask
+        x = x * getattr(self, "factor", 1.0)
         return x * 2 if hasattr(self, "doubled") else x * Settings.SCALE
 
 
@@ -90,6 +91,10 @@ def test_an_attribute_of_a_class_that_code_names(monkeypatch):
     tr = st.trace(Net(), (X,))
     monkeypatch.setattr(Settings, "SCALE", 5.0)
     with pytest.raises(StateMismatchError, match=r"Settings\.SCALE: 2\.0 when traced and 5\.0 now"):
+        tr(X)
+    tr = st.trace(Net(), (X,))
+    monkeypatch.setattr(Net, "factor", 3.0, raising=False)
+    with pytest.raises(StateMismatchError, match=r"factor, which .* missing when traced and 3\.0 now"):
         tr(X)
 
 

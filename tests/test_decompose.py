@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compare import assert_like_eager
 from torch import nn
 
@@ -343,6 +344,21 @@ def test_ops_whose_gradient_is_zero_keep_it():
     assert aten.fill.Scalar not in ops(traced(f, x.detach()).decompose().graph_module.graph)
 
 
+@pytest.mark.parametrize("kind", [bool, float])
+def test_attention_with_a_row_that_is_masked_as_a_whole(kind):
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    mask = mask if kind is bool else torch.zeros(3, 3).masked_fill(~mask, -torch.inf)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+
+    def f(x):
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    found = st.trace(f, (x,)).decompose()
+    torch.testing.assert_close(found(x), f(x))
+    gradients = [torch.autograd.grad(run(x).square().sum(), x) for run in (found, f)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_gradients_where_a_row_is_overwritten():
     def f(x, value):
         y = x * 2
@@ -373,16 +389,31 @@ def test_gradients_of_gradients_go_through_mean_and_deviation(norm, by_func):
         torch.testing.assert_close(gradient, want)
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_detach_keeps_gradients_out(requires_grad):
+def test_detach_keeps_gradients_out(requires_grad, grad):
+    """Also in calls with gradients of a trace made without; that of a number is none."""
+
     def f(x):
-        return x * x.detach()
+        return x * x.detach() * torch.tensor(2.0)
 
     x = torch.randn(3, requires_grad=True)
-    found = st.trace(f, (x.detach().requires_grad_(requires_grad),)).decompose()
+    with torch.set_grad_enabled(grad):
+        found = st.trace(f, (x.detach().requires_grad_(requires_grad),)).decompose()
     (gradient,) = torch.autograd.grad(found(x).sum(), x)
-    assert gradient.equal(x.detach())
-    assert aten.detach.default not in ops(traced(f, x.detach()).decompose().graph_module.graph)
+    assert gradient.equal(x.detach() * 2)
+    assert ops(found.graph_module.graph).count(aten.detach.default) == 1 + grad
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5), (1, 1, 3, 4)])
+def test_gradients_of_what_a_decomposition_reads_where_it_has_written(shape):
+    def f(x):
+        return F.pad(x, (1, 1) * (x.dim() - 2), mode="circular") ** 2
+
+    x = torch.randn(shape, requires_grad=True)
+    found = st.trace(f, (x,)).decompose()
+    gradients = [torch.autograd.grad(run(x).square().sum(), x) for run in (found, f)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_table_has_ops():

@@ -292,6 +292,32 @@ def test_a_call_whose_nodes_are_gone_says_so():
         trace.outline("a.fc")
 
 
+def test_a_buffer_s_new_value_that_is_made_after_the_call_is_none_that_it_gave(tmp_path):
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("sum", torch.zeros(4))
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x):
+            self.sum += x.sum(0)
+            self.n += 1
+            return x * 2
+
+    x = torch.randn(2, 4)
+    trace = st.trace(nn.Sequential(Sums(), nn.ReLU()), (x,))
+    graph, (relu,) = trace.graph_module.graph, nodes(trace.graph_module, aten.relu.default)
+    with graph.inserting_after(relu):
+        total = graph.call_function(aten.sum.dim_IntList, (relu, [0]))
+    new_sum, *others = graph.output_node().args[0]
+    graph.output_node().args = ((total, *others),)
+    graph.erase_node(new_sum)
+    trace.graph_module.recompile()
+    assert [[*call.mutated] for call in trace.calls] == [["0.sum", "0.n"], ["n"], []]
+    trace.save(tmp_path / "edited.st")
+    assert [[*call.mutated] for call in st.load(tmp_path / "edited.st").calls] == [["0.sum", "0.n"], ["n"], []]
+
+
 def test_a_new_node_belongs_to_the_call_around_it():
     """Between two calls: to the call around both. What the next call takes is the new value."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

@@ -412,6 +412,7 @@ STATES = {
     "a slot of a list": ([*zero_and_one()], lambda m, h: operator.setitem(m.state, 1, h)),
     "a reversed list": ([*zero_and_one()], lambda m, h: m.state.reverse()),
     "a tuple in a slot": ([zero_and_one(), zero_and_one()], lambda m, h: operator.setitem(m.state, 0, (h, h * 2))),
+    "a new dict": (dict(h=torch.zeros(3), n=1, c=[torch.ones(3)]), binds(lambda s, h: {**s, "h": h, "c": [s["h"]]})),
     "a deque": (collections.deque(zero_and_one(), maxlen=2), lambda m, h: m.state.append(h)),
     "a deque that turns": (collections.deque(zero_and_one()), lambda m, h: m.state.rotate(1)),
 }

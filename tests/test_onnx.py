@@ -1565,6 +1565,36 @@ def test_a_result_of_another_element_type_is_refused(tmp_path):
         st.trace(lambda x: x.cumsum(0), (torch.ones(3),)).to_onnx(tmp_path / "a.onnx", custom_translation_table=table)
 
 
+SHORT = torch.tensor([0, 2, 2], dtype=torch.int32)
+INDEXED = {
+    "read": lambda x: x[SHORT],
+    "columns": lambda x: x[:, SHORT],
+    "elements": lambda x: x[SHORT, SHORT + 1],
+    "of data": lambda x: x[(x[:, 0] > 0).int()],
+    "written": lambda x: x.index_put((SHORT,), x[:3] * 2),
+    "added": lambda x: x.index_put((SHORT, SHORT), torch.ones(3), accumulate=True),
+    "istft": lambda x: torch.istft(torch.view_as_complex(x[:3].view(1, 3, 2, 2)), 4, window=torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_of_32_bits(name, tmp_path):
+    tr = st.trace(INDEXED[name], (torch.randn(4, 4),))
+    tr.to_onnx(tmp_path / "indexed.onnx", verify=True)
+
+
+@pytest.mark.parametrize("options", [{"size": (3, 3), "align_corners": True}, {"scale_factor": 1.3}])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_antialiased_scaling_that_torch_onnx_does_otherwise_is_refused(mode, options):
+    def forward(x, **options):
+        return F.interpolate(x, mode=mode, antialias=True, **options)
+
+    x = torch.randn(1, 1, 5, 5)
+    st.trace(lambda x: forward(x, size=(3, 3)), (x,)).to_onnx(verify=True)
+    with pytest.raises(st.errors.OnnxExportError, match=r"(?s)by the ratio of the sizes.*give size= in place"):
+        st.trace(lambda x: forward(x, **options), (x,)).to_onnx()
+
+
 SCATTERED = {
     "floats": (torch.zeros(4), torch.tensor([0, 0, 1, 0]), torch.tensor([1.0, 2.0, 3.0, 5.0])),
     "integers": (torch.tensor([0, -3, 0, 5]), torch.tensor([0, 0, 1, 0]), torch.tensor([-1, -2, 3, -5])),

@@ -218,3 +218,24 @@ def test_a_call_in_another_mode_is_as_in_eager_or_refused(name, traced):
             torch.testing.assert_close({name: t.detach() for name, t in model.named_buffers()}, before)
             continue
         torch.testing.assert_close(found, expected, msg=lambda m, called=called: f"called {called}: {m}")
+
+
+DIFFERENTIATES = {
+    "grad by a parameter": lambda m, x: torch.autograd.grad((x * m.weight).sum(), m.weight, create_graph=True)[0] + x,
+    "grad by the input": lambda m, x: torch.autograd.grad((x * m.weight).square().sum(), x)[0],
+    "backward": lambda m, x: ((x * m.weight).sum().backward(), x * 2)[1],
+    "backward by inputs": lambda m, x: ((x * m.weight).sum().backward(inputs=[m.weight]), x * 2)[1],
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATES)
+def test_a_call_that_eager_cannot_differentiate_is_refused(name):
+    model, (x, _) = Program(DIFFERENTIATES[name]), input_of(True)
+    trace = st.trace(model, (x,))
+    torch.testing.assert_close(trace(x), model(x))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(st.StateMismatchError, match=r"torch\.is_grad_enabled\(\)"):
+            trace(x)
+    require(model, False)
+    with pytest.raises(st.errors.InputMismatchError, match="requires_grad"):
+        trace(x.detach())

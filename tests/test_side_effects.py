@@ -447,6 +447,21 @@ def test_the_error_names_the_effect_the_line_and_the_way_out():
     assert "register_buffer" in error.value.hint and "side_effects='warn'" in error.value.hint
 
 
+class OneLine(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.n, self.inner = 0, inner
+
+    def forward(self, x): y = self.inner(x); self.n += 1; return y * self.n  # fmt: skip  # noqa: E702
+
+
+def test_the_line_of_an_effect_beside_calls_on_it():
+    effects = st.trace(OneLine(OneLine(nn.ReLU())), (X,)).side_effects
+    assert [e.source.partition(": ")[2][:20] for e in effects] == ["def forward(self, x)"] * 2
+    other = st.trace(OneLine(Net(lambda m, x: x * 2)), (X,)).side_effects
+    assert other[0].source.partition(": ")[2].startswith("def forward(self, x): y = self.inner(x)")
+
+
 def test_the_error_about_a_tensor_that_is_kept_says_how_to_keep_it():
     shadow = torch.zeros(4)
 

@@ -244,3 +244,40 @@ def test_a_step_through_a_view_of_a_normalized_transposed_tensor():
     step(x)
     torch.testing.assert_close(found, x.grad)
     assert found.stride() == x.grad.stride()
+
+
+TWO = torch.tensor(2.0)
+OF_KERNELS = {
+    "copysign": lambda x: torch.copysign(x, TWO),
+    "floor_divide": lambda x: x // TWO,
+    "div": lambda x: torch.div(x, TWO, rounding_mode="floor"),
+    "one_hot": lambda x: torch.nn.functional.one_hot((x > 0).long(), 2),
+    "rrelu": lambda x: torch.nn.functional.rrelu(x - 0.5, training=True),
+    "isin": lambda x: torch.isin(x, TWO),
+    "roll": lambda x: x.roll(1, 1),
+    "channel_shuffle": lambda x: torch.nn.functional.channel_shuffle(x, 5),
+    "max_unpool2d": lambda x: torch.nn.functional.max_unpool2d(x[:, :, :1, :1], torch.zeros(2, 5, 1, 1).long(), 2),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("layout", ["matrix", "turned", "channels_last", "outer", "gaps"])
+@pytest.mark.parametrize("name", OF_KERNELS)
+def test_results_lie_as_kernels_of_the_cpu_leave_them(name, layout, grad):
+    """Torch's fake tensors leave them in another order, and `contiguous()` gives a tensor itself or a copy."""
+
+    def forward(x):
+        y = OF_KERNELS[name](x)
+        return y, y.contiguous().sub_(1) if y.dtype != torch.bool else y.stride()
+
+    x = LAYOUTS[layout]()
+    if name in ("channel_shuffle", "max_unpool2d") and (x.dim() != 4 or layout == "outer"):
+        return
+    x.requires_grad_(grad)
+    torch.manual_seed(0)
+    wanted = forward(x)
+    tr = st.trace(forward, (x,))
+    torch.manual_seed(0)
+    found = tr(x)
+    torch.testing.assert_close(found, wanted)
+    assert found[0].stride() == wanted[0].stride()

@@ -418,28 +418,34 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         if func is not torch.ops.aten.view.default:
             raise
         raise RuntimeError(str(error)) from None  # as its kernel does: `except RuntimeError` may be around it
-    return _as_on_cpu(args[0], out) if func in _BATCH_NORMS and args else out
+    if func in _WITH_NUMBER and isinstance(args[1], torch.Tensor) and not args[1].dim():
+        return torch.add(args[0].detach(), out)  # of the strides that the kernel gives
+    return _as_on_cpu(func, args[0], out) if func in _AS_SUGGESTED or func in _ROW_MAJOR else out
 
 
-_BATCH_NORMS = frozenset(
-    getattr(torch.ops.aten, name).default
+_aten = torch.ops.aten
+_WITH_NUMBER = frozenset({_aten.copysign.Tensor, _aten.floor_divide.default, _aten.div.Tensor_mode})
+_ROW_MAJOR = frozenset({_aten.one_hot.default, _aten.rrelu.default, _aten.isin.Tensor_Tensor})
+_AS_SUGGESTED = frozenset(
+    getattr(_aten, name).default
     for name in (
         *("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
         *("_native_batch_norm_legit_no_training", "_batch_norm_impl_index", "_batch_norm_with_update"),
-        *("_batch_norm_with_update_functional", "_batch_norm_no_update"),
+        *("_batch_norm_with_update_functional", "_batch_norm_no_update", "roll", "channel_shuffle", "max_unpool2d"),
     )
-) | {torch.ops.aten._native_batch_norm_legit.no_stats}
+) | {_aten._native_batch_norm_legit.no_stats}
 
 
-def _as_on_cpu(x: torch.Tensor, out: Any) -> Any:
-    """What a batch norm of `x` gives: on the CPU in the memory format that `x` suggests.
+def _as_on_cpu(func: Any, x: torch.Tensor, out: Any) -> Any:
+    """What an op gives of `x` on the CPU: in the memory format that `x` suggests, or row-major.
 
     Fake tensors keep the order of dimensions in memory, of a transposed `x` too, as kernels of other devices do.
     """
     if x.device.type != "cpu":
         return out
     first, *others = (out,) if isinstance(out, torch.Tensor) else out
-    first = first.contiguous(memory_format=suggest_memory_format(x))  # itself, where it is
+    suggested = torch.contiguous_format if func in _ROW_MAJOR else suggest_memory_format(x)
+    first = first.contiguous(memory_format=suggested)
     return first if isinstance(out, torch.Tensor) else type(out)((first, *others))
 
 

@@ -39,7 +39,7 @@ from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
 from scopetrace.containers.contents import Place, same
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.guards import Asked, GradientOfInput, Guard, HasGradient, OfInput, OfTensor, Source
+from scopetrace.ir.guards import Asked, Flag, GradientOfInput, Guard, HasGradient, OfInput, OfTensor, Source
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Retrace
@@ -141,6 +141,7 @@ class GradientRecorder:
         known = [p for p, _ in params]
         places = tuple([(self._model.owner(p), p) for p in known])
         self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_at, places, kind="hooks"))
+        self._note_what_eager_needs(outputs, by)
         for p, t in params:
             give_hooks(p, t)
         grad_outputs = list(grad_outputs)
@@ -158,6 +159,13 @@ class GradientRecorder:
                 with self._phases.of(self._phases.of_op(self._values.value_of(t).op)):
                     self._add(t, gradient, create_graph=create_graph)
         return None
+
+    def _note_what_eager_needs(self, outputs: Sequence[torch.Tensor], by: Sequence[torch.Tensor]) -> None:
+        """Autograd, and leaves that require grad: eager raises without. A transform of torch.func brings its own."""
+        if self._tape.grad and unwrapped(outputs[0]) is outputs[0]:
+            self._reads.note_once("torch.is_grad_enabled()", True, Flag("torch.is_grad_enabled"))
+            for t, outside in [(t, x) for t in by if (x := self._outside(t)) is not t]:
+                self._reads.on_requires_grad(outside if isinstance(outside, torch.nn.Parameter) else t)
 
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor in autograd's graph of the forward: of a parameter, its fake tensor."""

@@ -51,6 +51,8 @@ class Emitter:
         self.added: set[Op] = set()
         """The ops that alias sets added. Those that nobody reads are dropped in the end, see `rewrites.schedule`."""
         assert tape.fake_mode is not None
+        self.with_history: set[int] = set()
+        """Storages that had no history before an op wrote into them what has one; of tapes whose ops may write."""
         self._knows_keys = tape.inference is not None  # which are numbers of one inference
         self.inference = tape.inference or Inference(FakeMaker(tape.fake_mode))
         self._storages = storages
@@ -75,7 +77,7 @@ class Emitter:
         by_memory = {storage_id(v.fake): v.storage for v in reversed(inputs)}
         # by which a result requires grad; under no_grad only one that is a view of them
         carries = self._has_grad and func is not _aten.detach.default
-        carrying = {v.storage for v in inputs if v.requires_grad} if carries else set[int]()
+        carrying = {v.storage for v in inputs if v.requires_grad or v.storage in self.with_history} if carries else ()
 
         def value(t: Any, slot: int) -> Any:
             if not isinstance(t, torch.Tensor):

@@ -23,7 +23,7 @@ import itertools
 import operator
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,9 +116,9 @@ class At(Source):
 
 @dataclasses.dataclass(frozen=True)
 class InTables(Source):
-    """An attribute that a module does not have: no plain one, and no parameter, buffer or submodule."""
+    """An attribute that a module lacks: no plain one, no parameter, buffer or submodule, and none of its class."""
 
-    tables: tuple[dict[str, Any], ...]
+    tables: tuple[Mapping[str, Any], ...]
     key: str
 
     def current(self, call: CallInputs) -> Any:
@@ -131,7 +131,8 @@ def source_in(module: torch.nn.Module, key: str) -> At | InTables:
     if key in plain:
         return At(plain, key)
     tables = [t for t in map(plain.get, MODULE_TABLES) if isinstance(t, dict)]
-    return next((At(t, key) for t in tables if key in t), None) or InTables((plain, *tables), key)
+    of_class = [vars(base) for base in type(module).__mro__ if is_users_class(base)]
+    return next((At(t, key) for t in tables if key in t), None) or InTables((plain, *tables, *of_class), key)
 
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")

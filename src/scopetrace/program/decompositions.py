@@ -82,7 +82,7 @@ class _TapeDecomposer(TapeRewriter):
     def step(self, op: Op) -> None:
         """An op of the table becomes other ops."""
         has_gradient = op.target in (*_ZERO_GRADIENT, *_BY_STATISTICS) and any(v.requires_grad for v in op.values())
-        stays = bool(op.unbacked) or has_gradient or (op.grad and op.target is _aten.detach.default)
+        stays = bool(op.unbacked) or has_gradient or (op.target is _aten.detach.default and self._may_cut(op))
         rule = self.rule_of(op.target) if is_op(op.target) and not stays else None
         is_torchs = _is_torchs(rule)
         if is_torchs and op.target in _KEPT_BESIDE_TORCHS:
@@ -92,6 +92,10 @@ class _TapeDecomposer(TapeRewriter):
             raise _error(op, "leaves the dropout between its layers out", hint)
         if rule is None or not self._decompose(op, rule):
             self.copy(op)
+
+    def _may_cut(self, op: Op) -> bool:
+        """Whether a detach may keep a gradient out, in a call with gradients of a trace made without too."""
+        return op.grad or not (self.old.outer_grad or op.tensor(0).op.target is _aten.lift_fresh_copy.default)
 
     # ---------------------------------------------------------------- an op of the table
 

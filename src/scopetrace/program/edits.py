@@ -372,6 +372,9 @@ class Reading(TapeRewriter):
         taken, gives = (old.args, old.kwargs), (old.outputs, old.mutated)
         new.args, new.kwargs = map_structure(lambda v: stand_in(v, new.start, old), taken, Value)
         new.outputs, new.mutated = map_structure(lambda v: stand_in(v, new.stop), gives, Value)
+        if new.mutated is not None:
+            *arguments, held = new.mutated
+            new.mutated = *arguments, {name: v for name, v in held.items() if isinstance(v, Value)}
         if old.parent is None and isinstance(self.new, ProgramTape):
             new.outputs = self.new.result
 

@@ -20,6 +20,7 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.ir.tape import BodyTape, Op, Value, values_in
 from scopetrace.ops.functional_variants import by_name, undeclared_writes
+from scopetrace.ops.history import can_require_grad
 from scopetrace.program.graph import fakes_of
 
 
@@ -36,8 +37,11 @@ def append_op(emitter: Emitter, origin: Op, func: Any, args: Any, kwargs: Any) -
     writes, ops = written_by(func, args, kwargs) if is_op(func) else [], emitter.tape.ops
     outputs = emitter.run(origin, func, args, kwargs)
     if writes:
-        tracked = tuple([v for v in values_in((args, kwargs)) if v.fake.requires_grad])
+        known = emitter.with_history
+        tracked = tuple([v for v in values_in((args, kwargs)) if v.fake.requires_grad or v.storage in known])
         ops[-1] = ops[-1].replace(writes=tuple(writes), tracked=tracked).take_values()
+        if origin.grad and tracked:
+            known |= {v.storage for v in writes if can_require_grad(v)}
     return outputs
 
 

@@ -32,7 +32,7 @@ class Entries(torch.nn.Module):
 
 
 class Items(dict[str, Any]):
-    """The leaves of a tuple, list or deque that a place has now, by number; None where it is of another form."""
+    """The leaves of a tuple, list, dict or deque that a place has now, by number; None where it is of another form."""
 
     def __init__(self, place: Place, *, is_kept: bool) -> None:
         """`is_kept`: whether the list that is there gets other items, in place of another one in its place."""
@@ -57,10 +57,10 @@ def _form(content: Any) -> Any:
 
 
 def _slots(change: Change, contents: Contents) -> list[Change]:
-    """A change for each tensor in a tuple, list or deque that one place holds; none where it is of something else."""
+    """A change for each tensor in a container that one place holds; none where it is of something else."""
     old, new, is_kept = change.old, change.new, change.place.key is MISSING
     places = contents.places_of(change.place.owner if is_kept else old)
-    if len(places) != 1 or not isinstance(old, (tuple, list, collections.deque)) or type(new) is not type(old):
+    if len(places) != 1 or not isinstance(old, (tuple, list, dict, collections.deque)) or type(new) is not type(old):
         return []
     if not same(_form(old), _form(new)):
         return []

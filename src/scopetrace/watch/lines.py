@@ -40,17 +40,19 @@ def noting_lines(changes: list[Change]) -> Iterator[dict[str, str]]:
         return
     getters = [_getter(change) for change in changes]
     values = [get() for get in getters]
-    last: list[tuple[types.CodeType, int]] = []
+    lines: list[tuple[types.CodeType, int]] = []  # that which each open function is at, the innermost last
 
     def trace(frame: types.FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename[:1] == "<" or not is_users(frame.f_code.co_filename):
             return None
-        if event in ("line", "return"):
-            for i, change in enumerate(changes):
-                before, values[i] = values[i], getters[i]()
-                if last and change.name not in noted and _differ(before, values[i]):
-                    noted[change.name] = user_line(last) or ""
-            last[:] = [(frame.f_code, frame.f_lineno)]
+        for i, change in enumerate(changes if event != "exception" else ()):
+            before, values[i] = values[i], getters[i]()
+            if lines and change.name not in noted and _differ(before, values[i]):
+                noted[change.name] = user_line(lines[-1:]) or ""
+        if event in ("line", "return") and lines:
+            lines.pop()
+        if event in ("line", "call"):
+            lines.append((frame.f_code, frame.f_lineno))
         return trace
 
     sys.settrace(trace)

@@ -19,7 +19,7 @@ import onnxscript
 import torch
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass
 from onnxscript import opset18
-from onnxscript.function_libs.torch_lib.ops.core import aten_diagonal, aten_histc, aten_scatter_reduce, aten_sort
+from onnxscript.function_libs.torch_lib.ops import core as torchlib
 from onnxscript.function_libs.torch_lib.tensor_typing import TTensor
 
 from scopetrace._compat.onnx import call_op
@@ -43,6 +43,8 @@ def forms() -> Table:
         torch.ops.aten.sort.stable: _sort,
         torch.ops.aten.cumprod.default: _cumprod,
         torch.ops.aten.histc.default: _histc,
+        **dict.fromkeys((torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor), _index),
+        **dict.fromkeys((torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default), _index_put),
         torch.ops.aten._grouped_mm.default: _grouped_mm,
         torch.ops.aten.scatter_reduce.two: _scatter_reduce,
     }
@@ -61,7 +63,7 @@ def _diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
     """`aten.diagonal_scatter`: torch.onnx decomposes it into a write, and then refuses it."""
     places = op.Reshape(op.Range(_int(0), op.Size(self), _int(1)), op.Shape(self))
     places.type, places.shape = ir.TensorType(ir.DataType.INT64), self.shape
-    diagonal = op.Reshape(aten_diagonal(places, offset, dim1, dim2), _ints(-1))
+    diagonal = op.Reshape(torchlib.aten_diagonal(places, offset, dim1, dim2), _ints(-1))
     elements = op.ScatterElements(op.Reshape(self, _ints(-1)), diagonal, op.Reshape(src, _ints(-1)))
     return op.Reshape(elements, op.Shape(self))
 
@@ -76,7 +78,7 @@ def _ints(*numbers: int) -> Any:
 
 def _sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
     """`aten.sort.stable`, which torch.onnx has no form for: TopK puts equal numbers in the order of their indices."""
-    return aten_sort(self, dim, descending)
+    return torchlib.aten_sort(self, dim, descending)
 
 
 def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
@@ -105,10 +107,10 @@ def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, incl
     if rank and tuple(index.shape) != tuple(src.shape):  # as much of it as there are indices
         src = op.Slice(src, _ints(*[0] * rank), op.Shape(index))
     if reduce != "mean":
-        return aten_scatter_reduce(self, dim, index, src, reduce, include_self)
+        return torchlib.aten_scatter_reduce(self, dim, index, src, reduce, include_self)
     one = op.CastLike(_int(1), self)
     if rank:
-        total = aten_scatter_reduce(self, dim, index, src, "sum", include_self)
+        total = torchlib.aten_scatter_reduce(self, dim, index, src, "sum", include_self)
         ones, rest = op.Expand(one, op.Shape(index)), op.Expand(one, op.Shape(self))
         before = rest if include_self else op.Sub(rest, rest)
         count = op.Max(op.ScatterElements(before, index, ones, axis=dim, reduction="add"), one)
@@ -122,10 +124,28 @@ def _scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, incl
 def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> Any:
     """`aten.histc`, also of integers, of which torch.onnx has no form: they are counted as floating numbers."""
     if not self.dtype.is_integer():
-        return aten_histc(self, bins, min, max)
-    floats = op.Cast(self, to=ir.DataType.FLOAT)
-    floats.type, floats.shape = ir.TensorType(ir.DataType.FLOAT), self.shape
-    return op.CastLike(aten_histc(floats, bins, min, max), self)
+        return torchlib.aten_histc(self, bins, min, max)
+    return op.CastLike(torchlib.aten_histc(_cast(self, ir.DataType.FLOAT), bins, min, max), self)
+
+
+def _index(self: Any, indices: Any) -> Any:
+    """`aten.index`, also by indices of 32 bits, which ONNX has no gathering for."""
+    return torchlib.aten_index(self, _int64(indices))
+
+
+def _index_put(self: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """As `_index`, of `aten.index_put`: decompositions of torch make such indices."""
+    return torchlib.aten_index_put(self, _int64(indices), values, accumulate)
+
+
+def _int64(indices: Any) -> list[Any]:
+    return [_cast(i, ir.DataType.INT64) if i is not None and i.dtype == ir.DataType.INT32 else i for i in indices]
+
+
+def _cast(x: Any, to: ir.DataType) -> Any:
+    result = op.Cast(x, to=to)
+    result.type, result.shape = ir.TensorType(to), x.shape
+    return result
 
 
 def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: int = -1) -> Any:

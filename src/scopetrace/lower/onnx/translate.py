@@ -38,6 +38,7 @@ from scopetrace.lower.onnx.forms import OpFunctions, forms
 from scopetrace.program.graph import node_value, scope_path
 
 _aten = torch.ops.aten
+_ANTIALIASED = (_aten._upsample_bilinear2d_aa.vec, _aten._upsample_bicubic2d_aa.vec)
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.prod.default, _aten.prod.dim_int)
 
 
@@ -100,6 +101,12 @@ def _prepare(graph: torch.fx.Graph) -> None:
                 cast = graph.call_function(_aten._to_copy.default, (node,), {"dtype": node_value(node).dtype})
             cast.meta = dict(node.meta)
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+        elif node.target in _ANTIALIASED:
+            x, _, align_corners, factors = node.args
+            lengths = [n * factor for n, factor in zip(node_value(x).shape[2:], factors or (), strict=False)]
+            if align_corners or any(n % 1 for n in lengths):
+                problem = "torch.onnx scales with antialias=True by the ratio of the sizes"
+                raise refusal(problem, node, "give size= in place of scale_factor=, and no align_corners=True")
         elif node.target is _aten.detach.default and node_value(node).is_complex():
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
