@@ -253,8 +253,7 @@ def test_text_of_a_number_may_be_shown(capsys):
         return x * n
 
     trace = st.trace(forward, (torch.ones(2), torch.tensor(2.5)))
-    shown = capsys.readouterr().out.replace("\N{COMBINING GRAPHEME JOINER}", "")  # which nobody sees
-    assert shown.startswith("loss zuf0 zuf0")
+    assert capsys.readouterr().out.startswith("loss zuf0 zuf0")
     assert torch.equal(trace(torch.ones(2), torch.tensor(3.0)), torch.full((2,), 3.0))
 
 
@@ -270,16 +269,6 @@ def test_text_of_a_dynamic_size_is_not_returned(text):
     with pytest.raises(st.errors.DataDependentError, match="the forward returns text of a tensor"):
         st.trace(forward, (torch.ones(3, 2),), dynamic_shapes=({0: torch.export.Dim("n")},))
     assert st.trace(forward, (torch.ones(3, 2),))(torch.ones(3, 2))[1] == forward(torch.ones(3, 2))[1]
-
-
-def test_text_that_looks_like_a_number_s_is_returned():
-    def forward(x, t):
-        print(x.shape[0], t.item())
-        return {"gpu0": x * 2}, "s77, zuf0"
-
-    x, n = torch.ones(3, 2), torch.tensor(2.0)
-    tr = st.trace(forward, (x, n), dynamic_shapes=({0: torch.export.Dim("n")}, None))
-    assert tr(x, n)[0]["gpu0"].equal(x * 2) and tr(x, n)[1] == "s77, zuf0"
 
 
 def test_the_bytes_of_a_dynamic_size():

@@ -350,15 +350,10 @@ class PythonValues:
         text = str.__str__(ask(x, *spec, **kwargs))  # torch asks for one by another
         if isinstance(x, torch.Tensor) and not (isinstance(x, FakeTensor) and asked_by_model(_MAKES_TEXT)):
             return text
-        text += "" if isinstance(x, torch.Tensor) or text.endswith(_MARK) else _MARK
         self._builder.texts.add(text)
         shown = (_TextOfTensor if isinstance(x, torch.Tensor) else _TextForPeople)(text)
         shown.builder = weakref.ref(self._builder)
         return shown
-
-
-_MARK = "\N{COMBINING GRAPHEME JOINER}"
-"""What nobody sees at the end of a number's text, and tells it from a text of the model, as "u0" from "gpu0"."""
 
 
 class _TextForPeople(str):
