@@ -100,7 +100,7 @@ def test_the_module_view_of_tensorboard(tmp_path):
     by_id = {e["args"]["Python id"]: e for e in events}
 
     def around(event):
-        parent = by_id.get(event["args"]["Python parent id"])
+        parent = by_id.get(event["args"].get("Python parent id"))
         return [] if parent is None else [*around(parent), *(parent["name"],) * ("Python module id" in parent["args"])]
 
     views = ["  " * len(around(e)) + e["name"] for e in events if "Python module id" in e["args"]]
