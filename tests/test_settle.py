@@ -138,6 +138,12 @@ def drawn(m, x):
     return x * random.random()
 
 
+def notes_text(m, x):
+    m.n += 1
+    m.table["text"] = m.record.text = f"step {m.n}"
+    return x * 2
+
+
 class Result:
     """What a forward made, with a number beside it."""
 
@@ -167,7 +173,17 @@ def counts_in_text(m, x):
     return x * (3 if m.table["text"] == "aaaaa" else 2)
 
 
-SERVED = [counter, history, recent_steps, last_kept, rebuilt, set_once, other_ops_at_first, keeps_its_result]
+SERVED = [
+    counter,
+    history,
+    recent_steps,
+    last_kept,
+    rebuilt,
+    set_once,
+    other_ops_at_first,
+    notes_text,
+    keeps_its_result,
+]
 CACHES = [rotary, anchors, scratch, memo]
 ONE_CALL = [scheduled, grows, shifts, meets, recurrent, of_the_first_batch, drawn, counts_in_text]
 

@@ -20,14 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import eager, is_random
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor, is_inference_of, version_of
 from scopetrace.containers.contents import (
-    ATOMS,
     ATTRIBUTES,
     Change,
     Place,
@@ -107,21 +105,25 @@ def _was_read(change: Change, run: Run) -> bool:
 
 
 def _may_be_unread(change: Change) -> bool:
-    """Whether nobody sees if what was there is read, and it is more than numbers and text, which `==` may compare."""
+    """Whether nobody has seen if what was there is read."""
     is_attribute = isinstance(change.holder, torch.nn.Module) and change.attribute
-    is_seen = is_attribute or is_watched(plain(change.old))
-    return not is_seen and any(type(x) not in ATOMS for x in pytree.tree_leaves(plain(change.new)))
+    return not (is_attribute or is_watched(plain(change.old)))
 
 
 class _Unread:
     """Stands where a forward writes, and notes what is asked of it."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    asked = False
 
     def __getattr__(self, name: str) -> Any:
         self.asked = True
         raise AttributeError(name)
+
+    def _ask(self, *_: Any) -> Any:
+        self.asked = True
+        raise TypeError("the place of what a forward stores is asked")
+
+    __bool__ = __eq__ = __hash__ = __str__ = __repr__ = __format__ = _ask
 
 
 def _is_unread(first: Run, left: _Left, names: set[str], again: Callable[[], Run]) -> bool:
