@@ -3,7 +3,8 @@
 Data flow:
     changes of the first run -> none, or only tensors that the program reads and binds as state: nothing to judge
     else the forward runs again on the state that it left, with stand-ins in the place of what it changed
-    same program, nothing asked of the stand-ins -> the changes do not relevant: counters, histories, logs
+    same program, nothing asked of the stand-ins -> the changes do not matter: counters, histories, logs
+    reads of a change are not seen -> it runs with None and with an `_Unread` in its place; same program -> no matter
     no further change, same program -> a call may have the first value or the one that the forward leaves
     no further change, and the first program is the second one beside what it stores -> a cache
     anything else -> the program is right for one call
