@@ -300,10 +300,7 @@ _QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "sco
 
 
 def _report_custom_functions(torch_calls: Interception, observer: Any) -> None:
-    """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
-
-    Inside of a transform such as torch.vmap, the function that is applied below it is reported.
-    """
+    """Below `Function.apply`: in a transform such as torch.vmap, the function that is applied there is reported."""
     outer = torch._C._FunctionBase.__dict__["apply"]
     applying = 0
 
@@ -341,8 +338,7 @@ def _report_bound_apply(torch_calls: Interception, observer: Any, is_applying: C
             unseen[:] = [(node, torch.is_grad_enabled())]
 
     def forward_of(cls: Any) -> Callable[..., Any]:
-        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-        forward: Callable[..., Any] = vars(owner)["forward"].__get__(None, cls)
+        forward: Callable[..., Any] = inspect.getattr_static(cls, "forward").__get__(None, cls)
         is_asked_by_apply = unseen and torch_calls.is_observed() and unseen[0][0]._forward_cls is cls
         return functools.partial(run_unseen, forward, *unseen.pop()) if is_asked_by_apply else forward
 
