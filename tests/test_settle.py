@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import random
+import signal
 import types
 
 import pytest
@@ -205,6 +206,29 @@ def test_what_is_kept_anew_may_stand_there_at_the_trace():
     for kept in (model.record.result, None):  # as somebody resets it
         model.record.result = kept
         assert trace(X + 1).equal(model(X + 1))
+
+
+@pytest.mark.parametrize("run", [1, 2, 3, 4])
+def test_the_end_of_a_time_limit_is_raised_in_each_run(run, monkeypatch):
+    """Runs that judge may fail, and are no place where the exception of a signal is lost."""
+    monkeypatch.setattr(torch.utils, "runs", 0, raising=False)  # which a trace does not put back
+
+    def forward(m, x):
+        torch.utils.runs += 1
+        if torch.utils.runs == run:
+            signal.raise_signal(signal.SIGALRM)
+        return keeps_its_result(m, x)
+
+    def time_out(*_):
+        raise TimeoutError
+
+    handler = signal.signal(signal.SIGALRM, time_out)
+    try:
+        with pytest.raises(TimeoutError):
+            st.trace(Net(forward), (X,))
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert torch.utils.runs == run
 
 
 @pytest.mark.parametrize("forward", [counts_in_its_result, counts_in_a_row, counts_in_text])

@@ -18,6 +18,8 @@ class _Interrupts:
     def __init__(self, *signals: int) -> None:
         self.pending = 0
         """The number of the signal that is kept; 0 for none."""
+        self.acted = 0
+        """How many have acted, which may have raised."""
         self._depth = 0
         self._outside: dict[int, Any] = dict.fromkeys(signals)
         """What handles the signals outside."""
@@ -42,7 +44,7 @@ class _Interrupts:
     def act(self, number: int = 0) -> None:
         """Do what a signal does outside, that which is kept, in the main thread: raise KeyboardInterrupt, as a rule."""
         if threading.current_thread() is threading.main_thread():
-            number, self.pending = number or self.pending, 0
+            number, self.pending, self.acted = number or self.pending, 0, self.acted + 1
             self._outside[number](number, sys._getframe())
 
     def __exit__(self, *_: object) -> None:

@@ -42,6 +42,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.interrupts import interrupts
 from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, At, Guard, InTables, OfTensor, source_in
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
@@ -76,7 +77,7 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         return _for_one_call(first, {}, set())
     run, left, lines, relevant = None, _left_by(first), dict[str, str](), set[str]()
     if not any(change.is_generator for change in first.changes):
-        with _watched_state(left) as asked, noting_lines(first.changes) as lines, contextlib.suppress(Exception):
+        with _watched_state(left) as asked, noting_lines(first.changes) as lines, _may_fail():
             run = again()  # fails on the state that it left, as where the forward deletes an attribute
     if run is not None:
         changes, is_same = [*filter(is_change, run.changes)], is_same_program(first.tape, run.tape)
@@ -129,16 +130,24 @@ class _Unread:
 
 def _is_unread(first: Run, left: _Left, names: set[str], again: Callable[[], Run]) -> bool:
     """Whether the program is the same with other things in the places of these changes, of which none is asked."""
+    same = 0
     for other in (None, unread := _Unread()):
-        try:  # it fails where it takes more of what stands there
-            with _state(left):
-                for change in [change for change, _ in left.values if change.name in names]:
-                    change.place.put(other)
-                if not is_same_program(first.tape, again().tape):
-                    return False
-        except Exception:
-            return False
-    return not unread.asked
+        with _may_fail(), _state(left):  # it fails where it takes more of what stands there
+            for change in [change for change, _ in left.values if change.name in names]:
+                change.place.put(other)
+            same += is_same_program(first.tape, again().tape)
+    return same == 2 and not unread.asked
+
+
+@contextlib.contextmanager
+def _may_fail() -> Iterator[None]:
+    """Inside, a forward may raise anything on the state that it finds; the exception of a signal is raised on."""
+    acted = interrupts.acted
+    try:
+        yield
+    except Exception:
+        if interrupts.acted != acted:
+            raise
 
 
 def _advances(change: Change) -> bool:
