@@ -281,3 +281,49 @@ def test_results_lie_as_kernels_of_the_cpu_leave_them(name, layout, grad):
     found = tr(x)
     torch.testing.assert_close(found, wanted)
     assert found[0].stride() == wanted[0].stride()
+
+
+class Views(torch.nn.Module):
+    def forward(self, x):
+        return x.view(3, -1) * 2
+
+
+@torch.library.custom_op("test_strides::in_memory", mutates_args=())
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    return x.as_strided((x.numel(),), (1,)).clone()
+
+
+in_memory.register_fake(lambda x: x.new_empty(x.numel()))
+LSTM, GROUP_NORM = torch.nn.LSTM(4, 4), torch.nn.GroupNorm(5, 5)
+COUNT_ON_A_LAYOUT = {
+    "lstm": lambda y: LSTM(y)[0],  # mkldnn_rnn_layer
+    "group_norm": lambda y: GROUP_NORM(y),  # native_group_norm, and its backward
+    "leaf": Views(),
+    "custom op": in_memory,
+}
+WRITES = {
+    "index_add_": lambda y: y.index_add_(1, torch.tensor([0, 0]), torch.ones(5, 2, 4)),
+    "index_copy_": lambda y: y.index_copy_(1, torch.tensor([0, 1]), torch.ones(5, 2, 4)),
+    "renorm_": lambda y: y.renorm_(2, 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", COUNT_ON_A_LAYOUT)
+def test_kernels_that_count_on_a_layout_get_it_after_a_write(name, write, trains):
+    """`index_add_` leaves its argument where it lies, and the result of `index_add` lies in another order."""
+
+    def forward(x):
+        y = WRITES[write](x.transpose(0, 1).clone()).transpose(0, 1)  # contiguous
+        y = COUNT_ON_A_LAYOUT[name](y)
+        if trains:
+            x.grad = None
+            y.square().sum().backward()
+        return y, x.grad
+
+    x = torch.rand(3, 5, 4, requires_grad=trains)
+    if trains and name in ("leaf", "custom op"):
+        return
+    tr = st.trace(forward, (x,), leaf_modules=[Views])
+    torch.testing.assert_close(tr(x), forward(x))

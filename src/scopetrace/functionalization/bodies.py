@@ -1,4 +1,4 @@
-"""The layout of what goes into bodies of higher-order ops and comes out of them."""
+"""The layout of operands of ops that do not take any, and of what goes into and out of bodies of higher-order ops."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ _aten = torch.ops.aten
 
 def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
     """`new` with the strides of `old`. Raises FunctionalizationError where its memory has gaps or repeats."""
-    if old.layout is not torch.strided or to_expr(new.fake.stride()) == to_expr(old.stride()):
+    turned = laid_out(emit, new, old)
+    if turned is new:
         return new
-    turned = in_order_of(emit, new, old)
-    if to_expr(turned.fake.stride()) != to_expr(old.stride()):
-        turned = emit(_aten.clone.default, turned)
     sizes = zip(turned.fake.size(), turned.fake.stride(), old.stride(), strict=True)
     if any(to_expr(n) != 1 and to_expr(a) != to_expr(b) for n, a, b in sizes):
         raise refusal("a tensor that goes into or out of a body has gaps in its memory", turned.op)
     return turned
+
+
+def laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
+    """`new` with the strides of `old`; dense where the memory of `old` has gaps or repeats."""
+    if old.layout is not torch.strided or to_expr(new.fake.stride()) == to_expr(old.stride()):
+        return new
+    turned = in_order_of(emit, new, old)
+    is_like_old = to_expr(turned.fake.stride()) == to_expr(old.stride())
+    return turned if is_like_old else emit(_aten.clone.default, turned)
 
 
 def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import is_random
+from scopetrace._compat.ops import is_op, is_random, schema_of
 from scopetrace._compat.shape_env import Origin
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, last_of
-from scopetrace.functionalization.bodies import as_laid_out, in_order_of
+from scopetrace.functionalization.bodies import as_laid_out, in_order_of, laid_out
 from scopetrace.functionalization.emitter import Emitter, TapeRewriter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import schedule
@@ -342,8 +342,9 @@ class TapeCopier(TapeRewriter, abc.ABC):
 
     def present(self, x: Any, op: Op) -> Any:
         """The arguments of an op with present values."""
+        emit, takes_any = self.emitter.bound(op), _takes_any_layout(op)
         if op.kind == "call_module":
-            return map_structure(lambda v: self.operand(v, op), x, Value)
+            return map_structure(lambda v: laid_out(emit, self.operand(v, op), v.fake), x, Value)
         out = op.outputs  # one of the operands, where dropout drops nothing
         draws = is_random(op.target) and (
             op.writes or all(v.fake is not getattr(out, "fake", None) for v in op.inputs())
@@ -353,7 +354,9 @@ class TapeCopier(TapeRewriter, abc.ABC):
             if not isinstance(leaf, Value):
                 return leaf
             new = self.operand(leaf, op)
-            return in_order_of(self.emitter.bound(op), new, leaf.fake) if draws else new
+            if takes_any:
+                return in_order_of(emit, new, leaf.fake) if draws else new
+            return laid_out(emit, new, leaf.fake)
 
         return map_argument(current, x)
 
@@ -401,6 +404,19 @@ class TapeCopier(TapeRewriter, abc.ABC):
     @abc.abstractmethod
     def assign(self, op: Op, target: Value, new: Value) -> None:
         """`target` gets the elements of `new`."""
+
+
+def _takes_any_layout(op: Op) -> bool:
+    """Whether its kernel takes operands of other strides.
+
+    Those of ops that Python code calls do; the parts of such ops may count on what was made contiguous for them, as
+    `mkldnn_rnn_layer` and `native_group_norm_backward` do, which give wrong values else; so may ops of others.
+    """
+    if not is_op(op.target) or not {v.storage for v in op.inputs()}.isdisjoint(v.storage for v in op.values()):
+        return True
+    name = schema_of(op.target).op_name
+    is_part = name.startswith(("_", "native_", "mkldnn_", "cudnn_", "miopen_")) or name.endswith("_backward")
+    return op.target.namespace in ("aten", "prims") and not is_part
 
 
 def _written(ops: list[Op]) -> dict[int, None]:
