@@ -624,6 +624,7 @@ FOLDED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sizes", [{0: Dim("rows")}, {0: Dim("rows"), 1: Dim("columns")}], ids=["one", "two"])
 @pytest.mark.parametrize("forward", FOLDED.values(), ids=FOLDED)
 def test_products_of_dynamic_sizes_that_a_gradient_has_too(forward, sizes):

@@ -117,7 +117,7 @@ def programs():
         yield manager, [(next(bodies), form) for form in FORMS]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(("manager", "bodies"), [pytest.param(*p, id=p[0]) for p in programs()])
 @pytest.mark.filterwarnings("ignore")
 def test_what_runs_in_a_context_manager_is_right_or_refused(manager, bodies):

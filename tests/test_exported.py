@@ -696,6 +696,7 @@ class Areas(nn.Module):
 D = Dim("d", min=3, max=20)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("route", ["module", "decomposed", "saved"])
 @pytest.mark.parametrize(
     ("shapes", "sizes", "right", "wrong"),

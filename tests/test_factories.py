@@ -151,7 +151,7 @@ LEAVES = {
 SWITCHES = {"none": contextlib.nullcontext, "on": torch.enable_grad, "off": torch.no_grad}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_what_a_forward_makes_that_requires_grad_in_a_grad_mode_of_its_own(leaf):
     flags = (True, False)

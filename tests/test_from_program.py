@@ -143,6 +143,7 @@ TIED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", TIED)
 def test_tied_layers_are_those_of_the_model(name, strict):

@@ -417,6 +417,7 @@ WRITES = sorted(
 )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("func", WRITES, ids=str)
 def test_a_write_in_place_changes_values_alone(func):
     answers = 0

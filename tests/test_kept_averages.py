@@ -418,6 +418,7 @@ STATES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("kept", STATES)
 def test_state_in_a_tuple_or_list(kept, grad, tmp_path):

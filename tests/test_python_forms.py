@@ -543,7 +543,7 @@ def statements():
     return found
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("number", "statement"), [*enumerate(statements())], ids=lambda x: str(x)[:40])
 @pytest.mark.filterwarnings("ignore")
 def test_a_form_of_python_is_right_or_refused(number, statement):

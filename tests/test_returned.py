@@ -119,6 +119,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strides", ["equal", "other"])
 @pytest.mark.parametrize("size", ["static", "dynamic"])
 @pytest.mark.parametrize("form", FORMS)

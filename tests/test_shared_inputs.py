@@ -77,7 +77,7 @@ EVERY = [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark
 """One in so many of what may follow a write, which are others for the next write."""
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("first", WRITES)

@@ -144,7 +144,7 @@ def assert_as_eager(split, model, twin, x):
     torch.testing.assert_close(list(model.buffers()), list(twin.buffers()), rtol=0, atol=0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_effects_and_gradients_are_those_of_eager(name):
     torch.manual_seed(0)
@@ -195,7 +195,7 @@ SIZED_LOSSES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("partition_fn", PARTITIONERS)
 @pytest.mark.parametrize("name", SIZED_LOSSES)
 def test_a_training_step_of_dynamic_sizes(name, partition_fn):

@@ -194,7 +194,7 @@ OF_TORCH = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("steps_before", [0, 1, 7])
 @pytest.mark.parametrize("name", OF_TORCH)

@@ -310,6 +310,7 @@ REFUSED = ["narrows_from_a_tensor", "indexes_by_tensors", "gathers_by_tensors_of
 """Which torch.export refuses, before torch 2.15 or at all."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("program", READS + WRITES, ids=named)
 def test_the_ops_are_those_of_torch_export(program):
     with torch.no_grad():

@@ -122,7 +122,7 @@ class Net(nn.Module):
         return x * 2, t.sum() if returned else x.sum()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("second", SECOND)
 def test_what_covers_a_tensor_with_a_gradient(target, second):
@@ -224,7 +224,7 @@ FLAGS = [*itertools.product((False, True), (False, True))]
 """Whether the target is returned, and whether autograd is on."""
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("every", [pytest.param(2, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changed", CHANGED)
 @pytest.mark.parametrize("memory", MEMORY)
