@@ -439,6 +439,17 @@ def test_a_model_that_asks_whether_it_is_traced():
     assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
+@pytest.mark.parametrize("recursive", [False, True])
+def test_a_function_that_torch_compile_is_not_to_follow(recursive):
+    @functools.partial(torch.compiler.disable, recursive=recursive)
+    def double(x):
+        return x * 2 if torch.compiler.is_exporting() else x
+
+    tr, x = st.trace(lambda x: double(x) + 1, (torch.zeros(3),)), torch.ones(3)
+    torch.testing.assert_close(tr(x), x * 3)
+    torch.testing.assert_close(tr.to_exported_program().module()(x), x * 3)
+
+
 def test_an_active_fake_mode():
     with torch._subclasses.FakeTensorMode():
         model, x = nn.Linear(2, 2), torch.ones(5, 2)

@@ -413,7 +413,22 @@ REFUSED = {
         ["a = torch.zeros(2, 6)", "a[0].copy_(torch.ones(6, requires_grad=True))"],
         ("a",),
     ),
-    "an input that the forward makes require grad": ("plain", ["x.requires_grad_()", "a = x * 2"], ("a",)),
+    "an input that the forward takes, and makes require grad": (
+        "plain",
+        ["b = x * 3", "x.requires_grad_()", "a = x * 2"],
+        ("a",),
+    ),
+    "an input of which the forward asks, and which it makes require grad": (
+        "plain",
+        ["if not x.requires_grad: x.requires_grad_()", "a = x * 2"],
+        ("a",),
+    ),
+    "a view of an input that the forward makes require grad": ("plain", ["a = x.view(-1).requires_grad_()"], ("a",)),
+    "an input that the forward takes, makes require grad, and detaches to write": (
+        "plain",
+        ["b = x * 3", "x.requires_grad_()", "x.detach().add_(1)", "a = x * 2"],
+        ("a",),
+    ),
     "retain_grad of an input that is no leaf": ("derived", ["x.retain_grad()"], ("x",)),
     "inputs that share memory, of which one is detached": ("leaf_and_detached", ["y[0] = 3"], ("y",)),
     "results in one memory, computed from a tensor that was written over": (
@@ -543,6 +558,41 @@ def test_an_input_that_the_forward_makes_require_grad_is_a_side_effect():
 
     (effect,) = st.trace(force, (torch.ones(2),)).side_effects
     assert effect.change == "x.requires_grad was False and became True"
+
+
+def energy_and_force(x):
+    energy = x.requires_grad_().pow(3).sum()
+    return energy, -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def beside_a_block(x):
+    torch.zeros_like(x)
+    x.requires_grad = True
+    with torch.no_grad():
+        y = x * 2
+    return x * y, x.detach()
+
+
+@pytest.mark.parametrize("forward", [energy_and_force, beside_a_block])
+@pytest.mark.parametrize("required", [False, True])
+def test_a_call_makes_an_input_require_grad_where_the_forward_does_so_before_all_else(forward, required, tmp_path):
+    trace = st.trace(forward, (torch.ones(2),))
+    trace.save(tmp_path / "file.st")
+    for run in (trace, trace.decompose(), st.load(tmp_path / "file.st"), trace.to_module()):
+        x, twin = (torch.tensor([1.0, 2.0], requires_grad=required) for _ in range(2))
+        for _ in range(2):  # the second time both require grad
+            results, expected = run(x), forward(twin)
+            torch.testing.assert_close(results, expected)
+            assert [t.requires_grad for t in results] == [t.requires_grad for t in expected]
+            results[0].sum().backward()
+            expected[0].sum().backward()
+            torch.testing.assert_close(x.grad, twin.grad)
+
+
+def test_torch_compile_does_not_trace_a_call_that_makes_an_input_require_grad():
+    trace = st.trace(lambda x: x.requires_grad_() * 2, (torch.ones(2),))
+    with pytest.raises(Exception, match="the forward makes an input require grad"):
+        torch.compile(trace, backend="eager", fullgraph=True)(torch.ones(2))
 
 
 def hidden(x):

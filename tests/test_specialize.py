@@ -356,6 +356,47 @@ def test_a_list_of_a_buffer_that_decides():
         tr(torch.ones(3))
 
 
-def test_a_tensor_made_of_tensors_is_a_stack():
+@pytest.mark.parametrize(
+    ("forward", "first", "second"),
+    [
+        (lambda x: torch.tensor([x.sum(), x.mean()]), [3.0, 1.0], [6.0, 2.0]),
+        (lambda x: torch.tensor([[x.sum(), 1], [x[0], 2.5]]), [[3.0, 1.0], [1.0, 2.5]], [[6.0, 1.0], [2.0, 2.5]]),
+        (lambda x: torch.tensor((x.sum().long(), len(x)), dtype=torch.int32), [3, 3], [6, 3]),
+        (lambda x: torch.as_tensor([x[:1].double(), True]), [1.0, 1.0], [2.0, 1.0]),
+        (lambda x: torch.tensor([(x > 1).any(), x.sum().long()]), [0, 3], [1, 6]),
+        (lambda x: torch.tensor([x.sum().item(), x.sum()]), [3.0, 3.0], [6.0, 6.0]),
+    ],
+)
+def test_a_tensor_made_of_tensors_is_a_stack(forward, first, second):
+    tr = st.trace(forward, (torch.ones(3),))
+    for x, values in (torch.ones(3), first), (torch.full((3,), 2.0), second):
+        assert tr(x).tolist() == values == forward(x).tolist()
+        assert tr(x).dtype == forward(x).dtype
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: torch.tensor([x.sum()], requires_grad=True),
+        lambda x: torch.tensor([x.sum(), np.float64(1)]),
+        lambda x: x.new_tensor([x.sum()]),
+    ],
+)
+def test_a_tensor_made_of_tensors_otherwise_needs_their_values(forward):
     with pytest.raises(st.errors.DataDependentError, match=r"write torch.stack\(\[x, y\]\) in place of torch.tensor"):
-        st.trace(lambda x: torch.tensor([x.sum(), x.mean()]), (torch.ones(3),))
+        st.trace(forward, (torch.ones(3),))
+
+
+def test_a_tensor_made_of_tensors_of_another_kind_of_dtype_is_an_error_as_in_eager():
+    def forward(x):
+        return torch.tensor([x.sum()], dtype=torch.int64)
+
+    with pytest.raises(TypeError, match="only integer tensors"):
+        forward(torch.ones(3))
+    with pytest.raises(TypeError, match="only integer tensors"):
+        st.trace(forward, (torch.ones(3),))
+
+
+def test_numbers_of_numpy_keep_their_dtype_beside_a_number_of_a_tensor():
+    with pytest.raises(st.errors.DataDependentError):
+        st.trace(lambda x: torch.tensor([x.sum().item(), np.float64(1)]), (torch.ones(3),))

@@ -473,7 +473,8 @@ class _InThisThread(int):
         self._thread, self.ended = threading.get_ident(), False
 
     def __bool__(self) -> bool:
-        return not self.ended and threading.get_ident() == self._thread
+        by_wrapper = sys._getframe(1).f_code.co_name == "nonrecursive_disable_wrapper"  # it raises where torch exports
+        return not (self.ended or by_wrapper) and threading.get_ident() == self._thread
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == bool(other)

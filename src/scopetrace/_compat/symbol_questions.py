@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._functorch import is_batchedtensor
+from torch._prims_common import number_type, type_to_dtype
 from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.replaced import Interception
@@ -70,13 +72,6 @@ def index_with_symbols(torch_calls: Interception) -> None:
             index = items or ...
         ask(t, index, value)
 
-    def tensor(ask: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        symbolic = any(isinstance(a, Symbolic) for a in tree_leaves(data))
-        frame = asking_frame() if symbolic else None
-        if frame is not None and frame.f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
-            data, symbolic = 1, False  # only its dtype matters there: that of a whole number
-        return (torch._refs.tensor if symbolic else ask)(data, *args, **kwargs)
-
     def ctc_loss(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def as_tensor(lengths: Any) -> Any:
             return torch._refs.tensor(lengths, device="cpu") if isinstance(lengths, (list, tuple)) else lengths
@@ -86,10 +81,39 @@ def index_with_symbols(torch_calls: Interception) -> None:
         return ask(*args, **kwargs)
 
     torch_calls.on(torch.ctc_loss, ctc_loss)
-    torch_calls.on(torch.tensor, tensor)
-    torch_calls.on(torch.as_tensor, tensor)
+    torch_calls.on(torch.tensor, _tensor)
+    torch_calls.on(torch.as_tensor, _tensor)
     torch_calls.on(torch.Tensor.__getitem__, getitem)
     torch_calls.on(torch.Tensor.__setitem__, setitem)
+
+
+_NUMBERS = (bool, int, float, complex, *Symbolic)
+
+
+def _tensor(ask: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    items = tree_leaves(data)
+    if not all(type(a) in _NUMBERS or isinstance(a, torch.Tensor) for a in items):
+        return ask(data, *args, **kwargs)  # numbers of NumPy have dtypes
+    if isinstance(data, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in items):
+        return _stack(ask, data, items, *args, **kwargs)
+    symbolic = any(isinstance(a, Symbolic) for a in items)
+    frame = asking_frame() if symbolic else None
+    if frame is not None and frame.f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
+        data, symbolic = 1, False  # only its dtype matters there: that of a whole number
+    return (torch._refs.tensor if symbolic else ask)(data, *args, **kwargs)
+
+
+def _stack(ask: Callable[..., Any], x: Any, items: list[Any], dtype: Any = None, device: Any = None, **kw: Any) -> Any:
+    """The tensor of a list with tensors of one element in it, for whose data C++ would ask."""
+    dtypes = [a.dtype if isinstance(a, torch.Tensor) else type_to_dtype(number_type(a)) for a in items]
+    common = functools.reduce(torch.promote_types, dtypes)
+    if kw or not torch.can_cast(common, dtype or common):
+        return ask(x, dtype=dtype, device=device, **kw)
+    if isinstance(x, (list, tuple)):
+        return torch.stack([_stack(ask, item, items, dtype, device) for item in x])
+    if isinstance(x, torch.Tensor):
+        return x.detach().reshape(()).to(device or torch.get_default_device(), dtype or common)
+    return (torch._refs.tensor if isinstance(x, Symbolic) else ask)(x, dtype=dtype or common, device=device)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -76,7 +76,8 @@ def _refuse_lost_gradients(values: ValueTable, results: list[Value]) -> None:
     if not (late or former):
         return
     outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
-    tracked = {v.storage for op in tape.ops if op.grad for v in op.writes}  # what is outside is no leaf after that
+    followed = [op for op in tape.ops if op.grad and op.tracked]
+    tracked = {v.storage for op in followed for v in op.writes}  # what is outside is no leaf after that
     candidates = (v for v in late if v.storage not in tracked or v not in outside)
     new_leaves = [v for v in candidates if not v.op.writes or v.op.target in DETACHED]
     new_leaves = [v for v in new_leaves if _is_leaf(v, values.examples)]

@@ -26,7 +26,9 @@ from scopetrace.autograd.functions import FunctionRecorder, refuse_dirty_view
 from scopetrace.autograd.gradients import GradientRecorder
 from scopetrace.autograd.history import BOUND_APPLY
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.tape import Phase
+from scopetrace.ir.guards import OfInput
+from scopetrace.ir.tape import Phase, Value
+from scopetrace.ops.functional_variants import is_factory
 from scopetrace.ops.history import can_require_grad, is_view
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.regions import CHECKPOINT
@@ -167,6 +169,9 @@ class AutogradRecorder:
         if not isinstance(t, FakeTensor):
             self._flags.set(t, required)
             return
+        plain = [v for v, real in self._values.examples.items() if v.fake is t and not real.requires_grad]
+        if plain and can_require_grad(plain[0]) and (not required or self._is_untouched(plain[0])):
+            plain[0].requires_grad, plain[0].key = required, None  # as if it did before: a call begins with that
         if self._values.is_outside(t) and not (required and not requires_grad_of(t)):
             if not required and next((v.requires_grad for v in self._builder.tape.inputs if v.fake is t), True):
                 refuse_flag(self._builder, "sets requires_grad of an input to False", "requires_grad")
@@ -181,6 +186,13 @@ class AutogradRecorder:
                 self._reads.on_gradient(t)  # in another grad mode it becomes a leaf here, or what depends on it has one
             else:
                 self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
+
+    def _is_untouched(self, v: Value) -> bool:
+        """Whether an input shares no memory with another, and no op has taken it, nor anybody asked for its flag."""
+        inputs = self._builder.tape.inputs
+        used = [i for op in self._builder.tape.ops if not is_factory(op) for i in op.inputs()]
+        shares = any(i.storage == v.storage for i in (*used, *inputs) if i is not v) or v in used
+        return not (shares or self._reads.was_asked(OfInput(inputs.index(v), "requires_grad", ())))
 
     def on_detach(self, t: torch.Tensor) -> bool:
         """The forward detaches a tensor in place. One from outside that does not require grad stays as it is.

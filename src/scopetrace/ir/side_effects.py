@@ -15,7 +15,7 @@ from scopetrace.errors import SideEffectError
 
 @dataclasses.dataclass(frozen=True)
 class SideEffect:
-    """Something that the forward did in the trace and that calls of the trace do not do."""
+    """Something that the forward did in the trace, and calls do not do, but for `x.requires_grad_()` at the start."""
 
     name: str
     """What was written or asked: `self.n`, `globals()['N']`, `closure n`, `random.random()`, `print()`."""

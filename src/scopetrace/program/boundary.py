@@ -79,9 +79,13 @@ class CallBoundary:
         """Whether a block of the forward switches autograd on, and around it was off."""
         sharing = Sharing(tape) if len(tape.inputs) + len(tape.attributes) > 1 else None
         self._sharing = sharing if sharing is not None and sharing.matters else None
+        changed = {effect.name for effect in tape.side_effects}
+        paths = enumerate(zip(tape.input_paths, tape.inputs, strict=True))
+        self.made_leaves = [i for i, (p, v) in paths if v.requires_grad and f"{p}.requires_grad" in changed]
+        """The inputs that the forward makes require grad before all else."""
         self._asks = any((self.facts, self._written, tape.argument_numbers, tape.uses_absolute_offset))
         """Whether a call compares more of its arguments than what they are."""
-        self.is_plain = not any((self._asks, self._objects, self._left_behind))
+        self.is_plain = not any((self._asks, self._objects, self._left_behind, self.made_leaves))
         """Whether a call compares what its arguments are, runs the graph and writes back."""
         writes = written and tape.write_back is not None
         outside: list[tuple[Any, Value]] = [*enumerate(tape.inputs), *tape.attribute_reads()]
@@ -122,6 +126,8 @@ class CallBoundary:
             inputs = [*tensors, *numbers]
             if self.tape.sizes is not None:
                 self.tape.sizes.check(tensors, numbers)
+        for i in self.made_leaves:
+            inputs[i].requires_grad_()
         if self._asks:
             self._compare(args, kwargs, inputs)
         if not is_as_traced:

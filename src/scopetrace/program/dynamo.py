@@ -22,7 +22,6 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import ExportError, InputMismatchError, ScopetraceError, StateMismatchError
 from scopetrace.ir.guards import OfInput
-from scopetrace.ir.tape import ProgramTape
 from scopetrace.ops.history import NOT_COMPILED
 from scopetrace.program.boundary import CallBoundary, without_autocast
 from scopetrace.watch.entries import Items
@@ -43,7 +42,7 @@ class PlainCall:
         if of_lstm := not followed.isdisjoint(NOT_COMPILED):
             graph_module.real_recompile()
             leave_to_python(type(graph_module).forward)
-        _refuse(tape, of_lstm)
+        _refuse(boundary, of_lstm)
         self.boundary, self.graph_module, self.grad = boundary, graph_module, tape.grad
         self.switches = bool(parts_that_switch_grad(graph_module))
         self.sizes_hold = None if tape.sizes is None else tape.sizes.all_hold()
@@ -88,12 +87,14 @@ class PlainCall:
                 raise InputMismatchError("an input that the model writes is expanded; pass x.clone()")
 
 
-def _refuse(tape: ProgramTape, of_lstm: bool) -> None:
+def _refuse(boundary: CallBoundary, of_lstm: bool) -> None:
     """Raise ExportError for a program of which a call has no form that Dynamo can trace."""
+    tape = boundary.tape
     facts = {guard.source.fact for guard in tape.guards if isinstance(guard.source, OfInput)}
     storages = [storage for storage, _ in {(value.storage, id(value.fake)) for value in tape.inputs}]
     reasons = {
         "it changes gradients": bool(tape.cleared) or any(w.of is not None for w in tape.attribute_writes),
+        "the forward makes an input require grad": bool(boundary.made_leaves),
         "compilers give no gradient of an lstm": of_lstm,
         "it keeps a tuple of tensors": any(isinstance(vars(w.module or tape), Items) for w in tape.attribute_writes),
         "it depends on side effects of the forward": any(e.baked_in for e in tape.side_effects),

@@ -129,7 +129,7 @@ _CPP_STACK = "\nException raised from"
 
 _NO_DATA = re.compile(
     r"doesn't have storage|Cannot access data pointer|\.numpy\(\) is not supported|doesn't have data"
-    "|data is not allocated yet|unallocated storage|Not available for 'meta' device type"
+    "|data is not allocated yet|Cannot call numel|unallocated storage|Not available for 'meta' device type"
     "|GuardOnDataDependentSymNode"  # by the interpreter of TorchScript, which keeps the text alone
     r"|unsupported format string passed to FakeTensor|\bSym(Int|Float|Bool)\b"  # what symbolic numbers cannot do
 )

@@ -91,6 +91,10 @@ class ReadRecorder:
             path = self._builder.state.current_scope.path if path is None else path
             self._guards.append(Guard(name, value, source, frames, path))
 
+    def was_asked(self, source: Source) -> bool:
+        """Whether the forward has read this."""
+        return source in self._known
+
     def on_guard(self, guard: Guard, inputs: Sequence[Any]) -> None:
         """What another trace depends on, which was called with these inputs, this one does too."""
         source = guard.source
