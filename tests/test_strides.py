@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import scopetrace as st
 from scopetrace._compat import symbols
@@ -252,6 +253,9 @@ OF_KERNELS = {
     "floor_divide": lambda x: x // TWO,
     "div": lambda x: torch.div(x, TWO, rounding_mode="floor"),
     "one_hot": lambda x: torch.nn.functional.one_hot((x > 0).long(), 2),
+    "floor_divide of a row": lambda x: x // x[..., :1, :],
+    "2 ** x": lambda x: 2**x,
+    "normal": lambda x: torch.normal(x, x.detach() + 1),
     "rrelu": lambda x: torch.nn.functional.rrelu(x - 0.5, training=True),
     "isin": lambda x: torch.isin(x, TWO),
     "roll": lambda x: x.roll(1, 1),
@@ -281,6 +285,38 @@ def test_results_lie_as_kernels_of_the_cpu_leave_them(name, layout, grad):
     found = tr(x)
     torch.testing.assert_close(found, wanted)
     assert found[0].stride() == wanted[0].stride()
+
+
+PARTS = {
+    "log_sigmoid_forward": lambda x, y: aten.log_sigmoid_forward(x),
+    "log_sigmoid_backward": lambda x, y: aten.log_sigmoid_backward(x, y, y.abs()),
+    "_log_softmax_backward_data": lambda x, y: aten._log_softmax_backward_data(x, y, -1, torch.float32),
+    "hardtanh_backward": lambda x, y: aten.hardtanh_backward(x, y, -1.0, 1.0),
+    "hardswish_backward": aten.hardswish_backward,
+    "logit_backward": lambda x, y: aten.logit_backward(x, y, 0.1),
+    "softplus_backward": lambda x, y: aten.softplus_backward(x, y, 1.0, 20.0),
+    "native_dropout_backward": lambda x, y: aten.native_dropout_backward(x, y > 0, 2.0),
+    "huber_loss_backward": lambda x, y: aten.huber_loss_backward(x, y, y, 0, 1.0),
+    "native_layer_norm_backward": lambda x, y: aten.native_layer_norm_backward(
+        x, y, [4, 6], torch.rand(3, 1, 1), torch.rand(3, 1, 1), torch.rand(4, 6), torch.rand(4, 6), [True] * 3
+    ),
+    "native_batch_norm_backward": lambda x, y: aten.native_batch_norm_backward(
+        x, y, torch.rand(4), torch.rand(4), torch.rand(4), torch.rand(4), torch.rand(4), True, 1e-5, [True] * 3
+    ),
+}
+
+
+@pytest.mark.parametrize("turned", ["neither", "first", "second", "both"])
+@pytest.mark.parametrize("name", PARTS)
+def test_results_of_parts_of_ops_lie_as_kernels_of_the_cpu_leave_them(name, turned):
+    """A step has these ops, of which torch.nn.functional.logsigmoid and the engine of autograd are made."""
+    x, y = torch.rand(3, 4, 6), torch.rand(3, 4, 6)
+    x = x.mT.contiguous().mT if turned in ("first", "both") else x
+    y = y.mT.contiguous().mT if turned in ("second", "both") else y
+    wanted = PARTS[name](x, y)
+    graph = st.trace(PARTS[name], (x, y)).graph_module.graph
+    values = [node.meta["val"] for node in graph.output_node().all_input_nodes]
+    assert [t.stride() for t in values] == [t.stride() for t in pytree.tree_leaves(wanted)]
 
 
 class Views(torch.nn.Module):

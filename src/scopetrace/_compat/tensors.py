@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
     PendingUnbackedSymbolNotFound,
     compute_unbacked_bindings,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from scopetrace._compat.fake_mode import fake_mode_of, or_real
 from scopetrace._compat.questions import inference_mode_enabled
@@ -418,34 +418,49 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         if func is not torch.ops.aten.view.default:
             raise
         raise RuntimeError(str(error)) from None  # as its kernel does: `except RuntimeError` may be around it
-    if func in _WITH_NUMBER and isinstance(args[1], torch.Tensor) and not args[1].dim():
-        return torch.add(args[0].detach(), out)  # of the strides that the kernel gives
-    return _as_on_cpu(func, args[0], out) if func in _AS_SUGGESTED or func in _ROW_MAJOR else out
+    if func in _OF_TWO and isinstance(args[1], torch.Tensor):
+        second = args[func is not _aten.log_sigmoid_backward.default]  # which takes the strides of the first
+        kernel = torch.add(args[0].detach(), second.detach())
+        return out if kernel.stride() == out.stride() else torch.add(kernel.to(out.dtype), out)
+    return _as_on_cpu(func, args, out) if func in _AS_SUGGESTED or func in _ROW_MAJOR else out
 
 
 _aten = torch.ops.aten
-_WITH_NUMBER = frozenset({_aten.copysign.Tensor, _aten.floor_divide.default, _aten.div.Tensor_mode})
-_ROW_MAJOR = frozenset({_aten.one_hot.default, _aten.rrelu.default, _aten.isin.Tensor_Tensor})
+_OF_TWO = frozenset(
+    getattr(_aten, f"{name}_backward").default
+    for name in ("hardswish", "hardtanh", "log_sigmoid", "logit", "softplus", "native_dropout")
+) | {_aten.copysign.Tensor, _aten.floor_divide.default, _aten.div.Tensor_mode}
+"""Elementwise ops of two tensors, whose result lies as that of other kernels of two tensors."""
+_ROW_MAJOR = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        *("one_hot", "rrelu", "log_sigmoid_forward", "_log_softmax_backward_data", "huber_loss_backward"),
+        *("native_layer_norm_backward", "native_group_norm_backward", "nll_loss2d_forward"),
+    )
+) | {_aten.isin.Tensor_Tensor, _aten.pow.Scalar, _aten.normal.Tensor_Tensor}
 _AS_SUGGESTED = frozenset(
     getattr(_aten, name).default
     for name in (
         *("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
         *("_native_batch_norm_legit_no_training", "_batch_norm_impl_index", "_batch_norm_with_update"),
         *("_batch_norm_with_update_functional", "_batch_norm_no_update", "roll", "channel_shuffle", "max_unpool2d"),
+        *("batch_norm_backward", "native_batch_norm_backward"),
     )
 ) | {_aten._native_batch_norm_legit.no_stats}
 
 
-def _as_on_cpu(func: Any, x: torch.Tensor, out: Any) -> Any:
-    """What an op gives of `x` on the CPU: in the memory format that `x` suggests, or row-major.
+def _as_on_cpu(func: Any, args: Any, out: Any) -> Any:
+    """What an op gives on the CPU: in the memory format that its input suggests, or row-major.
 
-    Fake tensors keep the order of dimensions in memory, of a transposed `x` too, as kernels of other devices do.
+    Fake tensors keep the order of dimensions in memory, of a transposed input too, as kernels of other devices do.
     """
-    if x.device.type != "cpu":
+    if any(t.device.type != "cpu" for t in tree_leaves(out) if t is not None):
         return out
+    if func in _ROW_MAJOR:
+        return tree_map_only(torch.Tensor, torch.Tensor.contiguous, out)
+    x = args[1 if "backward" in func.__name__ else 0]  # a backward has the gradient before the input
     first, *others = (out,) if isinstance(out, torch.Tensor) else out
-    suggested = torch.contiguous_format if func in _ROW_MAJOR else suggest_memory_format(x)
-    first = first.contiguous(memory_format=suggested)
+    first = first if first is None else first.contiguous(memory_format=suggest_memory_format(x))
     return first if isinstance(out, torch.Tensor) else type(out)((first, *others))
 
 
