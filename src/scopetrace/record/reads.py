@@ -327,11 +327,14 @@ class ReadRecorder:
     def on_requires_grad(self, t: torch.Tensor) -> None:
         """It matters whether a tensor requires grad, where autograd is on."""
         tape = self._builder.tape
-        value = self._values.by_id.get(id(t))
-        if self.on_outside(t, "requires_grad", value.requires_grad if value in tape.inputs else requires_grad_of(t)):
+        value, examples = self._values.by_id.get(id(t)), self._values.examples.items()
+        made = [v for v, real in examples if v.requires_grad and not real.requires_grad]  # here: a call does so too
+        known = value.requires_grad if value in tape.inputs else requires_grad_of(t)
+        if value in made or self.on_outside(t, "requires_grad", known):
             return
         for i, v in enumerate(tape.inputs):
-            self._fact(i, "requires_grad", v.requires_grad)
+            if v not in made:
+                self._fact(i, "requires_grad", v.requires_grad)
         noted, self._noted_owners = self._noted_owners, len(tape.owners)
         for fqn in itertools.islice(tape.owners, noted, None):
             self.on_outside(tape.attributes[fqn], "requires_grad", requires_grad_of(tape.attributes[fqn]))
