@@ -268,8 +268,10 @@ def make_graph_module(
         return module
     body = BodyGraphModule(attributes, graph, class_name=name)
     graphs = [m.graph for m in body.modules() if isinstance(m, torch.fx.GraphModule)] if name == "wrap_body" else []
-    draws = any(is_random(node.target) for graph in graphs for node in graph.nodes)
-    if draws or context_fn is not None:
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    draws = any(map(is_random, targets))
+    calls_functions = any(isinstance(target, HigherOrderOperator) for target in targets)  # torch's context has no rule
+    if draws or calls_functions or context_fn is not None:
         body.meta["_checkpoint_context_fn"] = functools.partial(_region_runs, context_fn, is_random=draws)
     return body
 

@@ -440,7 +440,10 @@ class BelowAutograd(TorchDispatchMode):
         return False  # nothing is compiled in a trace, and torch's guard against it costs as much as an op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _device_of(args[0]) if func is _DEVICE else self.on_op(func, args, kwargs or {})
+        if func is _DEVICE:
+            return _device_of(args[0])
+        with without_transforms():  # which are on where Python's part of an op makes a tensor
+            return self.on_op(func, args, kwargs or {})
 
 
 def function_in_transform(args: Any) -> Any:

@@ -282,7 +282,8 @@ class FakeFactory(FakeMaker):
     def from_real(self, real: torch.Tensor) -> torch.Tensor:
         """The fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
         if id(real) not in self._fakes:
-            with in_inference_mode(False):  # a tensor of the model is none of the block in which it is first used
+            # a tensor of the model is none of the block or torch.func transform in which it is first used
+            with in_inference_mode(False), torch._C._DisableFuncTorch():
                 fake = self._make(real)
             self._fakes[id(real)] = real, fake
             self._real_of.setdefault(storage_id(fake), real)

@@ -315,8 +315,8 @@ class WhichOfModel(Source):
 
 def _held(module: torch.nn.Module, name: str) -> Any:
     """An attribute of a module; nn.Module looks for parameters last."""
-    parameter = parameters_of(module).get(name)
-    return getattr(module, name, None) if parameter is None else parameter
+    parameters = parameters_of(module)  # of a scripted module, what has no `get`
+    return parameters[name] if name in parameters else getattr(module, name, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ class ResultNodes(Resolver[Any]):
         self,
         lowering: FxLowering,
         inputs: Sequence[torch.fx.Node],
-        state: Callable[[str], torch.fx.Node],
+        state: Callable[[str], Any],
         values: Sequence[Any],
         lower: Callable[[Any], Any],
     ) -> None:
@@ -55,11 +55,11 @@ class ResultNodes(Resolver[Any]):
 
     @classmethod
     def of(cls, lowering: FxLowering) -> ResultNodes:
-        """For the graph of a functional tape as it is."""
+        """For the graph of a functional tape as it is. A tensor that is only written has no node there, and is None."""
         inputs = lowering.graph.find_nodes(op="placeholder")
         state = {str(node.target): node for node in lowering.graph.find_nodes(op="get_attr")}
         values = list(lowering.output.args[0])[: len(lowering.tape.graph_outputs())]
-        return cls(lowering, inputs, state.__getitem__, values, lowering.lower)
+        return cls(lowering, inputs, state.get, values, lowering.lower)
 
     def all_results(self, write_back: WriteBack) -> list[Any]:
         """The nodes of the results, in order."""

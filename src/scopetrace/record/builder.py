@@ -59,6 +59,7 @@ class TapeBuilder:
         """The innermost module call that is running."""
         self.running: Any = None
         """The op that torch is running now; None between ops."""
+        self._retrace: Retrace | None = None
         self.raised: list[tuple[BaseException, Any]] = []
         """Errors that the forward may have caught and that eager may not have, each with the op, if one raised it."""
         self.deferred: list[TraceError] = []
@@ -158,7 +159,8 @@ class TapeBuilder:
     def expect_history(self, why: str) -> None:
         """Start again where results have no history of autograd, and need one."""
         if not self.tape.exact_autograd:
-            raise Retrace(why, exact_autograd=True)
+            self._retrace = Retrace(why, exact_autograd=True)
+            raise self._retrace
 
     def expect_backward(self, why: str) -> None:
         """Start again where the forward was not recorded as one that differentiates."""
@@ -191,6 +193,8 @@ class TapeBuilder:
             return run()
         except BaseException as error:
             call.raised = error
+            if self._retrace is not None:
+                raise self._retrace from None  # TorchScript has raised another error in its place
             raise
         finally:
             call.stop = len(self.tape.ops)

@@ -122,7 +122,7 @@ class BodyRecorder:
             return x
         fake = operand.fake
         if group == self.form.sliced:
-            fake = run_fake(factory.mode, torch.select_copy, (fake, 0, 0), {})
+            fake = run_fake(factory.mode, torch.ops.aten.select_copy.int, (fake, 0, 0), {})
         new = self._like(fake)
         if operand.fake.requires_grad:
             new.requires_grad_()

@@ -328,12 +328,12 @@ class ReadRecorder:
         """It matters whether a tensor requires grad, where autograd is on."""
         tape = self._builder.tape
         value, examples = self._values.by_id.get(id(t)), self._values.examples.items()
-        made = [v for v, real in examples if v.requires_grad and not real.requires_grad]  # here: a call does so too
+        set_here = [v for v, real in examples if v.requires_grad and not real.requires_grad]  # calls do so too
         known = value.requires_grad if value in tape.inputs else requires_grad_of(t)
-        if value in made or self.on_outside(t, "requires_grad", known):
+        if value in set_here or self.on_outside(t, "requires_grad", known):
             return
         for i, v in enumerate(tape.inputs):
-            if v not in made:
+            if v not in set_here:
                 self._fact(i, "requires_grad", v.requires_grad)
         noted, self._noted_owners = self._noted_owners, len(tape.owners)
         for fqn in itertools.islice(tape.owners, noted, None):
