@@ -16,7 +16,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,21 +24,11 @@ from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.ops import building, dispatching_to, eager, in_large_stack
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
-from scopetrace._compat.tensors import (
-    FakeFactory,
-    FakeTensor,
-    is_symbolic,
-    tags_of,
-    with_version,
-)
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, is_symbolic, tags_of, with_version
 from scopetrace.autograd import AutogradRecorder
 from scopetrace.autograd.checkpoints import refuse_recomputed
 from scopetrace.autograd.first_steps import begun
-from scopetrace.autograd.history import (
-    inputs_made_leaves,
-    note_plain_leaves,
-    refuse_lost_history,
-)
+from scopetrace.autograd.history import inputs_made_leaves, note_plain_leaves, refuse_lost_history
 from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
@@ -51,25 +41,14 @@ from scopetrace.containers.structure import (
     object_classes,
     tensor_holders,
 )
-from scopetrace.errors import (
-    DynamicShapeError,
-    InputMismatchError,
-    RandomStateError,
-    TraceError,
-    UnsupportedOpError,
-)
+from scopetrace.errors import DynamicShapeError, InputMismatchError, RandomStateError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.guards import ArgumentNumber, numbers_read
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
-from scopetrace.record.calls import (
-    CallRecorder,
-    Progress,
-    leaf_targets,
-    refuse_unmatched,
-)
+from scopetrace.record.calls import CallRecorder, Progress, leaf_targets, refuse_unmatched
 from scopetrace.record.data import ExampleRun, NoRealValue
 from scopetrace.record.dynamic_shapes import (
     DynamicShapes,
@@ -81,11 +60,10 @@ from scopetrace.record.dynamic_shapes import (
 )
 from scopetrace.record.explanations import errors_explained, explained, text_used
 from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
-from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, named_arguments
 from scopetrace.record.nodes import NodeRunner
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.reads import ReadRecorder, caught
+from scopetrace.record.reads import ReadRecorder, caught, expect_copies
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable
 from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
@@ -157,7 +135,7 @@ def _refuse_tensors(model: Model) -> None:
     The ops of a DTensor are Python of its own, on the real tensor of this rank.
     """
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # never imported: nothing is one
-    for t in model.tensors:
+    for (name, *_), t in zip(model.owners, model.tensors, strict=True):
         if torch.nn.parameter.is_lazy(t):
             problem, hint = "a lazy module has no parameters yet", "run the model once before it is traced"
         elif isinstance(t, dtensor):
@@ -168,7 +146,6 @@ def _refuse_tensors(model: Model) -> None:
             )
         else:
             continue
-        (name,) = model.names_of_tensors([t])
         module = name.rpartition(".")[0] or "the root"
         raise UnsupportedOpError(problem, module=f"{model.type_name}, {module}", hint=hint)
 
@@ -308,20 +285,20 @@ class Recording:
                 value = self.values.bound_value(change.new)
             if names and value is not None:
                 if isinstance(change.old, torch.nn.Parameter):
-                    self._refuse_other_parameter(f"{names[0]}.{change.attribute}".lstrip("."))
+                    name = f"{names[0]}.{change.attribute}".lstrip(".")
+                    raise UnsupportedOpError(
+                        f"the forward puts another tensor in the place of the parameter {name}, as .double() and "
+                        ".float() do",
+                        module=self.model.type_name,
+                        hint="convert modules before the trace, or cast what the op takes; write it in place under "
+                        "torch.no_grad()",
+                    )
                 write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
                 self.tape.attribute_writes.append(write)
                 if are_alike(change.old, value.fake):
                     continue
             left.append(change)
         return left
-
-    def _refuse_other_parameter(self, name: str) -> NoReturn:
-        raise UnsupportedOpError(
-            f"the forward puts another tensor in the place of the parameter {name}, as .double() and .float() do",
-            module=self.model.type_name,
-            hint="convert modules before the trace, or cast what the op takes; write it in place under torch.no_grad()",
-        )
 
     def _as_traced(self, x: Any) -> Any:
         """A snapshot, with tensors of the model in the place of what stands for them in the trace."""

@@ -32,7 +32,7 @@ from torch.overrides import _get_overridable_functions, _get_tensor_methods, get
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.gradients import report_hooks, report_steps
+from scopetrace._compat.gradients import report_hooks, report_optimizers, report_scalers
 from scopetrace._compat.ops import device_at_once, in_transform, short_way, without_transforms
 from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.replaced import Handler, Interception, after, without_mode
@@ -71,7 +71,8 @@ def observing(
         index_with_symbols(torch_calls)
         behave_as_numbers(torch_calls)
         _report_transforms(torch_calls, autograd)
-        report_steps(torch_calls, autograd)
+        report_optimizers(torch_calls, autograd)
+        report_scalers(torch_calls, autograd)
         watch_questions(torch_calls)
         _call_higher_order_ops(torch_calls, observer.on_nested_region)
         short_way(torch_calls.put)

@@ -194,7 +194,7 @@ class GradientRecorder:
         if outside is t:
             if not t.retains_grad:
                 with torch.set_grad_enabled(create_graph):
-                    t.grad = self._sum(t.grad, gradient, t, create_graph=create_graph)
+                    t.grad = self._sum(t.grad, gradient, t)
             if runs_hooks:
                 run_after_accumulation(t)
             return
@@ -205,23 +205,21 @@ class GradientRecorder:
             else:
                 entry.there = outside.grad
         with torch.set_grad_enabled(create_graph):
-            self._add_to(entry, gradient, create_graph=create_graph)
+            self._add_to(entry, gradient)
         if runs_hooks:
             run_after_accumulation(entry.tensor)
 
-    def _add_to(self, entry: _Gradient, gradient: torch.Tensor, *, create_graph: bool = False) -> None:
-        current = self._sum(entry.current, gradient, entry.value.fake, create_graph=create_graph)
+    def _add_to(self, entry: _Gradient, gradient: torch.Tensor) -> None:
+        current = self._sum(entry.current, gradient, entry.value.fake)
         if entry.is_known:
             entry.current = current
         else:
             entry.added.append(current)
 
-    def _sum(
-        self, current: torch.Tensor | None, gradient: torch.Tensor, leaf: torch.Tensor, *, create_graph: bool
-    ) -> torch.Tensor:
+    def _sum(self, current: torch.Tensor | None, gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         if current is None:
             return self._in_memory_of_its_own(gradient, leaf)
-        return current + gradient if create_graph else current.add_(gradient)
+        return current + gradient if torch.is_grad_enabled() else current.add_(gradient)
 
     def _in_memory_of_its_own(self, gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         """A gradient as autograd keeps it: nobody else has its memory, and it is laid out as the leaf."""
@@ -282,7 +280,8 @@ class GradientRecorder:
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
         outside, owner = self._outside(entry.value.fake), self._model.owner(entry.tensor)
-        before, name = outside.grad, self._model.name_of_variable(entry.tensor) or entry.name
+        before, variables = outside.grad, self._model.contents.tensors
+        name = next((name for name, held in variables if held is entry.tensor), entry.name)
         place: Source = HasGradient(entry.tensor) if owner is None else OfTensor(*owner[1:], "has_grad")
         if entry.index is not None:
             place = OfInput(entry.index, "has_grad")
@@ -501,7 +500,8 @@ class GradientRecorder:
             optimizer.state[p] = state
             self._model.contents.accept(optimizer.state, p)
         for p, key, x in optimizers.state_tensors(optimizer):
-            self._model.name_state(x, p, key)
+            if (owner := self._model.owner(p)) is not None:
+                self._model.state_names[id(x)] = f"{owner[0]}_{key}"
 
     def on_scaled_step(
         self, optimizer: torch.optim.Optimizer, found_infs: Iterable[torch.Tensor], step: Callable[[], Any]

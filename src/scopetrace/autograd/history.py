@@ -18,10 +18,9 @@ import torch
 from scopetrace._compat.gradients import is_function, node_of, nodes_of, sequence_number
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.leaf_guards import note_leaf
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
-from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves, root_of
+from scopetrace.ops.history import DETACHED, NO_VIEWS, History, note_leaf, plain_leaves, root_of
 from scopetrace.record.builder import TapeBuilder, place_of
 from scopetrace.record.values import ValueTable
 

@@ -15,18 +15,7 @@ from scopetrace._compat.symbols import Symbolic, dummy_symbols, symbols_of, to_e
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import identifier, leaves
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import (
-    BodyTape,
-    Call,
-    FunctionalTape,
-    Op,
-    ProgramTape,
-    Tape,
-    Value,
-    flat,
-    is_grad_on,
-    renamed,
-)
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, flat, is_grad_on, renamed
 
 _T = TypeVar("_T", bound=Tape)
 
@@ -59,15 +48,6 @@ class TapeSegment:
     def kept(self) -> list[Op]:
         """All other ops."""
         return [op for op in self.ops if op.kind != "get_attr"]
-
-
-def body_tapes(tape: Tape, segments: list[TapeSegment], grad: bool) -> tuple[list[BodyTape], list[Any]]:
-    """The segments as tapes with equal placeholders after their own, and what these stand for.
-
-    That is values of `tape` and symbolic sizes. `grad`: whether autograd is on around them.
-    """
-    taken = captured(segments)
-    return [body_tape(tape, segment, taken, grad=grad) for segment in segments], taken
 
 
 def captured(segments: list[TapeSegment]) -> list[Any]:
@@ -131,12 +111,7 @@ class _Known:
                 yield from (s for s in symbols_of(number) if to_expr(s) in rest - self._expressions)
 
 
-def body_tape(
-    tape: Tape,
-    segment: TapeSegment,
-    captured: list[Any],
-    grad: bool | None = None,
-) -> BodyTape:
+def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], grad: bool | None = None) -> BodyTape:
     """The segment as a tape, whose placeholders are its own and then those of `captured`.
 
     Its ops and values are new ones. The calls move to it. `grad`: whether autograd is on around it; by default where it

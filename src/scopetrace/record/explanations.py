@@ -13,7 +13,7 @@ from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import DataDependentError, OpError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.formatting import short_repr
-from scopetrace.ir.scopes import frames_of_traceback, user_line
+from scopetrace.ir.scopes import user_line
 from scopetrace.ir.tape import Call, Value
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.data import NoRealValue
@@ -117,7 +117,8 @@ def sparse_gradient(op: str, *, module: str | None, source: str | None) -> Unsup
 
 
 def _place(error: Exception, builder: TapeBuilder) -> dict[str, str | None]:
-    return {"module": str(_call(error, builder).scope), "source": user_line(frames_of_traceback(error.__traceback__))}
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return {"module": str(_call(error, builder).scope), "source": user_line(frames)}
 
 
 def _call(error: Exception, builder: TapeBuilder) -> Call:

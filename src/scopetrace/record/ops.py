@@ -23,7 +23,6 @@ import torch
 import torch.fx
 
 from scopetrace._compat.gradients import next_sequence_number
-from scopetrace._compat.higher_order import eager_kernel
 from scopetrace._compat.ops import (
     CASTS_INSIDE,
     BelowAutograd,
@@ -32,6 +31,7 @@ from scopetrace._compat.ops import (
     autocast_rule,
     can_decompose,
     custom_function_call,
+    eager_kernel,
     function_in_transform,
     in_transform,
     interrupts,
@@ -57,12 +57,10 @@ from scopetrace.ops.functional_variants import undeclared_variant, undeclared_wr
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.record.collectives import CollectiveRecorder, Finish
 from scopetrace.record.data import DataReader
-from scopetrace.record.flex_attention import FlexRecorder
-from scopetrace.record.higher_order import BodyRecorder
+from scopetrace.record.higher_order import BodyRecorder, FlexRecorder
 from scopetrace.record.op_call import BeforeWrite, OpCall, OpFacts, facts_of, tensors_in, version_counter
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.rewritten_ops import refuse_lost_dropout
-from scopetrace.record.transforms import record_in_transform
+from scopetrace.record.rewritten_ops import record_in_transform, refuse_lost_dropout
 from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten

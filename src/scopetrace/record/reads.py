@@ -10,6 +10,7 @@ Data flow:
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import itertools
@@ -21,14 +22,14 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
-from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
+from scopetrace._compat.shape_env import WatchedShapeEnv
+from scopetrace._compat.tensors import FakeTensor, is_symbolic, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.guards import NO_CALL, CallInputs, Flag, Guard, OfInput, OfTensor, Source, WhichInputs
-from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.scopes import Frames, source_of
+from scopetrace.ir.tape import Op, RecordedTape, Tape, Value
 from scopetrace.ops.history import History
-from scopetrace.record.maybe_views import MAYBE_VIEWS
 from scopetrace.record.values import ValueTable
 from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, asked_by_model
 
@@ -362,7 +363,13 @@ def _is_source_or_alias(op: Op) -> bool:
 
 _aten = torch.ops.aten
 _COALESCED = (_aten.coalesce.default, _aten._coalesce.default)
-_VIEWS_OR_COPIES = MAYBE_VIEWS | {_aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout}
+
+
+# Ops that give a view or a copy, as the layout of what they take is --------------------------------------------------
+
+_RESHAPES = (_aten.reshape.default, _aten.reshape_as.default, _aten.flatten.using_ints, _aten.ravel.default)
+_MAYBE_VIEWS = frozenset((*_RESHAPES, _aten.contiguous.default))
+_VIEWS_OR_COPIES = _MAYBE_VIEWS | {_aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout}
 
 
 def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -> dict[int, Frames]:
@@ -397,6 +404,57 @@ def _computed_from(value: Value) -> Iterator[Value]:
             seen.add(value)
             yield value
             values += value.op.inputs()
+
+
+def expect_copies(tape: RecordedTape, env: WatchedShapeEnv) -> None:
+    """Record that a call has no size 1 where the program depends on it that an op copies, and is no view.
+
+    `x.transpose(0, 1).flatten()` copies where both dimensions have two elements or more, and is a view where one has
+    one. A later write to one of both, before the other is read, then changes what that read gives.
+    """
+    sources = [(i, op, _source(op)) for i, op in enumerate(tape.ops)]
+    copies = [(i, op, v) for i, op, v in sources if v and is_symbolic(v.fake) and op.result.storage != v.storage]
+    if not copies:
+        return
+    writes, last_read = _uses(tape)
+
+    def matters(start: int, written: int, other: int) -> bool:
+        at = writes.get(written, [])
+        first = bisect.bisect_right(at, start)
+        return first < len(at) and at[first] < last_read.get(other, -1)
+
+    for i, op, source in copies:
+        copy = op.result
+        if matters(i, source.storage, copy.storage) or matters(i, copy.storage, source.storage):
+            place = {"module": str(op.scope), "source": source_of(op.frames)}
+            for size in source.fake.size():
+                if isinstance(size, torch.SymInt):
+                    env.take_for_more_than_one(size, place)
+
+
+def _source(op: Op) -> Value | None:
+    """What an op may give a view of; in a step, where the parts of composite ops are recorded, those of a copy."""
+    if op.target in _MAYBE_VIEWS or (
+        op.target is _aten.clone.default and op.kwargs.get("memory_format") is torch.contiguous_format
+    ):
+        return op.inputs()[0]
+    return _source(op.inputs()[0].op) if op.target is _aten._unsafe_view.default else None
+
+
+def _uses(tape: RecordedTape) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """By storage, where it is written, and where it is read last: at the end, where somebody outside sees it."""
+    writes: dict[int, list[int]] = {}
+    last_read: dict[int, int] = {}
+    for i, op in enumerate(tape.ops):
+        for v in op.inputs():
+            last_read[v.storage] = i
+        for v in op.writes:
+            writes.setdefault(v.storage, []).append(i)
+    outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
+    bound = [write.value for write in tape.attribute_writes]
+    for v in (*outside, *bound, *leaves(tape.outputs, Value)):
+        last_read[v.storage] = len(tape.ops)
+    return writes, last_read
 
 
 # Errors that the forward catches -------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class EffectWatch:
         for name, module in (("random", random), ("numpy.random", numpy)):
             if module is not None:
                 self._contents.add(name, getattr(module.random, "__self__", None))  # somebody may replace it
-        tensors = [*inputs, *zip(model.names_of_tensors(model.tensors), model.tensors, strict=True)]
+        tensors = [*inputs, *((fqn, t) for (fqn, *_), t in zip(model.owners, model.tensors, strict=True))]
         self._holders: list[tuple[str, Any, dict[str, Any]]] = [
             (name, t, tags_of(t) if vars(t) else _NO_TAGS) for name, t in tensors
         ]

@@ -32,13 +32,7 @@ from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.explanations import text_used
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.sources import (
-    SCOPETRACE,
-    TORCH_DIRECTORY,
-    asked_by_model,
-    asking_frame,
-    prefixes,
-)
+from scopetrace.sources import SCOPETRACE, TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 
 # Code that asks to restore what was, or to choose between kernels that compute the same.
 _KEEPING_STATE = (
@@ -188,7 +182,7 @@ class PythonValues:
         always(tensor.nbytes.__get__, lambda _, t: t.numel() * t.element_size())  # torch's takes no symbolic sizes
         on(tensor.__repr__, self._text)
         for copy in (tensor.__reduce_ex__, tensor.__deepcopy__):
-            on(copy, self._first(self._refuse_copy))
+            on(copy, after(self._refuse_copy))
         for run in (tensor.apply_, tensor.map_, tensor.map2_):  # which call a function of Python for each element
             always(run, self._refuse_elements)
         for name, func in VIEW_QUESTIONS.items():
@@ -213,17 +207,14 @@ class PythonValues:
             self._ops.reads.on_failed(error)
             raise
 
-    def _first(self, tell: Callable[[], None]) -> Handler:
-        """What torch answers after `tell`, which may refuse, where it is a fake tensor."""
-        return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None)
-
-    def _refuse_copy(self) -> NoReturn:
-        raise self._builder.refusal(
-            "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
-            "which runs no op",
-            op="Tensor.__reduce_ex__",
-            hint="write tensor.clone()",
-        )
+    def _refuse_copy(self, t: torch.Tensor, *_: Any, **__: Any) -> None:
+        if isinstance(t, FakeTensor):
+            raise self._builder.refusal(
+                "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
+                "which runs no op",
+                op="Tensor.__reduce_ex__",
+                hint="write tensor.clone()",
+            )
 
     def _refuse_elements(self, *_: Any) -> NoReturn:
         error = RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
