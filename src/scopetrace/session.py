@@ -25,10 +25,10 @@ from scopetrace._compat.ops import building, dispatching_to, eager, in_large_sta
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, is_symbolic, tags_of, with_version
-from scopetrace.autograd import AutogradRecorder
 from scopetrace.autograd.checkpoints import refuse_recomputed
-from scopetrace.autograd.first_steps import begun
 from scopetrace.autograd.history import inputs_made_leaves, note_plain_leaves, refuse_lost_history
+from scopetrace.autograd.optimizers import begun
+from scopetrace.autograd.recorder import AutogradRecorder
 from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
@@ -61,7 +61,6 @@ from scopetrace.record.dynamic_shapes import (
 from scopetrace.record.explanations import errors_explained, explained, text_used
 from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
 from scopetrace.record.model import Model, named_arguments
-from scopetrace.record.nodes import NodeRunner
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught, expect_copies
 from scopetrace.record.regions import CHECKPOINT, keep_regions
@@ -187,18 +186,13 @@ class Recording:
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
-        self.builder = builder = TapeBuilder(self.tape)
+        self.builder = TapeBuilder(self.tape)
         self.builder.differentiates = bool(assumptions.differentiates)
         self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.values)
-        self.ops = OpRecorder(
-            self.values,
-            self.reads,
-            lambda body, args: NodeRunner(body, builder, builder.state.listener.on_nodes).run(*args),
-            specialize=specialize,
-        )
+        self.ops = OpRecorder(self.values, self.reads, specialize=specialize)
         self.factory.shape_env.watch(self.builder, self.ops)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
         self._progress = progress
@@ -384,7 +378,6 @@ class Recording:
             with (
                 errors_explained(self.builder, self.ops),
                 self._unseeded(),
-                self.builder.noting_errors(),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
                 observing(calls, autograd, questions, modules) as is_observed,
                 self.reads.watching(effects.reach.names),
@@ -441,7 +434,7 @@ class Recording:
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device
-        refuse_tags(tape, results)
+        refuse_tags(results)
         refuse_lost_history(self.values, results)
         if self.builder.regions:
             passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}

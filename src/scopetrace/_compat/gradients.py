@@ -51,8 +51,6 @@ _TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py", 
 _MODULES = prefixes(TORCH_DIRECTORY, "nn/modules/module.py")
 _TAKES_NODES = (*_MODULES, *prefixes(TORCH_DIRECTORY, "autograd/graph.py"))
 _HOOK_ON_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__
-SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""`pack_hook` and `unpack_hook` of `saved_tensors_hooks`."""
 
 
 def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tensor]) -> bool:

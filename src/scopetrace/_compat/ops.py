@@ -30,7 +30,7 @@ import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.autograd_function import custom_function_call as custom_function_call
-from torch._functorch.pyfunctorch import dispatch_functorch
+from torch._functorch.pyfunctorch import dispatch_functorch as dispatch_functorch
 from torch._higher_order_ops import utils as _hops
 from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._ops import (
@@ -442,11 +442,6 @@ class BelowAutograd(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _device_of(args[0]) if func is _DEVICE else self.on_op(func, args, kwargs or {})
-
-
-def function_in_transform(args: Any) -> Any:
-    """Apply the innermost functorch transform to a `torch.autograd.Function`, which is the first of `args`."""
-    return dispatch_functorch(custom_function_call, args, {})
 
 
 # Higher-order ops ----------------------------------------------------------------------------------------------------

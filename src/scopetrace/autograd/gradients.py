@@ -34,7 +34,6 @@ from scopetrace._compat.patches import exporting
 from scopetrace._compat.symbols import Symbolic, named_text
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
 from scopetrace.autograd import optimizers
-from scopetrace.autograd.first_steps import FirstState
 from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
 from scopetrace.containers.contents import Place, same
@@ -48,8 +47,6 @@ from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
 _SET_DATA = torch.ops.aten.set_.source_Tensor
-Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
-"""Torch's engine: the gradients by these tensors, None for one that the outputs do not depend on."""
 
 
 @dataclasses.dataclass
@@ -113,7 +110,7 @@ class GradientRecorder:
 
     def on_backward(
         self,
-        run: Differentiate,
+        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
         outputs: Sequence[torch.Tensor],
         grad_outputs: Iterable[torch.Tensor | None],
         inputs: Sequence[torch.Tensor],
@@ -124,7 +121,8 @@ class GradientRecorder:
     ) -> Any:
         """The forward differentiates `outputs`, with `grad_outputs` as their gradients.
 
-        That is by `inputs`; with `accumulates`, into their `grad`, or that of all leaves where there are none.
+        That is by `inputs`; with `accumulates`, into their `grad`, or that of all leaves where there are none. `run` is
+        torch's engine: the gradients by some tensors, None for one that the outputs do not depend on.
         """
         self._refuse_without_history()
         by = list(map(self.differentiated, inputs))
@@ -461,7 +459,7 @@ class GradientRecorder:
             values = {key: self._values.value_of(x) for key, x in new.items() if isinstance(x, torch.Tensor)}
             first = {id(v.fake): v for op in reversed(self._tape.ops) for v in op.values()}
             new |= {key: first[id(v.fake)] for key, v in values.items()}
-            self._builder.first_states.append(FirstState(optimizer, new, error))
+            self._builder.first_states.append(optimizers.FirstState(optimizer, new, error))
         self._note(f"the parameters and state of {name}", optimizers.tensors_of, optimizer, text=optimizers.how_many)
         self._note_held(optimizer)
 

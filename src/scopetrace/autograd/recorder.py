@@ -10,7 +10,6 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -41,28 +40,21 @@ class AutogradRecorder:
         self._values, self._model = ops.values, ops.values.model
         self._checkpointed: list[CheckpointedRegion] = []  # the hooks of autograd's graph do not hold them
         self._open_regions: list[CheckpointedRegion] = []
+        self._flags = FlagRecorder(self._values, self._reads)
+        self.gradients = GradientRecorder(self._values, self._reads, self._flags)
+        """Records derivatives, and the `grad` of tensors."""
+        self.mark = self._builder.mark
+        """Gives a place in the program."""
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""
-        for part in self._used():
-            part.finish()
-
-    @functools.cached_property
-    def gradients(self) -> GradientRecorder:
-        """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._values, self._reads, self._flags)
-
-    @functools.cached_property
-    def _flags(self) -> FlagRecorder:
-        return FlagRecorder(self._values, self._reads)
-
-    def _used(self) -> list[GradientRecorder | FlagRecorder]:
-        return [self.__dict__[name] for name in ("gradients", "_flags") if name in self.__dict__]
+        self.gradients.finish()
+        self._flags.finish()
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
-        for part in self._used():
-            part.close()
+        self.gradients.close()
+        self._flags.close()
 
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""
@@ -92,7 +84,7 @@ class AutogradRecorder:
         if self._builder.differentiates and not is_seen:
             if any(self.on_applied(t) is not t for t in tensors):  # torch has the others already
                 raise self._bound_apply(cls)
-            self.on_unseen_function()
+            self._reads.on_gradients_of_inputs()
             return NotImplemented
         if self._builder.differentiates:
             refuse_dirty_view(cls, tensors, self._builder)
@@ -107,10 +99,6 @@ class AutogradRecorder:
 
     def _bound_apply(self, cls: type) -> UnsupportedOpError:
         return self._builder.refusal(BOUND_APPLY[0], op=cls.__qualname__, hint=BOUND_APPLY[1])
-
-    def on_unseen_function(self) -> None:
-        """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""
-        self._reads.on_gradients_of_inputs()
 
     def on_applied(self, t: torch.Tensor) -> torch.Tensor:
         """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
@@ -193,7 +181,7 @@ class AutogradRecorder:
             self._reads.on_requires_grad(t)
             value = self._values.value_of(t)
             if value.storage in self._builder.tape.written_storages():  # by which it may require grad in other calls
-                self.on_unseen_function()
+                self._reads.on_gradients_of_inputs()
             if not requires_grad_of(value.fake):
                 return False
             refuse_flag(self._builder, "detaches a tensor of the model, or an input, in place", "detach_")
@@ -209,10 +197,6 @@ class AutogradRecorder:
         names = self._values.names_of(t)
         if requires_grad_of(t) and is_known_leaf(t) and not any(v.autograd_placeholder for v in names):
             self._builder.former_leaves += names
-
-    def mark(self) -> tuple[int, int]:
-        """This place in the program."""
-        return self._builder.mark()
 
     @contextlib.contextmanager
     def checkpointed(

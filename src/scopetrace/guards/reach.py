@@ -86,7 +86,6 @@ _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in na
 _LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap)
 _ATTRIBUTE_FLAG = 1 if sys.version_info >= (3, 12) else 0
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
-Visit = Callable[..., None]
 
 
 DEPTH = 2
@@ -116,7 +115,7 @@ class Reach:
     `visit` gets each object that a variable holds: its name, the object, None, and the place that holds it.
     """
 
-    def __init__(self, visit: Visit, names: Iterable[str] = (), depth: int = _NEVER) -> None:
+    def __init__(self, visit: Callable[..., None], names: Iterable[str] = (), depth: int = _NEVER) -> None:
         """`names` are those of methods that may run, whatever code names.
 
         `depth` is how far from the first functions those are that may name methods.
@@ -180,7 +179,8 @@ class Reach:
         elif issubclass(kind, type):
             self.add_class(x, depth)
         elif kind is operator.attrgetter:  # code that names attributes in C
-            self.by_getters |= (names := names_by(x))
+            names = {name for path in x.__reduce__()[1] for name in path.split(".")}
+            self.by_getters |= names
             self._name(names, depth)
         elif kind not in (types.FunctionType, MEMO):
             self.add_class(kind, depth, is_named=False)
@@ -279,11 +279,6 @@ def _parameters_of(function: Any) -> tuple[str, ...]:
     """The names of positional parameters; none of a method, or of what is not written in Python."""
     is_function = isinstance(function, types.FunctionType)
     return function.__code__.co_varnames[: function.__code__.co_argcount] if is_function else ()
-
-
-def names_by(getter: operator.attrgetter[Any]) -> set[str]:
-    """The attributes that one asks for."""
-    return {name for path in getter.__reduce__()[1] for name in path.split(".")}
 
 
 def unwrapped(function: Any) -> Any:

@@ -28,9 +28,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import MISSING as MISSING
-from scopetrace._compat.questions import Missing as Missing
-from scopetrace._compat.questions import fact_of, flag, hooks_of_all_modules, quick_flag
+from scopetrace._compat.questions import MISSING, Missing, fact_of, flag, hooks_of_all_modules, quick_flag
 from scopetrace._compat.tensors import parameters_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
@@ -250,16 +248,6 @@ class Asked(Source):
 
     def current(self, call: CallInputs) -> Any:
         return self.ask(*self.args)
-
-
-def tied_source(places: Sequence[Place]) -> Asked:
-    """Whether entries of tables of modules are one and the same tensor."""
-    hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
-    return Asked(_hold_one, (places,), hint=hint, kind="tensor")
-
-
-def _hold_one(places: Sequence[Place]) -> bool:
-    return len({id(table.get(key)) for table, key in places}) == 1
 
 
 @dataclasses.dataclass(frozen=True)

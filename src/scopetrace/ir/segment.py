@@ -55,19 +55,19 @@ def captured(segments: list[TapeSegment]) -> list[Any]:
     outside: dict[Any, Any] = {}
     for segment in segments:
         inside = {v for op in segment.kept() for v in op.values()}
-        outside |= {v: v for v in _read(segment) if v not in inside}
+        read = (*used_by(segment.kept(), segment.calls), *leaves(segment.outputs, Value))
+        outside |= {v: v for v in read if v not in inside}
     for segment in segments:
         for number in free_symbols(segment, list(outside)):
             outside.setdefault(to_expr(number), number)
     return list(outside.values())
 
 
-def _read(segment: TapeSegment) -> Iterator[Value]:
-    for op in segment.kept():
+def used_by(ops: list[Op], calls: list[Call]) -> Iterator[Value]:
+    """What ops read, and calls take and give."""
+    for op in ops:
         yield from op.inputs()
-    for call in segment.calls:
-        yield from leaves((call.args, call.kwargs, call.outputs), Value)
-    yield from leaves(segment.outputs, Value)
+    yield from leaves([(call.args, call.kwargs, call.outputs) for call in calls], Value)
 
 
 def free_symbols(segment: TapeSegment, captured: list[Any]) -> Iterator[Any]:

@@ -31,8 +31,7 @@ from scopetrace.containers.structure import GivenPart, Returned, leaves, map_str
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.guards import ArgumentNumber, Guard
 from scopetrace.ir.registered import Registered
-from scopetrace.ir.scopes import Frames as Frames
-from scopetrace.ir.scopes import Nested, Scope
+from scopetrace.ir.scopes import Frames, Nested, Scope
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
 

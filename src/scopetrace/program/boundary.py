@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import in_transform
+from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import Effect, Given, Returned, apply_effects, effect_targets, leaves, match
 from scopetrace.errors import InputMismatchError, StateMismatchError
-from scopetrace.ir.guards import MISSING, At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
+from scopetrace.ir.guards import At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
 from scopetrace.ir.scopes import running_recorder
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef, resolved

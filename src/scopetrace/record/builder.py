@@ -16,9 +16,9 @@ import torch
 from torch.fx import traceback
 
 from scopetrace._compat.questions import grad_enabled
-from scopetrace.errors import TraceError, UnsupportedOpError, noted
-from scopetrace.ir.scopes import Frame, Ran, Scope, TracingState, capture_frames, source_of
-from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
+from scopetrace.errors import TraceError, UnsupportedOpError
+from scopetrace.ir.scopes import Frame, Frames, Ran, Scope, TracingState, capture_frames, source_of
+from scopetrace.ir.tape import Autocast, Call, Op, Phase, RecordedTape, Value
 from scopetrace.record.regions import Region
 
 
@@ -141,15 +141,6 @@ class TapeBuilder:
             return last
         self._last_frames = captured
         return captured
-
-    @contextlib.contextmanager
-    def noting_errors(self) -> Iterator[None]:
-        """Inside, the TraceErrors that this thread makes are appended to `raised`, each with None for no op."""
-        before = noted.set(self.raised)
-        try:
-            yield
-        finally:
-            noted.reset(before)
 
     def op_that_raised(self, error: BaseException) -> Any:
         """The op that has raised an error; None where none has."""

@@ -119,10 +119,10 @@ class CallRecorder:
             self._entered[-1] |= {"call", method}
             is_root = isinstance(module, torch.fx.GraphModule) and call.parent is None
             if method == "forward" and is_root and knows_origins(module):
-                return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
+                return NodeRunner(module, self._builder).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
         if isinstance(self._model.root, torch.fx.GraphModule) and is_part(module):
-            return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
+            return NodeRunner(module, self._builder).call(args, kwargs)
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
         call.direct = method == "forward"

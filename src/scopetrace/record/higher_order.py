@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import fake_results, in_transform, indexing_as_op
-from scopetrace._compat.tensors import run_fake, unbacked_symint
+from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import ControlFlowError
 from scopetrace.ir.segment import TapeSegment, body_tape, captured, name_of
 from scopetrace.ir.tape import BodyTape, Value, map_argument, values_in
@@ -119,7 +119,8 @@ class BodyRecorder:
         name = name_of(None if differs else operand, number)
         if not isinstance(x, torch.Tensor):
             if group == self.form.carried and isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
-                x = unbacked_symint(factory.mode)
+                with factory.shape_env.ignore_fresh_unbacked_symbols():  # of unknown value, which no op makes
+                    x = factory.shape_env.create_unbacked_symint()
             self.values.append_body_input(name, x)
             return x
         fake = operand.fake

@@ -31,14 +31,13 @@ from scopetrace._compat.ops import (
     autocast_rule,
     can_decompose,
     custom_function_call,
+    dispatch_functorch,
     eager_kernel,
-    function_in_transform,
     in_transform,
     interrupts,
     with_mode,
 )
-from scopetrace._compat.questions import attention_kernels, autocast_enabled
-from scopetrace._compat.questions import grad_enabled as _grad_enabled
+from scopetrace._compat.questions import attention_kernels, autocast_enabled, grad_enabled
 from scopetrace._compat.tensors import (
     RECURRENT,
     FakeTensor,
@@ -58,6 +57,7 @@ from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.record.collectives import CollectiveRecorder, Finish
 from scopetrace.record.data import DataReader
 from scopetrace.record.higher_order import BodyRecorder, FlexRecorder
+from scopetrace.record.nodes import NodeRunner
 from scopetrace.record.op_call import BeforeWrite, OpCall, OpFacts, facts_of, tensors_in, version_counter
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.rewritten_ops import record_in_transform, refuse_lost_dropout
@@ -68,21 +68,16 @@ _Parameter = torch.nn.Parameter
 
 _NOTHING = contextlib.nullcontext()
 
-RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
-
 
 class OpRecorder:
     """Records the ops that arrive at its `mode`."""
 
-    def __init__(
-        self, values: ValueTable, reads: ReadRecorder, run_graph: RunGraph, *, specialize: bool = False
-    ) -> None:
+    def __init__(self, values: ValueTable, reads: ReadRecorder, *, specialize: bool) -> None:
         self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
         self.values, self.reads = values, reads
         self.builder, self.factory, self.inference = values.builder, values.factory, values.inference
         self._by_id = values.by_id
         self.exact = self.builder.tape.exact_autograd
-        self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
         self.specialize = specialize
         self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
@@ -91,11 +86,8 @@ class OpRecorder:
         """Around the forward: at its end, collectives that are under way are finished."""
         self.attention_kernels = attention_kernels()
         """Those that were on before the forward."""
-
-    @functools.cached_property
-    def data(self) -> DataReader:
+        self.data = DataReader(values, reads, specialize=specialize)
         """Answers what Python asks of the data of tensors."""
-        return DataReader(self.values, self.reads, specialize=self.specialize)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
@@ -154,7 +146,7 @@ class OpRecorder:
             return out
         if hop is custom_function_call:
             self.builder.expect_history("a transform such as torch.vmap runs")
-            return self.recorded(lambda: function_in_transform(args))
+            return self.recorded(lambda: dispatch_functorch(hop, args, {}))
         kernel = eager_kernel(hop)
         if hop not in FORMS and kernel and any(map(callable, args)) and not _requires_grad(args, kwargs):
             return self.recorded(lambda: kernel(*args, **kwargs))
@@ -171,7 +163,7 @@ class OpRecorder:
     def run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""
         if isinstance(fn, torch.fx.GraphModule):
-            return self.recorded(lambda: self._run_graph(fn, args))
+            return self.recorded(lambda: NodeRunner(fn, self.builder).run(*args))
         return self.recorded(lambda: fn(*args))
 
     def recorded(self, run: Callable[[], Any]) -> Any:
@@ -215,7 +207,7 @@ class OpRecorder:
 
         It keeps views of all tensors: a write may give them a history.
         """
-        grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
+        grad, view = grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
         if not grad:
             return view and any(requires_grad_of(v.fake) for v in call.inputs)
         return view or any(map(requires_grad_of, (*call.fakes(), *tensors_in(call.python_arguments))))
@@ -263,7 +255,7 @@ class OpRecorder:
 
     def _refuse_lost_shape(self, t: torch.Tensor, op: str) -> None:
         """Autograd would go on with the shape that a tensor had before an op without autograd changed it."""
-        if self.exact and requires_grad_of(t) and not _grad_enabled():
+        if self.exact and requires_grad_of(t) and not grad_enabled():
             raise self.builder.refusal(
                 "a tensor that requires grad changes its shape in place under no_grad",
                 op=op,
@@ -328,7 +320,7 @@ class OpRecorder:
                 return None
             if any(map(is_inference_of, call.fakes())):
                 return None
-            if facts.keeps_layout and not unseen and _grad_enabled() and any(map(requires_grad_of, call.fakes())):
+            if facts.keeps_layout and not unseen and grad_enabled() and any(map(requires_grad_of, call.fakes())):
                 return None
         with torch.no_grad() if unseen else _NOTHING:
             return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
@@ -450,7 +442,7 @@ class OpRecorder:
         facts = call.facts
         keeps_shapes = (facts.in_place or facts.updates) and not call.overlaps()
         known = facts.is_atomic and (facts.inferable or keeps_shapes)
-        written = {id(v.fake): (v, version_counter(v.fake)) for v in call.written(facts.written) if _grad_enabled()}
+        written = {id(v.fake): (v, version_counter(v.fake)) for v in call.written(facts.written) if grad_enabled()}
         if not (known or written):
             return contextlib.nullcontext()
 
@@ -486,7 +478,7 @@ class OpRecorder:
 
         True where autograd need not see it: all tensors in the storage have a history before and after.
         """
-        if self.exact or not _grad_enabled() or not any(requires_grad_of(v.fake) for v in call.inputs):
+        if self.exact or not grad_enabled() or not any(requires_grad_of(v.fake) for v in call.inputs):
             return False
         written = call.written(call.facts.written)
         if call.facts.in_place and all(_has_history(v) for w in written for v in self.values.in_storage(w.storage)):
@@ -503,7 +495,7 @@ class OpRecorder:
 
 
 def _requires_grad(args: Any, kwargs: Any) -> bool:
-    return _grad_enabled() and any(map(requires_grad_of, tensors_in((args, kwargs))))
+    return grad_enabled() and any(map(requires_grad_of, tensors_in((args, kwargs))))
 
 
 def _has_history(value: Value) -> bool:

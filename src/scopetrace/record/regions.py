@@ -21,9 +21,9 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.scopes import Scope
-from scopetrace.ir.segment import TapeSegment, body_tape, captured
-from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value, flat, is_grad_on
+from scopetrace.ir.scopes import Frames, Scope
+from scopetrace.ir.segment import TapeSegment, body_tape, captured, used_by
+from scopetrace.ir.tape import Call, Op, RecordedTape, Value, flat, is_grad_on
 
 _hops = torch.ops.higher_order
 CHECKPOINT, NESTED = _hops.tag_activation_checkpoint, _hops.invoke_subgraph
@@ -60,7 +60,7 @@ def keep_regions(tape: RecordedTape, regions: list[Region]) -> None:
     wanted = [r for r in regions if r.requires_grad(tape) == (r.hop is CHECKPOINT)]
     if not wanted:
         return
-    uses = collections.Counter(_used_by(tape.ops, tape.calls))
+    uses = collections.Counter(used_by(tape.ops, tape.calls))
     uses.update(leaves(tape.outputs, Value))
     uses.update(w.value for w in tape.attribute_writes)
     names = itertools.count()
@@ -71,12 +71,6 @@ def keep_regions(tape: RecordedTape, regions: list[Region]) -> None:
             other.stop -= removed if other.stop >= region.stop else 0
 
 
-def _used_by(ops: list[Op], calls: list[Call]) -> Iterator[Value]:
-    for op in ops:
-        yield from op.inputs()
-    yield from leaves([(c.args, c.kwargs, c.outputs) for c in calls], Value)
-
-
 def _cut(tape: RecordedTape, region: Region, uses: collections.Counter[Value], names: Iterator[int]) -> int:
     """Put the op of a region in its place, if it has one. Returns by how many ops the tape is shorter.
 
@@ -85,7 +79,7 @@ def _cut(tape: RecordedTape, region: Region, uses: collections.Counter[Value], n
     ops = tape.ops[region.start : region.stop]
     inner = set(region.calls).intersection(tape.calls)  # others are in the bodies of inner regions
     calls = [call for call in tape.calls if call in inner]
-    inside = collections.Counter(_used_by(ops, calls))
+    inside = collections.Counter(used_by(ops, calls))
     body_name = "wrap_body" if region.hop is CHECKPOINT else "repeated_subgraph"
     segment = TapeSegment(body_name, region.scope, region.call, region.start, ops, calls, [])
     results = [v for op in segment.kept() for v in op.values()]

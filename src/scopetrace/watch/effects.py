@@ -34,7 +34,7 @@ from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards.reach import Reach, Variable
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import RecordedTape, Value
+from scopetrace.ir.tape import Value
 from scopetrace.record.builder import place_of
 from scopetrace.record.model import Model
 
@@ -150,7 +150,7 @@ def is_change(change: Change) -> bool:
     return is_another_object(old, new) or not same(snapshot(old), snapshot(new))
 
 
-def refuse_tags(tape: RecordedTape, results: Iterable[Value]) -> None:
+def refuse_tags(results: Iterable[Value]) -> None:
     """Raise UnsupportedOpError where a result that the forward made has an attribute of users."""
     for v in results:
         if tags_of(v.fake) and v.op.kind == "call_function":

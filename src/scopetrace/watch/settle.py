@@ -404,10 +404,6 @@ def _as_written(module: torch.nn.Module, name: str) -> list[Any]:
     return [t, version_of(t) if isinstance(t, torch.Tensor) and not is_inference_of(t) else 0]
 
 
-def _words_of_written(x: list[Any]) -> str:
-    return f"{short(x[0])}, written {x[1]} times"
-
-
 def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     """That the model's tensors from which a cache was computed are as they were: the program computes it each time."""
     sources = dict.fromkeys(stored)
@@ -419,7 +415,9 @@ def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     names = dict.fromkeys(v.op.name for v in sources if v.op.kind == "get_attr")
     caches = {write.path for write in tape.attribute_writes}
     for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
-        source = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
+        source = Asked(
+            _as_written, tape.owners[name], text=lambda x: f"{short(x[0])}, written {x[1]} times", kind="tensor"
+        )
         yield Guard.of(f"{name}, from which a cache was computed", source, tape.root.path)
 
 

@@ -63,7 +63,6 @@ from scopetrace.ir.guards import (
     WhichOfModel,
     hooks_of_module,
     source_in,
-    tied_source,
 )
 from scopetrace.ir.scopes import Frames, Ran, source_of, walk_frames
 from scopetrace.ir.tape import RecordedTape
@@ -309,7 +308,9 @@ class StateReads:
                 yield Guard(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used | self._members.keys(), held):
             names, places = zip(*tied, strict=True)
-            yield Guard(f"{' and '.join(names)} as one tensor", True, tied_source(places), (), root)
+            hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
+            source = Asked(_hold_one, (places,), hint=hint, kind="tensor")
+            yield Guard(f"{' and '.join(names)} as one tensor", True, source, (), root)
         for key, t in self._members.items():
             if (owner := model.owner(t)) is None:
                 continue
@@ -468,6 +469,10 @@ def _with_items(x: Any) -> Iterator[Any]:
             yield item
             if type(item) in (list, dict):  # no classes of a dict, which may be a register of many
                 yield from item if type(item) is list else [x for x in item.values() if type(x) is types.FunctionType]
+
+
+def _hold_one(places: Sequence[Place]) -> bool:
+    return len({id(table.get(key)) for table, key in places}) == 1
 
 
 def _shared(places: Sequence[_Held]) -> tuple[str, ...]:
