@@ -50,24 +50,15 @@ from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
 from scopetrace.record.calls import CallRecorder, Progress, leaf_targets, refuse_unmatched
 from scopetrace.record.data import ExampleRun, NoRealValue
-from scopetrace.record.dynamic_shapes import (
-    DynamicShapes,
-    arguments_of,
-    collected,
-    read_dynamic_shapes,
-    refuse_shared,
-    symbolic_strides,
-)
+from scopetrace.record.dynamic_shapes import DynamicShapes, collected, symbolic_strides
 from scopetrace.record.explanations import errors_explained, explained, text_used
-from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
 from scopetrace.record.model import Model, named_arguments
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught, expect_copies
 from scopetrace.record.regions import CHECKPOINT, keep_regions
-from scopetrace.record.values import ValueTable
-from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
+from scopetrace.record.values import ValueTable, refuse_changes, refuse_writes
+from scopetrace.watch.effects import EffectWatch, refuse_hidden, refuse_leak, refuse_tags, settings_left
 from scopetrace.watch.entries import are_alike, bind_entries
-from scopetrace.watch.leaks import refuse_hidden, refuse_leak
 from scopetrace.watch.programs import what_is_left
 from scopetrace.watch.questions import watch_questions
 from scopetrace.watch.settle import Run, judged, random_like
@@ -173,7 +164,6 @@ class Recording:
         progress: Progress | None = None,
     ) -> None:
         self.model = model
-        self._assumptions = assumptions
         self.object_types = assumptions.object_types
         self.factory = FakeFactory()
         inference = Inference(self.factory)
@@ -186,9 +176,7 @@ class Recording:
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
-        self.builder = TapeBuilder(self.tape)
-        self.builder.differentiates = bool(assumptions.differentiates)
-        self.builder.gradients_shared = assumptions.gradients_shared
+        self.builder = TapeBuilder(self.tape, assumptions)
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.values)
@@ -218,11 +206,11 @@ class Recording:
         self._add_inputs(arguments, args, kwargs, dynamic_shapes)
         inputs = [(path, v.fake) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
         effects = EffectWatch(fn, self.model, arguments, self.object_types, inputs)
-        names, differentiates = effects.reach.names, self._assumptions.differentiates
+        names, differentiates = effects.reach.names, self.builder.assumptions.differentiates
         guessed = differentiates is None and ("backward" in names or {"autograd", "grad"} <= names)
         if guessed:
             self.builder.differentiates = self.tape.exact_autograd = self.ops.exact = True
-        reads = StateReads(self.values, effects, self.reads.members)
+        reads = StateReads(self.values, effects)
         hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
         changes: list[Change] = []
         try:
@@ -388,8 +376,7 @@ class Recording:
                 out = calls.run_root(run, *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
-            if self.values.foreign:
-                refuse_changes(self.values.foreign)
+            refuse_changes(self.values.foreign)
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
             missed = (calls.result_types | tensor_holders(fakes)) - object_types
@@ -442,7 +429,7 @@ class Recording:
             if op is not None:
                 self.reads.on_recomputed(op)
         if tape.sizes is not None:
-            expect_copies(tape, tape.sizes.env)
+            expect_copies(tape)
             for number in leaves([(op.args, op.kwargs) for op in tape.ops], torch.SymFloat):
                 tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
@@ -474,11 +461,9 @@ class Recording:
                 refuse_hidden(leaf, path)
         dynamic = None
         if dynamic_shapes:
-            named, variadic = arguments_of(self.model.forward, args, kwargs)
-            specs = read_dynamic_shapes(dynamic_shapes, named, variadic, self.object_types)
-            refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], [leaf for _, leaf in leaves])
-            dynamic = DynamicShapes(self.factory.shape_env, specs)
-            tape.sizes, dynamic.rules.dynamic_shapes = dynamic.rules, dynamic_shapes
+            env, forward = self.factory.shape_env, self.model.forward
+            dynamic = DynamicShapes(env, dynamic_shapes, forward, (args, kwargs), self.object_types)
+            tape.sizes = dynamic.rules
         fakes: dict[int, torch.Tensor] = {}
         numbers: list[tuple[str, Any]] = []
 
@@ -545,11 +530,9 @@ class Recording:
             same = torch.equal(before, torch.get_rng_state())
         if torch.initial_seed() != seed or (alone and not same):
             torch.set_rng_state(before)
-            raise RandomStateError(
-                "the forward sets the state of torch's random generator, which no graph can repeat",
-                module=self.model.type_name,
-                hint="seed outside the model",
-            )
+            problem = "the forward sets the state of torch's random generator, which no graph can repeat"
+            hint = "seed outside the model"
+            raise RandomStateError(problem, module=self.model.type_name, hint=hint)
 
 
 _LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}

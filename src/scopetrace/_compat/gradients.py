@@ -206,7 +206,6 @@ class Leaf:
 
 
 def _report_gradients(torch_calls: Interception, listener: Any) -> None:
-    """The `grad` of tensors."""
     grad: Any = torch.Tensor.grad
 
     def get_grad(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:

@@ -33,8 +33,6 @@ _aten = torch.ops.aten
 
 
 class _SavedTensor(NamedTuple):
-    """A tensor that autograd has saved in a region."""
-
     tensor: torch.Tensor
     value: Value | None
     """None where the op that runs makes it."""

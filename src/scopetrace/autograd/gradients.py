@@ -74,8 +74,6 @@ class _Gradient:
 
 @dataclasses.dataclass
 class _OptimizerStep:
-    """A step of an optimizer, while it runs."""
-
     optimizer: torch.optim.Optimizer
     is_inside: bool
     """Whether the forward has made the optimizer."""
@@ -198,7 +196,7 @@ class GradientRecorder:
             return
         entry = self._of(t)
         if not entry.is_known and outside.grad is not None:
-            if self._builder.gradients_shared:
+            if self._builder.assumptions.gradients_shared:
                 self._read(entry)  # others see what is added, as a buffer that all gradients are views of
             else:
                 entry.there = outside.grad

@@ -44,11 +44,9 @@ def refuse_lost_history(values: ValueTable, results: list[Value]) -> None:
     _refuse_lost_gradients(values, results)
     for op, several in _writes_kept_apart(tape, values.examples):
         if (several and tape.grad) or (op.grad and op.tracked):
-            raise UnsupportedOpError(
-                "memory is written that inputs share which autograd keeps apart, such as x and x.detach()",
-                **place_of(op),
-                hint="clone() one of the inputs, or trace under torch.no_grad()",
-            )
+            problem = "memory is written that inputs share which autograd keeps apart, such as x and x.detach()"
+            hint = "clone() one of the inputs, or trace under torch.no_grad()"
+            raise UnsupportedOpError(problem, **place_of(op), hint=hint)
 
 
 def _refuse_lost_gradients(values: ValueTable, results: list[Value]) -> None:

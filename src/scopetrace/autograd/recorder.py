@@ -58,11 +58,9 @@ class AutogradRecorder:
 
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""
-        raise self._builder.refusal(
-            "the forward differentiates in forward mode (torch.autograd.forward_ad, torch.func.linearize)",
-            op="torch.autograd.forward_ad.make_dual",
-            hint="use torch.func.jvp, or differentiate outside of the forward",
-        )
+        problem = "the forward differentiates in forward mode (torch.autograd.forward_ad, torch.func.linearize)"
+        hint = "use torch.func.jvp, or differentiate outside of the forward"
+        raise self._builder.refusal(problem, op="torch.autograd.forward_ad.make_dual", hint=hint)
 
     def on_custom_function(self, cls: type, args: Any, *, is_seen: bool) -> Any:
         """A function with a backward of its own is applied. Returns what it gives; NotImplemented: torch applies it.

@@ -489,8 +489,6 @@ class Change(NamedTuple):
 
 
 class _ObjectSnapshot(NamedTuple):
-    """One object with a copy of its content."""
-
     name: str
     holder: Any
     owner: Any

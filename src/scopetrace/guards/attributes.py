@@ -149,7 +149,6 @@ class WatchedDict(dict[str, Any]):
 
 
 def _of_all(name: str) -> Any:
-    """A method of dict that looks at all entries."""
     method = getattr(dict, name)
     return lambda self, *args: method(self._all(), *args)
 
@@ -190,42 +189,29 @@ def is_watchable(module: torch.nn.Module) -> bool:
     )
 
 
-class AttributeWatch:
-    """Notes what this thread reads of the attributes of some modules, while `watching` is entered."""
+@contextlib.contextmanager
+def watching(modules: Iterable[torch.nn.Module], tell: Note) -> Iterator[None]:
+    """Inside, attributes of modules are hidden until they are read, and `tell` is told of each read."""
+    watched: list[tuple[torch.nn.Module, dict[str, Any], WatchedDict]] = []
+    names_of_class: dict[type, frozenset[str]] = {}
 
-    def __init__(self, modules: Iterable[torch.nn.Module], tell: Note) -> None:
-        """`tell` is told of each read."""
-        self._tell = tell
-        self._modules = list(modules)
-        self._watched: list[tuple[torch.nn.Module, dict[str, Any], WatchedDict]] = []
-        self._of_class: dict[type, frozenset[str]] = {}
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, attributes are hidden until they are read."""
-        with to_undo(self._put_back):
-            for module in self._modules:
-                if is_watchable(module):
-                    self._hide(module)
-            yield
-
-    def _hide(self, module: torch.nn.Module) -> None:
-        before, kind = module.__dict__, type(module)
-        if kind not in self._of_class:
-            self._of_class[kind] = frozenset(name for base in kind.__mro__ for name in vars(base))
-        of_class = self._of_class[kind]
-        hidden = {key: x for key, x in before.items() if key not in _NOT_HIDDEN and key not in of_class}
-        watched = WatchedDict(module, self._tell, before, hidden)
-        self._watched.append((module, before, watched))
-        object.__setattr__(module, "__dict__", watched)
-
-    def _put_back(self) -> None:
-        """Give the modules the `__dict__` that each had, with what it holds now."""
-        for module, before, watched in self._watched:
-            current = watched.current()
+    def put_back() -> None:
+        for module, before, of_module in watched:
+            current = of_module.current()
             if current.keys() != before.keys() or any(current[key] is not x for key, x in before.items()):
-                new = [key for key in dict.keys(watched) if key not in before]
+                new = [key for key in dict.keys(of_module) if key not in before]
                 ordered = {key: current[key] for key in (*before, *new) if key in current}
                 before.clear()
                 before.update(ordered)
             object.__setattr__(module, "__dict__", before)
+
+    with to_undo(put_back):
+        for module in filter(is_watchable, modules):
+            before, kind = module.__dict__, type(module)
+            if kind not in names_of_class:
+                names_of_class[kind] = frozenset(name for base in kind.__mro__ for name in vars(base))
+            of_class = names_of_class[kind]
+            hidden = {key: x for key, x in before.items() if key not in _NOT_HIDDEN and key not in of_class}
+            watched.append((module, before, WatchedDict(module, tell, before, hidden)))
+            object.__setattr__(module, "__dict__", watched[-1][2])
+        yield

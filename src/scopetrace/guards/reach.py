@@ -97,18 +97,6 @@ _NEVER = sys.maxsize
 """The distance of functions that are known, and not followed."""
 
 
-class Variable(NamedTuple):
-    """A global, an attribute of a Python module or function, or a variable of an enclosing function."""
-
-    name: str
-    """As in source: `SCALE`, `config.SCALE`."""
-    owner: Any
-    key: str
-    """The place that holds it."""
-    function: types.FunctionType
-    """The first that names it."""
-
-
 class Reach:
     """Follows names from functions and classes.
 
@@ -125,8 +113,9 @@ class Reach:
         """By id, all that are known."""
         self.followed: dict[int, types.FunctionType] = {}
         """By id, those that may run."""
-        self.variables: dict[tuple[int, Any], Variable] = {}
-        """By place, what they name."""
+        self.variables: dict[tuple[int, Any], tuple[str, Place, types.FunctionType]] = {}
+        """By place, the globals, attributes of Python modules and functions, and variables around functions that they
+        name: as in source, `config.SCALE`, where it is, and the first function that names it."""
         self.classes: dict[type, bool] = {}
         """The classes that they may use; whether code names one, and may make one, rather than to have one."""
         self.names = {*names}
@@ -251,14 +240,13 @@ class Reach:
         variables += [(name, Place(cell, "cell_contents")) for name, cell in cells]
         for name, place in variables:
             if place.id not in self.variables:
-                self.variables[place.id] = Variable(name, *place, function)
+                self.variables[place.id] = name, place, function
                 self._look_at(name, place.current(), depth, place)
         defaults = zip(reversed(_parameters_of(function)), reversed(function.__defaults__ or ()), strict=False)
         for name, default in (*defaults, *(function.__kwdefaults__ or {}).items()):
             self._look_at(name, default, depth)
 
     def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
-        """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
             self.add(value, depth, name)
         elif not isinstance(value, types.ModuleType):

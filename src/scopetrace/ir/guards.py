@@ -555,11 +555,8 @@ def numbers_read(
     def inside(x: Any, place: ArgumentNumber, outer: list[Any]) -> Iterator[ArgumentNumber]:
         opened = None if place.attributes else open_container(x, object_types)
         is_container = opened is not None
-        if (
-            not (is_container or isinstance(x, (list, tuple, dict)))
-            and is_plain_object(x)
-            and not any(x is seen for seen in outer)
-        ):
+        is_object = not (is_container or isinstance(x, (list, tuple, dict))) and is_plain_object(x)
+        if is_object and not any(x is seen for seen in outer):
             opened = [(f".{key}", value) for key, value in vars(x).items()]
         for key, child in opened or ():
             where = ((*place.path, key), ()) if is_container else (place.path, (*place.attributes, key[1:]))

@@ -52,8 +52,8 @@ T = TypeVar("T")
 class TapeBuilder:
     """Appends ops to `tape`, each with the scope, the module call and the Python frames in which it ran."""
 
-    def __init__(self, tape: RecordedTape) -> None:
-        self.tape = tape
+    def __init__(self, tape: RecordedTape, assumptions: Assumptions) -> None:
+        self.tape, self.assumptions = tape, assumptions
         self.state = TracingState(tape.root)
         self.call: Call | None = None
         """The innermost module call that is running."""
@@ -95,8 +95,8 @@ class TapeBuilder:
         """In a region under reentrant checkpointing that runs again in backward, the number of ops before it."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
-        self.gradients_shared = self.differentiates = False
-        """As in Assumptions."""
+        self.differentiates = bool(assumptions.differentiates)
+        """Whether the forward is recorded as one that differentiates."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None

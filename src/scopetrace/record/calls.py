@@ -327,11 +327,9 @@ class CallRecorder:
 
     def on_object_collective(self, op: str) -> None:
         """The forward exchanges Python objects with other processes."""
-        raise self._builder.refusal(
-            "a collective that exchanges Python objects, which no graph holds",
-            op=op,
-            hint="exchange them outside of the forward, and give it what it needs as an argument",
-        )
+        problem = "a collective that exchanges Python objects, which no graph holds"
+        hint = "exchange them outside of the forward, and give it what it needs as an argument"
+        raise self._builder.refusal(problem, op=op, hint=hint)
 
 
 def _is_scoped(method: types.FunctionType) -> bool:

@@ -72,11 +72,9 @@ class BodyRecorder:
 
     def _refuse_transforms(self) -> None:
         if in_transform():
-            raise self.builder.refusal(
-                "a higher-order op inside of torch.vmap, grad or another transform",
-                op=str(self.hop),
-                hint="call it outside, or compute both sides and pick with torch.where",
-            )
+            problem = "a higher-order op inside of torch.vmap, grad or another transform"
+            hint = "call it outside, or compute both sides and pick with torch.where"
+            raise self.builder.refusal(problem, op=str(self.hop), hint=hint)
 
     def _segment(self, position: int, parameter: str, graph: str) -> tuple[TapeSegment, Any]:
         """Run a callable and take what it recorded off the tape; also, how pytree puts its results together."""

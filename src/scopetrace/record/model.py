@@ -109,7 +109,10 @@ class Model:
             self.modules.append(module)
             in_source = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
             saved = self._saved[id(module)] = ModuleSnapshot(fqn, module, self.contents, in_source)
-            for table in saved.tensor_tables():
+            tables: Sequence[Mapping[str, Any]] = (saved.live[1], saved.live[2], saved.contents)
+            if isinstance(module, torch.jit.ScriptModule):  # in C++
+                tables = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+            for table in tables:
                 for name, t in table.items():
                     if issubclass(type(t), torch.Tensor):
                         if id(t) in self._owners:
@@ -195,10 +198,6 @@ class Model:
                     if isinstance(t, torch.Tensor):
                         yield f"{saved.fqn}.{name}" if saved.fqn else name, t
 
-    def is_outside(self, module: torch.nn.Module) -> bool:
-        """Whether only objects, globals or closures hold a saved module."""
-        return id(module) not in self._first_names
-
     def replaced(self, module: torch.nn.Module) -> tuple[str, ...]:
         """The fqns of a module's parameters in whose place it has other tensors, as in `functional_call`."""
         saved, current = self._saved.get(id(module)), module.__dict__.get("_parameters")
@@ -242,12 +241,6 @@ class ModuleSnapshot:
         self.hooks = {table: module_dict[table].copy() for table in _HOOK_TABLES if module_dict.get(table)} or _EMPTY
         for hook in [hook for table in HOOKS for hook in self.hooks.get(table, _EMPTY).values()]:
             contents.add(f"{name}'s hook", hook)
-
-    def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
-        """Parameters, buffers and other attributes, by name, as they currently are."""
-        if isinstance(self.module, torch.jit.ScriptModule):  # in C++
-            return dict(self.module.named_parameters(recurse=False)), dict(self.module.named_buffers(recurse=False))
-        return self.live[1], self.live[2], self.contents
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""

@@ -48,7 +48,7 @@ from scopetrace._compat.tensors import (
     run_parts,
     storage_id,
 )
-from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
+from scopetrace.errors import ForeignTensorError, RandomStateError
 from scopetrace.infer.inference import Inferred
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
@@ -123,19 +123,16 @@ class OpRecorder:
         try:
             casts_inside = func in CASTS_INSIDE or (func in RECURRENT and device == "cuda")
             if casts_inside and any(t.dtype is not torch.float64 for t in tensors_in((args, kwargs))):
-                raise self._casts_inside(func, device)
+                hint = f"put it under torch.autocast({device!r}, enabled=False), and cast its inputs"
+                if facts_of(func).is_fast_path:
+                    hint = "call torch.backends.mha.set_fastpath_enabled(False), so that torch.nn runs its parts"
+                problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
+                raise self.builder.refusal(problem, op=str(func), hint=hint)
             if rule is None:
                 return self.record(func, args, kwargs)
             return self.recorded(lambda: rule(*args, **kwargs))
         finally:
             self.builder.autocast = before
-
-    def _casts_inside(self, func: Any, device: str) -> UnsupportedOpError:
-        hint = f"put it under torch.autocast({device!r}, enabled=False), and cast its inputs"
-        if facts_of(func).is_fast_path:
-            hint = "call torch.backends.mha.set_fastpath_enabled(False), so that torch.nn runs its parts"
-        problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
-        return self.builder.refusal(problem, op=str(func), hint=hint)
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind arrive."""
@@ -246,21 +243,17 @@ class OpRecorder:
     def _refuse_memory_given_away(self, t: torch.Tensor, source: torch.Tensor) -> None:
         """A tensor gets the memory of another. That one counts as the same tensor from then on, and stays there."""
         if self._given_away.get(self.values.value_of(t).storage, id(t)) != id(t):
-            raise self.builder.refusal(
-                "a tensor gets other memory after another tensor has got its memory, as where two are swapped",
-                op="Tensor.set_",
-                hint="swap the values: keep a clone() of one, and use copy_",
-            )
+            problem = "a tensor gets other memory after another tensor has got its memory, as where two are swapped"
+            hint = "swap the values: keep a clone() of one, and use copy_"
+            raise self.builder.refusal(problem, op="Tensor.set_", hint=hint)
         self._given_away[self.values.value_of(source).storage] = id(t)
 
     def _refuse_lost_shape(self, t: torch.Tensor, op: str) -> None:
         """Autograd would go on with the shape that a tensor had before an op without autograd changed it."""
         if self.exact and requires_grad_of(t) and not grad_enabled():
-            raise self.builder.refusal(
-                "a tensor that requires grad changes its shape in place under no_grad",
-                op=op,
-                hint="use the op that gives a view, such as x.t() in place of x.t_()",
-            )
+            problem = "a tensor that requires grad changes its shape in place under no_grad"
+            hint = "use the op that gives a view, such as x.t() in place of x.t_()"
+            raise self.builder.refusal(problem, op=op, hint=hint)
 
     def _lifted(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
         call = OpCall(facts, args, kwargs)
@@ -343,12 +336,9 @@ class OpRecorder:
         """Put the op on the tape; `rest` are the further fields of Op."""
         kwargs = call.kwargs
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise RandomStateError(
-                "an op draws from a random generator of its own, which no graph can hold",
-                op=str(call.facts.func),
-                **self.builder.where(),
-                hint="draw from torch's default generator, or outside of the model",
-            )
+            problem = "an op draws from a random generator of its own, which no graph can hold"
+            hint = "draw from torch's default generator, or outside of the model"
+            raise RandomStateError(problem, op=str(call.facts.func), **self.builder.where(), hint=hint)
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
             kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
         if call.takes_default_dtype(outputs):

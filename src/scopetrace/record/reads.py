@@ -22,7 +22,6 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
-from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.tensors import FakeTensor, is_symbolic, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
@@ -58,8 +57,6 @@ class ReadRecorder:
         """How many of the tensors of the model that were read were asked whether they require grad."""
         self.awaits_cast = True
         """Whether an op that autocast may change is to be told by `on_cast_op`."""
-        self.members: dict[int, torch.Tensor] = {}
-        """By id, the parameters and buffers that the forward got from a module."""
         self._default_device = questions.flag("torch.get_default_device", ())
         self._default_dtype = questions.default_dtype()
 
@@ -235,11 +232,9 @@ class ReadRecorder:
             and isinstance(t, FakeTensor)
             and self._values.value_of(t).op.target not in _COALESCED
         ):
-            raise self._builder.refusal(
-                "the forward asks whether a sparse tensor that it has made is coalesced",
-                op="Tensor.is_coalesced",
-                hint="ask the input, or write x.coalesce(), which does nothing to one that is",
-            )
+            problem = "the forward asks whether a sparse tensor that it has made is coalesced"
+            hint = "ask the input, or write x.coalesce(), which does nothing to one that is"
+            raise self._builder.refusal(problem, op="Tensor.is_coalesced", hint=hint)
 
     def _note_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
         """The facts of a tensor made in the forward follow from those of the inputs."""
@@ -406,7 +401,7 @@ def _computed_from(value: Value) -> Iterator[Value]:
             values += value.op.inputs()
 
 
-def expect_copies(tape: RecordedTape, env: WatchedShapeEnv) -> None:
+def expect_copies(tape: RecordedTape) -> None:
     """Record that a call has no size 1 where the program depends on it that an op copies, and is no view.
 
     `x.transpose(0, 1).flatten()` copies where both dimensions have two elements or more, and is a view where one has
@@ -429,7 +424,7 @@ def expect_copies(tape: RecordedTape, env: WatchedShapeEnv) -> None:
             place = {"module": str(op.scope), "source": source_of(op.frames)}
             for size in source.fake.size():
                 if isinstance(size, torch.SymInt):
-                    env.take_for_more_than_one(size, place)
+                    size.node.shape_env.take_for_more_than_one(size, place)
 
 
 def _source(op: Op) -> Value | None:

@@ -130,11 +130,9 @@ def _attention(ops: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_batched(ops: Any, *_: Any) -> Any:
-    raise ops.builder.refusal(
-        "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)",
-        op="torch.autograd.grad",
-        hint="take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time",
-    )
+    problem = "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)"
+    hint = "take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time"
+    raise ops.builder.refusal(problem, op="torch.autograd.grad", hint=hint)
 
 
 def refuse_lost_dropout(builder: TapeBuilder, func: Any, args: tuple[Any, ...]) -> None:

@@ -99,11 +99,8 @@ class _Match:
         return str(op.target).startswith(LITERAL)  # compared where it is read
 
     def _are_equal(self, first: Op, second: Op) -> bool:
-        return (
-            (first.kind, first.target, first.grad) == (second.kind, second.target, second.grad)
-            and len(first.values()) == len(second.values())
-            and self._same((first.args, first.kwargs), (second.args, second.kwargs))
-        )
+        facts = [(op.kind, op.target, op.grad, len(op.values())) for op in (first, second)]
+        return facts[0] == facts[1] and self._same((first.args, first.kwargs), (second.args, second.kwargs))
 
     def _pair(self, first: list[Value], second: list[Value]) -> None:
         for old, new in zip(first, second, strict=True):

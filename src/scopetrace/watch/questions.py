@@ -25,7 +25,7 @@ from scopetrace._compat import questions
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import VIEW_QUESTIONS, Condition
 from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
-from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
+from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of, uncounted
 from scopetrace.guards.attributes import static_lookup
 from scopetrace.ir.scopes import tracing_state
 from scopetrace.record.builder import TapeBuilder
@@ -157,11 +157,9 @@ _MAKES_TEXT = prefixes(TORCH_DIRECTORY, "_tensor.py", "_tensor_str.py")
 
 def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
     """Refuse a change to what a tensor is for autograd."""
-    raise builder.refusal(
-        f"the forward {problem}, which no op does",
-        op=f"Tensor.{name}",
-        hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
-    )
+    problem = f"the forward {problem}, which no op does"
+    hint = "do it outside of the forward; to cut a gradient inside, use x.detach()"
+    raise builder.refusal(problem, op=f"Tensor.{name}", hint=hint)
 
 
 class PythonValues:
@@ -224,11 +222,9 @@ class PythonValues:
     def _refuse_base(self, name: str, *_: Any) -> None:
         """The forward asks whether a tensor is a view, which it need not be in a trace."""
         if asked_by_model():
-            raise self._builder.refusal(
-                "the forward asks whether a tensor is a view, which no call of a trace can know",
-                op=f"Tensor.{name}",
-                hint="ask outside of the forward",
-            )
+            problem = "the forward asks whether a tensor is a view, which no call of a trace can know"
+            hint = "ask outside of the forward"
+            raise self._builder.refusal(problem, op=f"Tensor.{name}", hint=hint)
 
     # ---------------------------------------------------------------- data
 
@@ -262,7 +258,8 @@ class PythonValues:
                 hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
             )
         if not values.are_one_view(t, new):
-            values.set_data(t, new)
+            with torch.no_grad(), uncounted(values.fake_of(t)):  # for autograd it is no write
+                t.set_(new.detach())  # type: ignore[call-overload]
 
     def _leave_data(self, t: torch.Tensor, new: torch.Tensor) -> None:
         """Before a tensor that the forward made gets other data."""

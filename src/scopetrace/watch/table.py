@@ -43,7 +43,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
-from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR, AttributeWatch
+from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR
 from scopetrace.guards.reach import DEPTH, OF_ALL_ATTRIBUTES, Reach, functions_of, names_of, unwrapped
 from scopetrace.ir.guards import (
     ALL_MODULES,
@@ -89,13 +89,14 @@ _BOOKKEEPERS = {
 class StateReads:
     """Sees what one forward reads of Python's state, and makes the table of it.
 
-    `effects` leads to the functions that it may run, and `members` gets the parameters and buffers that it takes from
-    modules.
+    `effects` leads to the functions that it may run.
     """
 
-    def __init__(self, values: ValueTable, effects: EffectWatch, members: dict[int, torch.Tensor]) -> None:
+    def __init__(self, values: ValueTable, effects: EffectWatch) -> None:
         self._builder, self._model, self._examples = values.builder, values.model, [*values.examples.values()]
-        self._reach, self._objects, self._members = effects.reach, effects.objects, members
+        self._reach, self._objects = effects.reach, effects.objects
+        self._members: dict[int, torch.Tensor] = {}
+        """By id, the parameters and buffers that the forward got from a module."""
         self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Location]] = {}
         """By id of a module and name, the attributes that were asked for, in order."""
         self._called: dict[int, torch.nn.Module] = {}
@@ -110,7 +111,7 @@ class StateReads:
         def note(module: torch.nn.Module, name: str) -> bool:
             return is_observed() and self._note(module, name)
 
-        with AttributeWatch([saved.module for saved in self._model.saved_modules], note).watching():
+        with attributes.watching([saved.module for saved in self._model.saved_modules], note):
             yield
 
     def _note(self, module: torch.nn.Module, name: str) -> bool:
@@ -303,7 +304,7 @@ class StateReads:
         model, root = self._model, self._builder.tape.root.path
         used = set(map(id, self._builder.tape.attributes.values()))
         for saved in model.saved_modules if len(model.saved_modules) > len(model.modules) else ():
-            tables = saved.tables[1:3] if model.is_outside(saved.module) else []
+            tables = [] if model.names_of(saved.module) else saved.tables[1:3]
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Guard(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used | self._members.keys(), held):
@@ -386,8 +387,8 @@ class RanFunctions:
         """What the functions read of variables."""
         if self.functions:
             yield Guard.of("functions", OfFunctions(tuple(self.functions)), path)
-        for name, owner, key, function in self.reach.variables.values():
-            source, frames = At(owner, key), ((), ((function.__code__, function.__code__.co_firstlineno),))
+        for name, place, function in self.reach.variables.values():
+            source, frames = At(*place), ((), ((function.__code__, function.__code__.co_firstlineno),))
             if _is_state(source.current(NO_CALL)):
                 yield Guard.of(name, source, path, frames, self.names)
                 yield from _of_identity(name, source, frames, path)
