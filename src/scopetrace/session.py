@@ -45,6 +45,7 @@ from scopetrace.errors import DynamicShapeError, InputMismatchError, RandomState
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.guards import ArgumentNumber, numbers_read
+from scopetrace.ir.segment import CHECKPOINT, keep_regions
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
@@ -55,7 +56,6 @@ from scopetrace.record.explanations import errors_explained, explained, text_use
 from scopetrace.record.model import Model, named_arguments
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder, caught, expect_copies
-from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.values import ValueTable, refuse_changes, refuse_writes
 from scopetrace.watch.effects import EffectWatch, refuse_hidden, refuse_leak, refuse_tags, settings_left
 from scopetrace.watch.entries import are_alike, bind_entries
@@ -92,8 +92,7 @@ def record(
 
     def attempt(assumptions: Assumptions, before: RecordedTape | None = None) -> Run:
         model = Model(fn, named_arguments(fn, args, kwargs))
-        _refuse_wrapped(model)
-        _refuse_tensors(model)
+        _refuse_untraceable(model)
         recording = Recording(model, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress)
         return recording.run(fn, args, kwargs, dynamic_shapes, before)
 
@@ -103,41 +102,34 @@ def record(
     return judged(first, lambda: retraced(functools.partial(attempt, before=first.tape)))
 
 
-def _refuse_wrapped(model: Model) -> None:
-    """DistributedDataParallel reads Dynamo's state; FSDP2's hooks would gather for real, into tensors of the trace."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, nothing is sharded
-    for module in model.modules:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            problem = "the model is wrapped by DistributedDataParallel"
-            hint = "trace the module inside, ddp.module"
-        elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            problem = "the model is sharded by fully_shard"
-            hint = "trace it before it is sharded; a model of the same config on the meta device does as well"
-        else:
-            continue
-        name = model.names_of(module)[0] or "the root"
-        raise UnsupportedOpError(problem, module=f"{model.type_name}, {name}", hint=hint)
+def _refuse_untraceable(model: Model) -> None:
+    """DistributedDataParallel reads Dynamo's state; FSDP2's hooks would gather for real, into tensors of the trace.
 
-
-def _refuse_tensors(model: Model) -> None:
-    """A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it.
-
-    The ops of a DTensor are Python of its own, on the real tensor of this rank.
+    A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it. The ops of
+    a DTensor are Python of its own, on the real tensor of this rank.
     """
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # never imported: nothing is one
-    for (name, *_), t in zip(model.owners, model.tensors, strict=True):
+
+    def refuse(problem: str, module: str, hint: str) -> None:
+        raise UnsupportedOpError(problem, module=f"{model.type_name}, {module or 'the root'}", hint=hint)
+
+    parts = ("fsdp", "FSDPModule"), ("tensor", "DTensor")  # where one was never imported, nothing is of its class
+    sharded, dtensor = (getattr(sys.modules.get(f"torch.distributed.{name}"), kind, ()) for name, kind in parts)
+    meta = "a model of the same config on the meta device does as well"
+    for module in model.modules:
+        name = model.names_of(module)[0]
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            refuse("the model is wrapped by DistributedDataParallel", name, "trace the module inside, ddp.module")
+        if isinstance(module, sharded):
+            refuse("the model is sharded by fully_shard", name, f"trace it before it is sharded; {meta}")
+    for (fqn, *_), t in zip(model.owners, model.tensors, strict=True):
         if torch.nn.parameter.is_lazy(t):
             problem, hint = "a lazy module has no parameters yet", "run the model once before it is traced"
-        elif isinstance(t, dtensor):
+            refuse(problem, fqn.rpartition(".")[0], hint)
+        if isinstance(t, dtensor):
             problem = "the model has a DTensor, as parallelize_module and distribute_tensor make them"
-            hint = (
-                "trace it before it is distributed; a model of the same config on the meta device does as well. A "
-                "graph of one rank is that of a forward on plain tensors, in which collectives that it calls are ops"
-            )
-        else:
-            continue
-        module = name.rpartition(".")[0] or "the root"
-        raise UnsupportedOpError(problem, module=f"{model.type_name}, {module}", hint=hint)
+            hint = f"trace it before it is distributed; {meta}. A graph of one rank is that of a forward on plain "
+            hint += "tensors, in which collectives that it calls are ops"
+            refuse(problem, fqn.rpartition(".")[0], hint)
 
 
 def retraced(attempt: Callable[[Assumptions], T]) -> T:
@@ -244,8 +236,7 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        first_states = self.builder.first_states
-        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, first_states)
+        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, self.builder.first_states)
 
     def _argument_numbers(
         self, before: Arguments, after: Arguments, positional: list[str], names: frozenset[str] | None

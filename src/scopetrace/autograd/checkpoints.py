@@ -22,11 +22,11 @@ from scopetrace._compat.ops import is_op, is_random, paused, schema_of
 from scopetrace._compat.tensors import version_of
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.segment import CHECKPOINT, Region
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
 from scopetrace.ops.functional_variants import by_name
 from scopetrace.ops.history import KEEP_MORE
 from scopetrace.record.builder import place_of
-from scopetrace.record.regions import CHECKPOINT, Region
 from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten

@@ -25,10 +25,10 @@ from scopetrace.autograd.functions import FunctionRecorder, refuse_dirty_view
 from scopetrace.autograd.gradients import GradientRecorder
 from scopetrace.autograd.history import BOUND_APPLY
 from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.segment import CHECKPOINT
 from scopetrace.ir.tape import Phase
 from scopetrace.ops.history import can_require_grad, is_view
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.regions import CHECKPOINT
 from scopetrace.watch.questions import refuse_flag
 
 

@@ -381,12 +381,6 @@ class Call(Nested):
         return self
 
 
-def is_grad_on(ops: list[Op]) -> bool:
-    """Whether autograd is on for one of the ops that compute, or there are none at all."""
-    grads = {op.grad for op in ops if op.kind in ("call_function", "call_module")} or {op.grad for op in ops}
-    return True in grads or not grads
-
-
 class Signed:
     """Stands for a function of which the signature is known, and nothing else."""
 

@@ -18,8 +18,8 @@ from torch.fx import traceback
 from scopetrace._compat.questions import grad_enabled
 from scopetrace.errors import TraceError, UnsupportedOpError
 from scopetrace.ir.scopes import Frame, Frames, Ran, Scope, TracingState, capture_frames, source_of
+from scopetrace.ir.segment import Region
 from scopetrace.ir.tape import Autocast, Call, Op, Phase, RecordedTape, Value
-from scopetrace.record.regions import Region
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,7 @@ from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.guards import Guard
 from scopetrace.ir.scopes import Scope, scope
+from scopetrace.ir.segment import NESTED
 from scopetrace.ir.selection import Candidate, Target, is_named, matches, near_text, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
@@ -48,7 +49,6 @@ from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_or
 from scopetrace.record.op_call import version_counter
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.regions import NESTED
 from scopetrace.record.values import ValueTable
 from scopetrace.sources import SCOPETRACE
 

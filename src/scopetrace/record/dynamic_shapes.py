@@ -16,15 +16,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.shape_env import (
-    ANY_LOWER,
-    DimSpec,
-    WatchedShapeEnv,
-    new_number,
-    new_symbol,
-    read_dim,
-    takes_small_examples,
-)
+from scopetrace._compat.shape_env import ANY_LOWER, DimSpec, WatchedShapeEnv, new_number, new_symbol, read_dim
 from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import Children, leaves_with_path, open_container
 from scopetrace.errors import DynamicShapeError
@@ -101,7 +93,7 @@ class DynamicShapes:
                     hint="use one Dim object for both, or give the Dims two names",
                 )
             return symbol
-        if value < 2 and not takes_small_examples():
+        if value < 2 and not self.rules.env.takes_small_examples:
             problem = f"{where} is {value} in the example, and torch fixes sizes 0 and 1 (they broadcast)"
             if spec.may_be_fixed:
                 warnings.warn(f"scopetrace: {problem}: it is static", stacklevel=2)

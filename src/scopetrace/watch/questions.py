@@ -32,7 +32,7 @@ from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.explanations import text_used
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.sources import SCOPETRACE, TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
+from scopetrace.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 
 # Code that asks to restore what was, or to choose between kernels that compute the same.
 _KEEPING_STATE = (
@@ -46,17 +46,12 @@ _KEEPING_STATE = (
     ),
 )
 _FAKE_TENSORS = prefixes(TORCH_DIRECTORY, "_subclasses/")
-_TORCH = prefixes(TORCH_DIRECTORY)
 
 
 def watch_questions(ops: OpRecorder, torch_calls: Interception) -> None:
     """Hear what Python asks of tensors and of torch."""
     PythonValues(ops, torch_calls)
-    _report_questions(torch_calls, ops.reads)
-
-
-def _report_questions(torch_calls: Interception, reads: ReadRecorder) -> None:
-    """Let what answers questions tell `reads`, too."""
+    reads = ops.reads
 
     def asked() -> bool:
         if not torch_calls.in_forward():
@@ -64,7 +59,7 @@ def _report_questions(torch_calls: Interception, reads: ReadRecorder) -> None:
         frame = asking_frame()
         if frame is not None and frame.f_code.co_filename.startswith(_KEEPING_STATE):
             return False
-        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        while frame is not None and frame.f_code.co_filename.startswith(TORCH):
             if frame.f_code.co_filename.startswith(_FAKE_TENSORS):
                 return False  # a fake tensor that is made without an op, as for `x.data`
             frame = frame.f_back

@@ -82,7 +82,9 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         return first.tape
     if any(map(_advances, first.changes)):
         return _for_one_call(first, {}, set())
-    run, left, lines, relevant = None, _left_by(first), dict[str, str](), set[str]()
+    tensors = dict[int, torch.Tensor]()
+    left = _Left([(change, _real(plain(change.new), tensors)) for change in first.changes], tensors)
+    run, lines, relevant = None, dict[str, str](), set[str]()
     if not any(change.is_generator for change in first.changes):
         with _watched_state(left) as asked, _noting_lines(first.changes) as lines, _may_fail():
             run = again()  # fails on the state that it left, as where the forward deletes an attribute
@@ -172,11 +174,6 @@ class _Left(NamedTuple):
     """Each change, and what stands there after it."""
     tensors: dict[int, torch.Tensor]
     """By id of the tensors of the trace, what stands for them."""
-
-
-def _left_by(run: Run) -> _Left:
-    tensors: dict[int, torch.Tensor] = {}
-    return _Left([(change, _real(plain(change.new), tensors)) for change in run.changes], tensors)
 
 
 def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
