@@ -26,7 +26,7 @@ from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, is_symbolic, tags_of, with_version
 from scopetrace.autograd.checkpoints import refuse_recomputed
-from scopetrace.autograd.history import inputs_made_leaves, note_plain_leaves, refuse_lost_history
+from scopetrace.autograd.history import note_leaves, refuse_lost_history
 from scopetrace.autograd.optimizers import begun
 from scopetrace.autograd.recorder import AutogradRecorder
 from scopetrace.containers.contents import Change, same, snapshot
@@ -220,10 +220,7 @@ class Recording:
         tape.guards += guards
         entries = bind_entries(self.values, changes, first) if changes else frozenset()
         changes = self._without_bound([c for c in changes if c.place.id not in entries], reads)
-        note_plain_leaves(self.values)
-        for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
-            self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        tape.side_effects += inputs_made_leaves(tape, self.values.examples)
+        note_leaves(self.values, self.reads)
         positional = [name for name, _ in arguments[: len(args)]]
         tape.argument_numbers = self._argument_numbers((args, kwargs), fakes, positional, reads.names)
         self._refuse(others)
@@ -243,8 +240,8 @@ class Recording:
     ) -> list[ArgumentNumber]:
         """The numbers in objects among the arguments, which are `after` as the forward has left them."""
         dynamic = {d.path for d in self.tape.sizes.dynamic} if self.tape.sizes is not None else set()
-        left = {n.name: n.value for n in numbers_read(*after, positional, self.object_types, names)}
-        read = numbers_read(*before, positional, self.object_types, names)
+        left = {n.name: n.value for n in numbers_read(after, positional, self.object_types, names)}
+        read = numbers_read(before, positional, self.object_types, names)
         return [dataclasses.replace(n, changes=left.get(n.name) != n.value) for n in read if n.name not in dynamic]
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:

@@ -127,12 +127,6 @@ def has_kernel_of_its_own(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
 
 
-def op_overloads(namespace: str, name: str) -> list[OpOverload]:
-    """All overloads of an op; empty when there is no such op."""
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-
-
 OPS = (OpOverload, HigherOrderOperator)
 """The classes of ops."""
 

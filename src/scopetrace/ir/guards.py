@@ -227,11 +227,8 @@ class OfFunctions(Source):
     kind = "code"
 
     def current(self, call: CallInputs) -> Any:
-        return [self._parts(f.__code__, f.__defaults__ or (), f.__kwdefaults__ or {}) for f in self.functions]
-
-    @staticmethod
-    def _parts(code: types.CodeType, defaults: tuple[Any, ...], of_keywords: dict[str, Any]) -> tuple[Any, ...]:
-        return code, len(defaults), *defaults, *of_keywords, *of_keywords.values()
+        parts = [(f.__code__, f.__defaults__ or (), f.__kwdefaults__ or {}) for f in self.functions]
+        return [(code, len(x), *x, *of_keywords, *of_keywords.values()) for code, x, of_keywords in parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -544,13 +541,13 @@ class ArgumentNumber:
 
 
 def numbers_read(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    names: Sequence[str],
-    object_types: Collection[type],
-    attributes: Collection[str] | None,
+    arguments: Any, names: Sequence[str], object_types: Collection[type], attributes: Collection[str] | None
 ) -> list[ArgumentNumber]:
-    """The numbers in objects that stand in one of `attributes`, or in any; `names` are of the positional arguments."""
+    """The numbers in objects among (args, kwargs) that stand in one of `attributes`, or in any.
+
+    `names` are of the positional arguments.
+    """
+    args, kwargs = arguments
 
     def inside(x: Any, place: ArgumentNumber, outer: list[Any]) -> Iterator[ArgumentNumber]:
         opened = None if place.attributes else open_container(x, object_types)
@@ -567,8 +564,8 @@ def numbers_read(
                 yield number
 
     places = [("[0]", f"[{i}]") for i in range(len(args))] + [("[1]", f"[{name!r}]") for name in kwargs]
-    arguments = zip((*args, *kwargs.values()), (*names, *kwargs), places, strict=True)
-    return [number for x, name, path in arguments for number in inside(x, ArgumentNumber(name, 0, path, ()), [])]
+    named = zip((*args, *kwargs.values()), (*names, *kwargs), places, strict=True)
+    return [number for x, name, path in named for number in inside(x, ArgumentNumber(name, 0, path, ()), [])]
 
 
 def check_numbers(numbers: Sequence[ArgumentNumber], arguments: Any) -> None:

@@ -45,7 +45,7 @@ from scopetrace.ir.segment import NESTED
 from scopetrace.ir.selection import Candidate, Target, is_named, matches, near_text, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
-from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
+from scopetrace.record.nodes import NodeRunner, class_of_text, knows_origins, says_root, signature_of_nodes
 from scopetrace.record.op_call import version_counter
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
@@ -121,7 +121,8 @@ class CallRecorder:
             if method == "forward" and is_root and knows_origins(module):
                 return NodeRunner(module, self._builder).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
-        if isinstance(self._model.root, torch.fx.GraphModule) and is_part(module):
+        in_graph = isinstance(self._model.root, torch.fx.GraphModule)
+        if in_graph and isinstance(module, torch.fx.GraphModule) and says_root(module.graph.nodes):  # of torch.export
             return NodeRunner(module, self._builder).call(args, kwargs)
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)

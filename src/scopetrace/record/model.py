@@ -172,7 +172,7 @@ class Model:
         for module in self.modules:
             fqns, kind = self.names_of(module), type(module)
             of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
-            has_forward = "forward" in module.__dict__ or of_class is not _NO_FORWARD
+            has_forward = "forward" in module.__dict__ or of_class is not torch.nn.Module.forward
             modules[fqns[0]] = RegisteredModule(tuple(fqns), kind.__name__, has_forward)
             for name, p in (module.__dict__.get("_parameters") or _EMPTY).items():
                 if p is not None:
@@ -211,7 +211,6 @@ class Model:
         return [change for saved in self._saved.values() for change in saved.restore()]
 
 
-_NO_FORWARD = torch.nn.Module.forward
 _EMPTY: dict[str, Any] = {}  # in the place of the many copies of empty tables
 _NOTHING: frozenset[str] = frozenset()
 
@@ -275,11 +274,6 @@ class ModuleSnapshot:
                 continue
             buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
             yield Change(f"{self.name}.{name}", before, after, Place(table, name), self.module, name, buffer)
-
-
-def is_torchs(module: torch.nn.Module) -> bool:
-    """Whether its class is one of those of torch.nn."""
-    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

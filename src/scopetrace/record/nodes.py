@@ -200,7 +200,6 @@ def says_root(nodes: Iterable[torch.fx.Node]) -> bool:
     return any(stack and not stack[0].fqn for stack in map(_module_stack, nodes))
 
 
-_NO_STEP = ("placeholder", "get_attr", "output")
 _REGIONS = (_hops.wrap_with_set_grad_enabled, _hops.wrap_with_autocast)
 
 
@@ -209,7 +208,7 @@ def _place(n: torch.fx.Node) -> list[Entry] | None:
 
     What torch.export writes at the region itself is the stack of some node near it.
     """
-    if n.op in _NO_STEP or n.target == "_guards_fn":
+    if n.op in ("placeholder", "get_attr", "output") or n.target == "_guards_fn":
         return None
     if n.target is operator.getitem and n.all_input_nodes[0].target in _REGIONS:
         return _place(n.all_input_nodes[0])
@@ -282,11 +281,6 @@ def knows_origins(module: Any) -> TypeGuard[torch.fx.GraphModule]:
     return isinstance(module, torch.fx.GraphModule) and any(
         n.stack_trace or "nn_module_stack" in n.meta for n in module.graph.nodes
     )
-
-
-def is_part(module: Any) -> TypeGuard[torch.fx.GraphModule]:
-    """Whether it is a part of a graph of torch.export, which runs under another mode."""
-    return isinstance(module, torch.fx.GraphModule) and says_root(module.graph.nodes)
 
 
 def root_class(module: Any) -> type:

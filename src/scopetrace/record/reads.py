@@ -138,10 +138,6 @@ class ReadRecorder:
         stays = [g for g in self._guards if type(g.source) is not Flag or g.source.current(NO_CALL) == g.value]
         self._guards[:] = stays
 
-    def on_failed(self, error: Exception) -> None:
-        """A question to a tensor has raised this."""
-        self._builder.raised.append((error, None))
-
     def on_gradients_of_inputs(self) -> None:
         """Autograd may decide what happens, as whether there was the error of an op that the forward has caught."""
         for value in self._builder.tape.inputs:
@@ -186,8 +182,10 @@ class ReadRecorder:
             first |= {i: op for i in range(len(frozen)) if bits & 2 << i and i not in first} if bits else {}
         for i, op in first.items():
             real = frozen[i].real
-            if real is not None:
-                self.on_outside(real, "requires_grad", requires_grad_of(real), (), op.frames, op.scope.path)
+            if real is not None and (owner := self._model.owner(real)) is not None:
+                source = OfTensor(*owner[1:], "requires_grad")
+                name = f"{owner[0]}.requires_grad"
+                self.note_once(name, requires_grad_of(real), source, op.frames, op.scope.path)
 
     def on_autocast(self, entered: bool) -> None:
         """A block under `torch.autocast` begins or ends."""
@@ -230,7 +228,7 @@ class ReadRecorder:
         elif (
             not self.on_outside(t, name, answer)  # fake tensors do not say it
             and isinstance(t, FakeTensor)
-            and self._values.value_of(t).op.target not in _COALESCED
+            and self._values.value_of(t).op.target not in (_aten.coalesce.default, _aten._coalesce.default)
         ):
             problem = "the forward asks whether a sparse tensor that it has made is coalesced"
             hint = "ask the input, or write x.coalesce(), which does nothing to one that is"
@@ -299,21 +297,13 @@ class ReadRecorder:
         name = _text_of(self._builder.tape.input_paths[index], fact, args)
         self.note_once(name, answer, OfInput(index, fact, args), frames)
 
-    def on_outside(
-        self,
-        t: torch.Tensor,
-        fact: str,
-        answer: Any,
-        args: tuple[Any, ...] = (),
-        frames: Frames | None = None,
-        path: str | None = None,
-    ) -> bool:
+    def on_outside(self, t: torch.Tensor, fact: str, answer: Any, args: tuple[Any, ...] = ()) -> bool:
         """Note a fact of an input, or of a tensor of the model. False for others."""
         value, inputs, owner = self._values.by_id.get(id(t)), self._builder.tape.inputs, self._model.owner(t)
         if value in inputs:
-            self._fact(inputs.index(value), fact, answer, args, frames)
+            self._fact(inputs.index(value), fact, answer, args)
         elif owner is not None:
-            self.note_once(_text_of(owner[0], fact, args), answer, OfTensor(*owner[1:], fact), frames, path)
+            self.note_once(_text_of(owner[0], fact, args), answer, OfTensor(*owner[1:], fact))
         return value in inputs or owner is not None
 
     def on_requires_grad(self, t: torch.Tensor) -> None:
@@ -357,7 +347,6 @@ def _is_source_or_alias(op: Op) -> bool:
 
 
 _aten = torch.ops.aten
-_COALESCED = (_aten.coalesce.default, _aten._coalesce.default)
 
 
 # Ops that give a view or a copy, as the layout of what they take is --------------------------------------------------

@@ -180,7 +180,6 @@ def settings_left(before: dict[str, Any], after: dict[str, Any], root: str) -> l
 _MOST = 10_000
 """So many objects behind a result are looked at."""
 _NO_LEAVES = (type, types.ModuleType, types.CodeType, types.FrameType, enum.Enum, torch.dtype, torch.device)
-_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
 def refuse_leak(x: Any, path: str, *, is_result: bool) -> None:
@@ -231,7 +230,7 @@ def _leak(x: Any, parts: Callable[[Any], Iterable[Any]]) -> Any:
     """A tensor of the trace, or its storage, to which an object leads; `parts` are what one refers to."""
     pending, seen = [x], {id(x): x}
     for reached in itertools.islice(pending, _MOST):  # which grows meanwhile
-        if isinstance(reached, (FakeTensor, *_STORAGES)):
+        if isinstance(reached, (FakeTensor, torch.UntypedStorage, torch.TypedStorage)):
             return reached
         new = {id(part): part for part in parts(reached) if id(part) not in seen}
         seen |= new

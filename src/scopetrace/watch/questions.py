@@ -69,7 +69,7 @@ def watch_questions(ops: OpRecorder, torch_calls: Interception) -> None:
         owner, _, name = path.rpartition(".")
         torch_calls.put(sys.modules[owner], name, _flag(path, ask, reads, asked))
     for name, get in (*questions.methods.items(), *questions.properties.items()):
-        torch_calls.mode.on(get, _fact(name, reads, asked))
+        torch_calls.mode.on(get, _fact(name, ops, asked))
     _report_properties(torch_calls, reads)
     _report_switches(torch_calls, reads)
 
@@ -86,16 +86,16 @@ def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Condit
     return answered
 
 
-def _fact(name: str, reads: ReadRecorder, asked: Condition) -> Handler:
+def _fact(name: str, ops: OpRecorder, asked: Condition) -> Handler:
     def answered(ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         try:  # not by `_may_fail`, whose frame would be between the question and who asks
             answer = ask(t, *args, **kwargs)
         except Exception as error:
-            reads.on_failed(error)
+            ops.builder.raised.append((error, None))
             raise
         if asked():
             args = () if name in questions.properties else (*args, *kwargs.values())
-            reads.on_fact(t, name, args, answer is not None if name == "grad_fn" else answer)
+            ops.reads.on_fact(t, name, args, answer is not None if name == "grad_fn" else answer)
         return answer
 
     return answered
@@ -197,7 +197,7 @@ class PythonValues:
         try:
             return ask(*args, **kwargs)
         except Exception as error:
-            self._ops.reads.on_failed(error)
+            self._builder.raised.append((error, None))
             raise
 
     def _refuse_copy(self, t: torch.Tensor, *_: Any, **__: Any) -> None:

@@ -67,7 +67,7 @@ from scopetrace.ir.guards import (
 from scopetrace.ir.scopes import Frames, Ran, source_of, walk_frames
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import is_torchs, lists_weights
+from scopetrace.record.model import lists_weights
 from scopetrace.record.values import ValueTable
 from scopetrace.sources import SCOPETRACE, is_users
 from scopetrace.watch.effects import EffectWatch
@@ -228,8 +228,8 @@ class StateReads:
 
     def _called_modules(self) -> dict[int, torch.nn.Module]:
         called = {id(c.module): c.module for c in self._builder.tape.calls if c.module is not None and not c.leaf}
-        for module in [m for m in called.values() if is_torchs(m)]:  # which may ask for the hooks of those in them
-            called.update((id(inner), inner) for inner in module.modules())
+        for module in [m for m in called.values() if type(m).__module__.startswith("torch.nn.modules.")]:
+            called.update((id(inner), inner) for inner in module.modules())  # it may ask for the hooks of these
         return called
 
     def _taken_modules(self) -> dict[int, torch.nn.Module]:
