@@ -283,7 +283,7 @@ class Recording:
         """Of a recording, on the example inputs; with a seed, on random ones like them."""
         inputs = self.values.examples.values()
         by_input = {v: random_like(t, seed) if seed else t for v, t in zip(tape.inputs, inputs, strict=True)}
-        return ExampleRun(self.values, tape, by_input, lambda *_: None)
+        return ExampleRun(self.values, tape, by_input)
 
     @functools.cached_property
     def _run_on_example(self) -> ExampleRun:
@@ -343,7 +343,7 @@ class Recording:
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             if not effects.reach.names.isdisjoint(("step", "param_groups")):
                 autograd.gradients.begin()
-            with self.ops.at_end:
+            with self.ops.collectives.finishing():
                 return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)

@@ -54,7 +54,7 @@ from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
-from scopetrace.record.collectives import CollectiveRecorder, Finish
+from scopetrace.record.collectives import CollectiveRecorder
 from scopetrace.record.data import DataReader
 from scopetrace.record.higher_order import BodyRecorder, FlexRecorder
 from scopetrace.record.nodes import NodeRunner
@@ -80,21 +80,14 @@ class OpRecorder:
         self.exact = self.builder.tape.exact_autograd
         self._facts: dict[int, OpFacts] = {}
         self.specialize = specialize
-        self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
+        self.collectives = CollectiveRecorder(values)
+        """Records collectives."""
+        self._pending = self.collectives.pending
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
-        self.at_end = contextlib.ExitStack()
-        """Around the forward: at its end, collectives that are under way are finished."""
         self.attention_kernels = attention_kernels()
         """Those that were on before the forward."""
         self.data = DataReader(values, reads, specialize=specialize)
         """Answers what Python asks of the data of tensors."""
-
-    @functools.cached_property
-    def collectives(self) -> CollectiveRecorder:
-        """Records collectives."""
-        recorder = CollectiveRecorder(self.values, self.recorded, self._pending)
-        self.at_end.enter_context(recorder.finishing())
-        return recorder
 
     # ---------------------------------------------------------------- arrival
 
@@ -319,13 +312,10 @@ class OpRecorder:
             return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
 
     def _append_inferred(
-        self,
-        call: OpCall,
-        outputs: Outputs,
-        fakes: list[torch.Tensor | None],
-        written: tuple[Value, ...] = (),
-        tracked: tuple[Value, ...] = (),
+        self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None], *writes: tuple[Value, ...]
     ) -> Any:
+        """Put the op on the tape with these results; `writes` are `Op.writes` and `Op.tracked` of one that writes."""
+        written, tracked = writes or ((), ())
         results = self.values.new_inferred(outputs, fakes, call.inputs, is_written=bool(written))
         self._append(call, outputs.contained(results), written, None, tracked)
         if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
@@ -397,9 +387,8 @@ class OpRecorder:
                 return self._append_inferred(call, *known, written, before.tracked)
         if not (written or unbacked is not None or out is None or tensors_in(out)):
             return out  # a question about metadata, answered
-        results = (
-            self.values.new_same(out, 0, returned[0]) if returned and not written else self.values.new_results(out)
-        )
+        is_same = returned and not written
+        results = self.values.new_same(out, 0, returned[0]) if is_same else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
         if self.exact and next_sequence_number() > first:
             self.builder.made_nodes.append((first, self.builder.tape.ops[-1]))

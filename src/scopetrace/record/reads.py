@@ -74,20 +74,13 @@ class ReadRecorder:
             self._layout(i, frames)
 
     def note_once(
-        self,
-        name: str,
-        value: Any,
-        source: Source,
-        frames: Frames | None = None,
-        path: str | None = None,
-        known_as: Any = None,
+        self, name: str, value: Any, source: Source, frames: Frames | None = None, known_as: Any = None
     ) -> None:
-        """Note what the forward read, once for each place; frames and scope default to the current ones."""
+        """Note what the forward read, once for each place; frames default to the current ones."""
         if (known_as or source) not in self._known:
             self._known.add(known_as or source)
             frames = self._builder.frames() if frames is None else frames
-            path = self._builder.state.current_scope.path if path is None else path
-            self._guards.append(Guard(name, value, source, frames, path))
+            self._guards.append(Guard(name, value, source, frames, self._builder.state.current_scope.path))
 
     def on_guard(self, guard: Guard, inputs: Sequence[Any]) -> None:
         """What another trace depends on, which was called with these inputs, this one does too."""
@@ -183,9 +176,9 @@ class ReadRecorder:
         for i, op in first.items():
             real = frozen[i].real
             if real is not None and (owner := self._model.owner(real)) is not None:
-                source = OfTensor(*owner[1:], "requires_grad")
-                name = f"{owner[0]}.requires_grad"
-                self.note_once(name, requires_grad_of(real), source, op.frames, op.scope.path)
+                source, name = OfTensor(*owner[1:], "requires_grad"), f"{owner[0]}.requires_grad"
+                if source not in self._known:
+                    self._guards.append(Guard(name, requires_grad_of(real), source, op.frames, op.scope.path))
 
     def on_autocast(self, entered: bool) -> None:
         """A block under `torch.autocast` begins or ends."""

@@ -90,9 +90,8 @@ class EffectWatch:
         named = [(_in_words(name, place), place) for name, place, _ in self.reach.variables.values()]
         self._variables = [(name, place, place.current()) for name, place in named if name]
         self._holders += [(kind.__name__, kind, dict(vars(kind))) for kind in self.reach.bases]
-        self._holders += [
-            (f.__name__, f, dict(tags) if (tags := vars(f)) else _NO_TAGS) for f in self.reach.functions.values()
-        ]
+        functions = self.reach.functions.values()
+        self._holders += [(f.__name__, f, dict(tags) if (tags := vars(f)) else _NO_TAGS) for f in functions]
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
@@ -123,15 +122,12 @@ class EffectWatch:
 
     def restore(self) -> list[Change]:
         """Put all back as it was, and say what had changed: by value, or to another object that equals the old one."""
-        changes = [*self._model.restore(), *self._of_variables(), *self._of_attributes()]
+        of_modules = self._model.restore()
+        variables = [Change(name, old, place.current(), place) for name, place, old in self._variables]
+        changes = [*of_modules, *(c for c in variables if c.new is not c.old), *self._of_attributes()]
         for change in changes:
             change.place.put(change.old)
         return [*self._contents.restore(), *filter(is_change, changes)]
-
-    def _of_variables(self) -> Iterator[Change]:
-        for name, place, old in self._variables:
-            if (new := place.current()) is not old:
-                yield Change(name, old, new, place)
 
     def _of_attributes(self) -> Iterator[Change]:
         for name, holder, before in self._holders:

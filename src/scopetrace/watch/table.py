@@ -103,6 +103,8 @@ class StateReads:
         """By id, the modules that were called."""
         self._used: dict[int, torch.nn.Module] = {}
         """These, and those that were taken from attributes of others."""
+        self.names: frozenset[str] | None = None
+        """Of objects with attributes, those that code which ran names; None for all. Known after `guards`."""
 
     @contextlib.contextmanager
     def watching(self, is_observed: Condition) -> Iterator[None]:
@@ -161,6 +163,7 @@ class StateReads:
         for module in {id(call.module): call.module for call in tape.calls if call.module is not None}.values():
             run += itertools.chain.from_iterable(hooks_of_module(module).values())
         ran = self._ran = RanFunctions(fn, tape, self._builder.ran, self._reach, values, run)
+        self.names = ran.names
         for guard in hooks:
             guard.value, guard.names = snapshot(guard.value, self.names), self.names
         self._called = self._called_modules()
@@ -175,19 +178,8 @@ class StateReads:
         owner = getattr(fn, "__self__", fn)
         objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
         of_objects = [Guard.of(name, At({name: x}, name), "", names=self.names) for name, x in objects]
-        others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
+        others = [*of_objects, *self._of_called(changed), *self._identities(ran)]
         return [*variables, *attributes, *others, *self._of_members(held)]
-
-    def _of_ties(self, ran: RanFunctions) -> Iterator[Guard]:
-        """Which parameters and buffers are one tensor, where code asks for identity."""
-        if ran.comparing is not None:
-            name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
-            yield Guard.of(name, Asked(_shared, (self._places_of_members(),)), path)
-
-    @property
-    def names(self) -> frozenset[str] | None:
-        """Of objects with attributes, those that code which ran names; None for all. Known after `guards`."""
-        return self._ran.names
 
     def _attributes(self, held: list[_Held]) -> Iterator[Guard]:
         """A Guard for each attribute that was asked for; `held` gets the plain ones that are tensors."""
@@ -259,21 +251,22 @@ class StateReads:
         if scripted:
             yield Guard.of("training of scripted modules", Asked(_modes_of, (scripted,)), path)
         for key in MODULE_TABLES[:2]:
-            of = [
-                (s.fqn if s else "", m) for m, k, _ in self._read.values() if k == key for s in (self._model.saved(m),)
-            ]
-            if of:
+            readers = [m for m, k, _ in self._read.values() if k == key]
+            if of := [(s.fqn if (s := self._model.saved(m)) else "", m) for m in readers]:
                 yield Guard.of(f"{key[1:]}()", Asked(_keys_of, (of, key, changed)), path)
 
     # ---------------------------------------------------------------- tensors
 
     def _identities(self, ran: RanFunctions) -> Iterator[Guard]:
-        """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.
+        """Which inputs are tensors of the model; which tensors are one object, where the forward may ask: `x is y`.
 
         An input that is a tensor of the model, which the forward takes from there too, is one value with it.
         """
         tape = self._builder.tape
         code = ran.comparing
+        if code is not None:
+            members = Asked(_shared, (self._places_of_members(),))
+            yield Guard.of("parameters and buffers that are one tensor", members, tape.root.path)
         taken = set(map(id, tape.attributes.values()))
         examples = self._examples if code is not None else [t for t in self._examples if id(t) in taken]
         of_model = dict.fromkeys(filter(None, map(self._model.owner, examples)))
