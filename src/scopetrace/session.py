@@ -343,7 +343,7 @@ class Recording:
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             if not effects.reach.names.isdisjoint(("step", "param_groups")):
                 autograd.gradients.begin()
-            with self.ops.collectives.finishing():
+            with self.ops.at_end:
                 return fn(*fakes[0], **fakes[1])
 
         autograd = AutogradRecorder(self.ops)

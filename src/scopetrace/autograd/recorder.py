@@ -10,6 +10,7 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,21 +41,30 @@ class AutogradRecorder:
         self._values, self._model = ops.values, ops.values.model
         self._checkpointed: list[CheckpointedRegion] = []  # the hooks of autograd's graph do not hold them
         self._open_regions: list[CheckpointedRegion] = []
-        self._flags = FlagRecorder(self._values, self._reads)
-        self.gradients = GradientRecorder(self._values, self._reads, self._flags)
-        """Records derivatives, and the `grad` of tensors."""
         self.mark = self._builder.mark
         """Gives a place in the program."""
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""
-        self.gradients.finish()
-        self._flags.finish()
+        for part in self._used():
+            part.finish()
+
+    @functools.cached_property
+    def gradients(self) -> GradientRecorder:
+        """Records derivatives, and the `grad` of tensors."""
+        return GradientRecorder(self._values, self._reads, self._flags)
+
+    @functools.cached_property
+    def _flags(self) -> FlagRecorder:
+        return FlagRecorder(self._values, self._reads)
+
+    def _used(self) -> list[GradientRecorder | FlagRecorder]:
+        return [self.__dict__[name] for name in ("gradients", "_flags") if name in self.__dict__]
 
     def close(self) -> None:
         """Put back what the forward has set that is not its result."""
-        self.gradients.close()
-        self._flags.close()
+        for part in self._used():
+            part.close()
 
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""

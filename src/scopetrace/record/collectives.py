@@ -39,30 +39,29 @@ Started = Iterable[tuple[torch.Tensor, list[Write]]]
 class CollectiveRecorder:
     """Records the ops of namespace c10d."""
 
-    def __init__(self, values: ValueTable) -> None:
+    def __init__(
+        self, values: ValueTable, recorded: Callable[[Callable[[], Any]], Any], pending: dict[int, Finish]
+    ) -> None:
+        """`recorded` calls a function and records the ops in it; `pending` gets what is under way, by storage."""
         self._builder, self._values = values.builder, values
-        self.pending: dict[int, Finish] = {}
-        """By storage, the collective under way that will write there."""
+        self._recorded, self._pending = recorded, pending
         self._works: list[Any] = []  # torch keeps only the C++ part of a work handle
         self._started: dict[Finish, None] = {}
 
-    def record(self, recorded: Callable[[Callable[[], Any]], Any], func: Any, args: tuple[Any, ...]) -> Any:
-        """What a c10d op gives to the model; `recorded` calls a function and records the ops in it.
-
-        Raises UnsupportedOpError where there is no functional form.
-        """
+    def record(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What a c10d op gives to the model. Raises UnsupportedOpError where there is no functional form."""
         form = _FORMS.get(schema_of(func).op_name)
         operands = [unboxed(a) for a in args]
         problem = "has no functional form" if form is None else _problem(operands)
         if form is None or problem is not None:
             raise self._builder.refusal(f"a collective that {problem}", op=str(func), hint=_INSTEAD)
         with torch.no_grad():
-            parts = recorded(lambda: list(form(functional_collectives(), *operands)))
-        finish = self._finish_of(parts, recorded)
+            parts = self._recorded(lambda: list(form(functional_collectives(), *operands)))
+        finish = self._finish_of(parts)
         self._started[finish] = None
         for target in [target for _, writes in parts for target, _ in writes]:
             self._check_history(target, str(func))
-            self.pending[storage_id(self._values.fake_of(target))] = finish
+            self._pending[storage_id(self._values.fake_of(target))] = finish
         work = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], finish)
         self._works.append(work)
         returned = schema_of(func).returns
@@ -82,7 +81,7 @@ class CollectiveRecorder:
             self._started.clear()
             self._works.clear()
 
-    def _finish_of(self, parts: list[tuple[torch.Tensor, list[Write]]], recorded: Callable[..., Any]) -> Finish:
+    def _finish_of(self, parts: list[tuple[torch.Tensor, list[Write]]]) -> Finish:
         wait = functional_collectives().wait_tensor
 
         def run() -> None:
@@ -95,10 +94,10 @@ class CollectiveRecorder:
             if finish not in self._started:
                 return
             del self._started[finish]
-            for storage in [storage for storage, other in self.pending.items() if other is finish]:
-                del self.pending[storage]
+            for storage in [storage for storage, other in self._pending.items() if other is finish]:
+                del self._pending[storage]
             with torch.no_grad():
-                recorded(run)
+                self._recorded(run)
 
         return finish
 

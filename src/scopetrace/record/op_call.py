@@ -44,7 +44,7 @@ class OpFacts:
         schema = schema_of(func)
         self.func = func  # also keeps its id from being used again
         collective = schema.name.startswith("c10d::")
-        record: Any = lambda ops, *args: ops.collectives.record(ops.recorded, func, args)  # noqa: E731
+        record: Any = lambda ops, *args: ops.collectives.record(func, args)  # noqa: E731
         self.rewrite = record if collective else REWRITES.get(func)
         self.reads = func in READERS
         self.inferable = may_infer(func)

@@ -54,7 +54,7 @@ from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
-from scopetrace.record.collectives import CollectiveRecorder
+from scopetrace.record.collectives import CollectiveRecorder, Finish
 from scopetrace.record.data import DataReader
 from scopetrace.record.higher_order import BodyRecorder, FlexRecorder
 from scopetrace.record.nodes import NodeRunner
@@ -80,14 +80,24 @@ class OpRecorder:
         self.exact = self.builder.tape.exact_autograd
         self._facts: dict[int, OpFacts] = {}
         self.specialize = specialize
-        self.collectives = CollectiveRecorder(values)
-        """Records collectives."""
-        self._pending = self.collectives.pending
+        self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
+        self.at_end = contextlib.ExitStack()
+        """Around the forward: at its end, collectives that are under way are finished."""
         self.attention_kernels = attention_kernels()
         """Those that were on before the forward."""
-        self.data = DataReader(values, reads, specialize=specialize)
+
+    @functools.cached_property
+    def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
+        return DataReader(self.values, self.reads, specialize=self.specialize)
+
+    @functools.cached_property
+    def collectives(self) -> CollectiveRecorder:
+        """Records collectives."""
+        recorder = CollectiveRecorder(self.values, self.recorded, self._pending)
+        self.at_end.enter_context(recorder.finishing())
+        return recorder
 
     # ---------------------------------------------------------------- arrival
 
