@@ -138,8 +138,10 @@ class WatchedShapeEnv(ShapeEnv):
             if limits.is_singleton():
                 return limits.lower
         if self.live_numbers and orig_expr.free_symbols and orig_expr.free_symbols <= self.live_numbers.keys():
-            answer, frames = evaluated(orig_expr, self.live_numbers), self._recorder().frames()
-            return sympy.sympify(self.asked.setdefault(orig_expr, (answer, frames))[0])
+            answer, recorder = evaluated(orig_expr, self.live_numbers), self._recorder()
+            if recorder is not None:  # a decomposition may ask after the recording
+                answer, _ = self.asked.setdefault(orig_expr, (answer, recorder.frames()))
+            return sympy.sympify(answer)
         orig_expr = _without_bounds(orig_expr)
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
