@@ -16,7 +16,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,21 +24,11 @@ from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.ops import building, dispatching_to, eager, in_large_stack
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
-from scopetrace._compat.tensors import (
-    FakeFactory,
-    FakeTensor,
-    is_symbolic,
-    tags_of,
-    with_version,
-)
-from scopetrace.autograd import AutogradRecorder
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, is_symbolic, tags_of, with_version
 from scopetrace.autograd.checkpoints import refuse_recomputed
-from scopetrace.autograd.first_steps import begun
-from scopetrace.autograd.history import (
-    inputs_made_leaves,
-    note_plain_leaves,
-    refuse_lost_history,
-)
+from scopetrace.autograd.history import note_leaves, refuse_lost_history
+from scopetrace.autograd.optimizers import begun
+from scopetrace.autograd.recorder import AutogradRecorder
 from scopetrace.containers.contents import Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
@@ -51,46 +41,24 @@ from scopetrace.containers.structure import (
     object_classes,
     tensor_holders,
 )
-from scopetrace.errors import (
-    DynamicShapeError,
-    InputMismatchError,
-    RandomStateError,
-    TraceError,
-    UnsupportedOpError,
-)
+from scopetrace.errors import DynamicShapeError, InputMismatchError, RandomStateError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.guards import ArgumentNumber, numbers_read
+from scopetrace.ir.segment import CHECKPOINT, keep_regions
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder
-from scopetrace.record.calls import (
-    CallRecorder,
-    Progress,
-    leaf_targets,
-    refuse_unmatched,
-)
+from scopetrace.record.calls import CallRecorder, Progress, leaf_targets, refuse_unmatched
 from scopetrace.record.data import ExampleRun, NoRealValue
-from scopetrace.record.dynamic_shapes import (
-    DynamicShapes,
-    arguments_of,
-    collected,
-    read_dynamic_shapes,
-    refuse_shared,
-    symbolic_strides,
-)
+from scopetrace.record.dynamic_shapes import DynamicShapes, collected, symbolic_strides
 from scopetrace.record.explanations import errors_explained, explained, text_used
-from scopetrace.record.foreign_memory import refuse_changes, refuse_writes
-from scopetrace.record.maybe_views import expect_copies
 from scopetrace.record.model import Model, named_arguments
-from scopetrace.record.nodes import NodeRunner
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.reads import ReadRecorder, caught
-from scopetrace.record.regions import CHECKPOINT, keep_regions
-from scopetrace.record.values import ValueTable
-from scopetrace.watch.effects import EffectWatch, refuse_tags, settings_left
+from scopetrace.record.reads import ReadRecorder, caught, expect_copies
+from scopetrace.record.values import ValueTable, refuse_changes, refuse_writes
+from scopetrace.watch.effects import EffectWatch, refuse_hidden, refuse_leak, refuse_tags, settings_left
 from scopetrace.watch.entries import are_alike, bind_entries
-from scopetrace.watch.leaks import refuse_hidden, refuse_leak
 from scopetrace.watch.programs import what_is_left
 from scopetrace.watch.questions import watch_questions
 from scopetrace.watch.settle import Run, judged, random_like
@@ -124,8 +92,7 @@ def record(
 
     def attempt(assumptions: Assumptions, before: RecordedTape | None = None) -> Run:
         model = Model(fn, named_arguments(fn, args, kwargs))
-        _refuse_wrapped(model)
-        _refuse_tensors(model)
+        _refuse_untraceable(model)
         recording = Recording(model, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress)
         return recording.run(fn, args, kwargs, dynamic_shapes, before)
 
@@ -135,42 +102,34 @@ def record(
     return judged(first, lambda: retraced(functools.partial(attempt, before=first.tape)))
 
 
-def _refuse_wrapped(model: Model) -> None:
-    """DistributedDataParallel reads Dynamo's state; FSDP2's hooks would gather for real, into tensors of the trace."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, nothing is sharded
-    for module in model.modules:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            problem = "the model is wrapped by DistributedDataParallel"
-            hint = "trace the module inside, ddp.module"
-        elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            problem = "the model is sharded by fully_shard"
-            hint = "trace it before it is sharded; a model of the same config on the meta device does as well"
-        else:
-            continue
-        name = model.names_of(module)[0] or "the root"
-        raise UnsupportedOpError(problem, module=f"{model.type_name}, {name}", hint=hint)
+def _refuse_untraceable(model: Model) -> None:
+    """DistributedDataParallel reads Dynamo's state; FSDP2's hooks would gather for real, into tensors of the trace.
 
-
-def _refuse_tensors(model: Model) -> None:
-    """A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it.
-
-    The ops of a DTensor are Python of its own, on the real tensor of this rank.
+    A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it. The ops of
+    a DTensor are Python of its own, on the real tensor of this rank.
     """
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # never imported: nothing is one
-    for t in model.tensors:
+
+    def refuse(problem: str, module: str, hint: str) -> None:
+        raise UnsupportedOpError(problem, module=f"{model.type_name}, {module or 'the root'}", hint=hint)
+
+    parts = ("fsdp", "FSDPModule"), ("tensor", "DTensor")  # where one was never imported, nothing is of its class
+    sharded, dtensor = (getattr(sys.modules.get(f"torch.distributed.{name}"), kind, ()) for name, kind in parts)
+    meta = "a model of the same config on the meta device does as well"
+    for module in model.modules:
+        name = model.names_of(module)[0]
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            refuse("the model is wrapped by DistributedDataParallel", name, "trace the module inside, ddp.module")
+        if isinstance(module, sharded):
+            refuse("the model is sharded by fully_shard", name, f"trace it before it is sharded; {meta}")
+    for (fqn, *_), t in zip(model.owners, model.tensors, strict=True):
         if torch.nn.parameter.is_lazy(t):
             problem, hint = "a lazy module has no parameters yet", "run the model once before it is traced"
-        elif isinstance(t, dtensor):
+            refuse(problem, fqn.rpartition(".")[0], hint)
+        if isinstance(t, dtensor):
             problem = "the model has a DTensor, as parallelize_module and distribute_tensor make them"
-            hint = (
-                "trace it before it is distributed; a model of the same config on the meta device does as well. A "
-                "graph of one rank is that of a forward on plain tensors, in which collectives that it calls are ops"
-            )
-        else:
-            continue
-        (name,) = model.names_of_tensors([t])
-        module = name.rpartition(".")[0] or "the root"
-        raise UnsupportedOpError(problem, module=f"{model.type_name}, {module}", hint=hint)
+            hint = f"trace it before it is distributed; {meta}. A graph of one rank is that of a forward on plain "
+            hint += "tensors, in which collectives that it calls are ops"
+            refuse(problem, fqn.rpartition(".")[0], hint)
 
 
 def retraced(attempt: Callable[[Assumptions], T]) -> T:
@@ -197,7 +156,6 @@ class Recording:
         progress: Progress | None = None,
     ) -> None:
         self.model = model
-        self._assumptions = assumptions
         self.object_types = assumptions.object_types
         self.factory = FakeFactory()
         inference = Inference(self.factory)
@@ -210,18 +168,11 @@ class Recording:
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
-        self.builder = builder = TapeBuilder(self.tape)
-        self.builder.differentiates = bool(assumptions.differentiates)
-        self.builder.gradients_shared = assumptions.gradients_shared
+        self.builder = TapeBuilder(self.tape, assumptions)
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.values)
-        self.ops = OpRecorder(
-            self.values,
-            self.reads,
-            lambda body, args: NodeRunner(body, builder, builder.state.listener.on_nodes).run(*args),
-            specialize=specialize,
-        )
+        self.ops = OpRecorder(self.values, self.reads, specialize=specialize)
         self.factory.shape_env.watch(self.builder, self.ops)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
         self._progress = progress
@@ -247,11 +198,11 @@ class Recording:
         self._add_inputs(arguments, args, kwargs, dynamic_shapes)
         inputs = [(path, v.fake) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
         effects = EffectWatch(fn, self.model, arguments, self.object_types, inputs)
-        names, differentiates = effects.reach.names, self._assumptions.differentiates
+        names, differentiates = effects.reach.names, self.builder.assumptions.differentiates
         guessed = differentiates is None and ("backward" in names or {"autograd", "grad"} <= names)
         if guessed:
             self.builder.differentiates = self.tape.exact_autograd = self.ops.exact = True
-        reads = StateReads(self.values, effects, self.reads.members)
+        reads = StateReads(self.values, effects)
         hooks = {name: (table, table.copy()) for name, table in hooks_of_all_modules().items()}
         changes: list[Change] = []
         try:
@@ -269,10 +220,7 @@ class Recording:
         tape.guards += guards
         entries = bind_entries(self.values, changes, first) if changes else frozenset()
         changes = self._without_bound([c for c in changes if c.place.id not in entries], reads)
-        note_plain_leaves(self.values)
-        for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
-            self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
-        tape.side_effects += inputs_made_leaves(tape, self.values.examples)
+        note_leaves(self.values, self.reads)
         positional = [name for name, _ in arguments[: len(args)]]
         tape.argument_numbers = self._argument_numbers((args, kwargs), fakes, positional, reads.names)
         self._refuse(others)
@@ -285,16 +233,15 @@ class Recording:
             tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
-        first_states = self.builder.first_states
-        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, first_states)
+        return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, self.builder.first_states)
 
     def _argument_numbers(
         self, before: Arguments, after: Arguments, positional: list[str], names: frozenset[str] | None
     ) -> list[ArgumentNumber]:
         """The numbers in objects among the arguments, which are `after` as the forward has left them."""
         dynamic = {d.path for d in self.tape.sizes.dynamic} if self.tape.sizes is not None else set()
-        left = {n.name: n.value for n in numbers_read(*after, positional, self.object_types, names)}
-        read = numbers_read(*before, positional, self.object_types, names)
+        left = {n.name: n.value for n in numbers_read(after, positional, self.object_types, names)}
+        read = numbers_read(before, positional, self.object_types, names)
         return [dataclasses.replace(n, changes=left.get(n.name) != n.value) for n in read if n.name not in dynamic]
 
     def _without_bound(self, changes: list[Change], reads: StateReads) -> list[Change]:
@@ -308,20 +255,20 @@ class Recording:
                 value = self.values.bound_value(change.new)
             if names and value is not None:
                 if isinstance(change.old, torch.nn.Parameter):
-                    self._refuse_other_parameter(f"{names[0]}.{change.attribute}".lstrip("."))
+                    name = f"{names[0]}.{change.attribute}".lstrip(".")
+                    raise UnsupportedOpError(
+                        f"the forward puts another tensor in the place of the parameter {name}, as .double() and "
+                        ".float() do",
+                        module=self.model.type_name,
+                        hint="convert modules before the trace, or cast what the op takes; write it in place under "
+                        "torch.no_grad()",
+                    )
                 write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
                 self.tape.attribute_writes.append(write)
                 if are_alike(change.old, value.fake):
                     continue
             left.append(change)
         return left
-
-    def _refuse_other_parameter(self, name: str) -> NoReturn:
-        raise UnsupportedOpError(
-            f"the forward puts another tensor in the place of the parameter {name}, as .double() and .float() do",
-            module=self.model.type_name,
-            hint="convert modules before the trace, or cast what the op takes; write it in place under torch.no_grad()",
-        )
 
     def _as_traced(self, x: Any) -> Any:
         """A snapshot, with tensors of the model in the place of what stands for them in the trace."""
@@ -336,7 +283,7 @@ class Recording:
         """Of a recording, on the example inputs; with a seed, on random ones like them."""
         inputs = self.values.examples.values()
         by_input = {v: random_like(t, seed) if seed else t for v, t in zip(tape.inputs, inputs, strict=True)}
-        return ExampleRun(self.values, tape, by_input, lambda *_: None)
+        return ExampleRun(self.values, tape, by_input)
 
     @functools.cached_property
     def _run_on_example(self) -> ExampleRun:
@@ -407,7 +354,6 @@ class Recording:
             with (
                 errors_explained(self.builder, self.ops),
                 self._unseeded(),
-                self.builder.noting_errors(),
                 contextlib.closing(autograd),  # what this puts back is nothing that the forward does
                 observing(calls, autograd, questions, modules) as is_observed,
                 self.reads.watching(effects.reach.names),
@@ -418,8 +364,7 @@ class Recording:
                 out = calls.run_root(run, *tape.args)
                 self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
-            if self.values.foreign:
-                refuse_changes(self.values.foreign)
+            refuse_changes(self.values.foreign)
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
             missed = (calls.result_types | tensor_holders(fakes)) - object_types
@@ -464,7 +409,7 @@ class Recording:
         results = leaves(tape.outputs, Value)
         if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
             raise self.builder.loses_device
-        refuse_tags(tape, results)
+        refuse_tags(results)
         refuse_lost_history(self.values, results)
         if self.builder.regions:
             passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}
@@ -472,7 +417,7 @@ class Recording:
             if op is not None:
                 self.reads.on_recomputed(op)
         if tape.sizes is not None:
-            expect_copies(tape, tape.sizes.env)
+            expect_copies(tape)
             for number in leaves([(op.args, op.kwargs) for op in tape.ops], torch.SymFloat):
                 tape.sizes.env.take_for_defined(number)
             tape.sizes.refuse_fixed()
@@ -504,11 +449,9 @@ class Recording:
                 refuse_hidden(leaf, path)
         dynamic = None
         if dynamic_shapes:
-            named, variadic = arguments_of(self.model.forward, args, kwargs)
-            specs = read_dynamic_shapes(dynamic_shapes, named, variadic, self.object_types)
-            refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], [leaf for _, leaf in leaves])
-            dynamic = DynamicShapes(self.factory.shape_env, specs)
-            tape.sizes, dynamic.rules.dynamic_shapes = dynamic.rules, dynamic_shapes
+            env, forward = self.factory.shape_env, self.model.forward
+            dynamic = DynamicShapes(env, dynamic_shapes, forward, (args, kwargs), self.object_types)
+            tape.sizes = dynamic.rules
         fakes: dict[int, torch.Tensor] = {}
         numbers: list[tuple[str, Any]] = []
 
@@ -575,11 +518,9 @@ class Recording:
             same = torch.equal(before, torch.get_rng_state())
         if torch.initial_seed() != seed or (alone and not same):
             torch.set_rng_state(before)
-            raise RandomStateError(
-                "the forward sets the state of torch's random generator, which no graph can repeat",
-                module=self.model.type_name,
-                hint="seed outside the model",
-            )
+            problem = "the forward sets the state of torch's random generator, which no graph can repeat"
+            hint = "seed outside the model"
+            raise RandomStateError(problem, module=self.model.type_name, hint=hint)
 
 
 _LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}

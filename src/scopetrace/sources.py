@@ -34,10 +34,9 @@ NOT_THE_MODEL = (*TORCH, *SYMPY, *SCOPETRACE)
 PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
-_COMPAT = prefixes(Path(__file__).parent, "_compat/", "sources.py")
 _OVERRIDES = prefixes(TORCH_DIRECTORY, "overrides.py")
-_ANSWERS = prefixes(Path(__file__).parent, "watch/questions.py")
-_ON_THE_WAY = (*_COMPAT, *_ANSWERS, *_OVERRIDES, *prefixes(TORCH_DIRECTORY, "utils/_device.py"))
+_OURS = prefixes(Path(__file__).parent, "_compat/", "sources.py", "watch/questions.py")
+_ON_THE_WAY = (*_OURS, *_OVERRIDES, *prefixes(TORCH_DIRECTORY, "utils/_device.py"))
 
 
 def asking_frame() -> FrameType | None:

@@ -41,8 +41,6 @@ _Work: Any = torch.distributed.Work if torch.distributed.is_available() else obj
 
 
 class _RecordedWork(_Work):
-    """The handle of a collective that was recorded."""
-
     def __init__(self, tensors: Any, finish: Callable[[], None]) -> None:
         super().__init__()
         self._tensors = tensors

@@ -51,8 +51,6 @@ _TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py", 
 _MODULES = prefixes(TORCH_DIRECTORY, "nn/modules/module.py")
 _TAKES_NODES = (*_MODULES, *prefixes(TORCH_DIRECTORY, "autograd/graph.py"))
 _HOOK_ON_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__
-SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""`pack_hook` and `unpack_hook` of `saved_tensors_hooks`."""
 
 
 def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tensor]) -> bool:
@@ -208,7 +206,6 @@ class Leaf:
 
 
 def _report_gradients(torch_calls: Interception, listener: Any) -> None:
-    """The `grad` of tensors."""
     grad: Any = torch.Tensor.grad
 
     def get_grad(ask: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
@@ -383,15 +380,8 @@ def first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torc
 # Training steps ------------------------------------------------------------------------------------------------------
 
 
-def report_steps(torch_calls: Interception, listener: Any) -> None:
-    """Tell of optimizers and scalers until the trace ends."""
-    _report_optimizers(torch_calls, listener)
-    _report_scalers(torch_calls, listener)
-    _put_scalers_back(torch_calls, listener)
-
-
-def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
-    """Optimizers that are made, and the steps of all. What one takes for the greater of numbers may be a symbol."""
+def report_optimizers(torch_calls: Interception, listener: Any) -> None:
+    """Tell of new optimizers, and the steps of all. What one takes for the greater of numbers may be a symbol."""
     hooks = hooks_of_all_optimizers()
 
     def init(make: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -423,8 +413,9 @@ def _report_optimizers(torch_calls: Interception, listener: Any) -> None:
     torch_calls.stack.callback(register_optimizer_step_post_hook(after_step).remove)
 
 
-def _report_scalers(torch_calls: Interception, listener: Any) -> None:
-    """Scalers of gradients."""
+def report_scalers(torch_calls: Interception, listener: Any) -> None:
+    """Tell of scalers. What one has noted of optimizers since its last `update()` is put back when the trace ends."""
+    used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
 
     def begin(ask: Callable[..., None], scaler: torch.amp.GradScaler, device: torch.device) -> None:
         with eager():
@@ -434,16 +425,6 @@ def _report_scalers(torch_calls: Interception, listener: Any) -> None:
     def step(_: Any, scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(optimizer.step, *args, **kwargs)
         return listener.gradients.on_scaled_step(optimizer, state["found_inf_per_device"].values(), run)
-
-    tell = after(lambda scaler, *_, **__: listener.gradients.on_scaler(scaler))
-    handlers: dict[str, Handler] = {"_lazy_init_scale_growth_tracker": begin, "_maybe_opt_step": step, "scale": tell}
-    for name, handler in handlers.items():
-        torch_calls.replace(torch.amp.GradScaler, name, handler, torch_calls.in_forward)
-
-
-def _put_scalers_back(torch_calls: Interception, listener: Any) -> None:
-    """What a scaler has noted of optimizers since its last `update()` is put back when the trace ends."""
-    used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
 
     def note(scaler: torch.amp.GradScaler, *_: Any) -> None:
         if id(scaler) not in used:
@@ -459,5 +440,8 @@ def _put_scalers_back(torch_calls: Interception, listener: Any) -> None:
         if left and kind is None:
             listener.gradients.on_begun_scaler("GradScaler.update is not called after unscale_ or step")
 
-    torch_calls.replace(torch.amp.GradScaler, "_check_scale_growth_tracker", after(note), torch_calls.in_forward)
+    tell = after(lambda scaler, *_, **__: listener.gradients.on_scaler(scaler))
+    handlers: dict[str, Handler] = {"_lazy_init_scale_growth_tracker": begin, "_maybe_opt_step": step, "scale": tell}
+    for name, handler in {**handlers, "_check_scale_growth_tracker": after(note)}.items():
+        torch_calls.replace(torch.amp.GradScaler, name, handler, torch_calls.in_forward)
     torch_calls.stack.push(put_back)

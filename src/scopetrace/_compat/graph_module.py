@@ -294,11 +294,6 @@ def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
             setattr(module, field, x)
 
 
-def is_taken(name: str) -> bool:
-    """Whether a GraphModule has an attribute of its own in the place of a dotted path, such as `code` or `graph`."""
-    return name.partition(".")[0] in _reserved_names()
-
-
 def is_writable(path: str, *, keywords: bool = False) -> bool:
     """Whether torch.fx can write a dotted path as Python code; `keywords`: also where a part is a keyword.
 
@@ -311,7 +306,8 @@ def is_writable(path: str, *, keywords: bool = False) -> bool:
 
 
 @functools.cache
-def _reserved_names() -> frozenset[str]:
+def reserved_names() -> frozenset[str]:
+    """The attributes that a GraphModule has of its own, such as `code` and `graph`."""
     return frozenset({*dir(torch.fx.GraphModule({}, torch.fx.Graph())), *dir(TracedGraphModule)})
 
 

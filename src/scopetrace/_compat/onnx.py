@@ -112,15 +112,13 @@ def _is_smoothed(node: torch.fx.Node) -> bool:
     return bool(smoothing != 0 or target.meta["val"].is_floating_point())
 
 
-def _has_other_dims(node: torch.fx.Node) -> bool:
-    """Whether attention has no dimension for heads or batches: torch.onnx takes tensors with both."""
-    return any(n.meta["val"].dim() != 4 for n in node.args[:3] if isinstance(n, torch.fx.Node))
-
-
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
     torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
-    torch.ops.aten.scaled_dot_product_attention.default: _has_other_dims,
+    # with no dimension for heads or batches: torch.onnx takes tensors with both
+    torch.ops.aten.scaled_dot_product_attention.default: lambda node: any(
+        n.meta["val"].dim() != 4 for n in node.args[:3] if isinstance(n, torch.fx.Node)
+    ),
     FUSED: lambda node: True,
 }
 

@@ -30,7 +30,8 @@ import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.autograd_function import custom_function_call as custom_function_call
-from torch._functorch.pyfunctorch import dispatch_functorch
+from torch._functorch.pyfunctorch import dispatch_functorch as dispatch_functorch
+from torch._higher_order_ops import utils as _hops
 from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._ops import (
     HigherOrderOperator,
@@ -124,12 +125,6 @@ def can_decompose(op: OpOverload) -> bool:
 def has_kernel_of_its_own(op: OpOverload) -> bool:
     """Whether autograd takes an op as it is, though torch could decompose it, as `silu_backward`."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
-
-
-def op_overloads(namespace: str, name: str) -> list[OpOverload]:
-    """All overloads of an op; empty when there is no such op."""
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
 
 
 OPS = (OpOverload, HigherOrderOperator)
@@ -446,9 +441,34 @@ class BelowAutograd(TorchDispatchMode):
             return self.on_op(func, args, kwargs or {})
 
 
-def function_in_transform(args: Any) -> Any:
-    """Apply the innermost functorch transform to a `torch.autograd.Function`, which is the first of `args`."""
-    return dispatch_functorch(custom_function_call, args, {})
+# Higher-order ops ----------------------------------------------------------------------------------------------------
+
+
+def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
+    """What a higher-order op returns for fake tensors, by its own shape function, which calls the callables.
+
+    Raises what that raises, for branches whose results do not fit together and the like.
+    """
+    kernel = _hops.registered_hop_fake_fns.get(hop)
+    with mode, torch.no_grad():
+        if hop is torch.ops.higher_order.tag_activation_checkpoint:
+            return args[0](*args[1:])
+        if kernel is not None:
+            return kernel(*args)
+        return hop.python_key_table[FakeTensorMode](mode, *args)
+
+
+def eager_kernel(hop: HigherOrderOperator) -> Callable[..., Any] | None:
+    """What eager runs of a higher-order op where autograd has no part in it."""
+    kernel: Callable[..., Any] | None = hop.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+    return kernel
+
+
+def indexing_as_op() -> contextlib.AbstractContextManager[Any]:
+    """Inside, `table[i]` with a tensor `i` of no dimension is an op, where torch would ask for the number."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
 
 
 # Autocast ------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch.overrides import _get_overridable_functions, _get_tensor_methods, get
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scopetrace._compat.gradients import report_hooks, report_steps
+from scopetrace._compat.gradients import report_hooks, report_optimizers, report_scalers
 from scopetrace._compat.ops import device_at_once, in_transform, short_way, without_transforms
 from scopetrace._compat.questions import Condition, Replace
 from scopetrace._compat.replaced import Handler, Interception, after, without_mode
@@ -71,7 +71,8 @@ def observing(
         index_with_symbols(torch_calls)
         behave_as_numbers(torch_calls)
         _report_transforms(torch_calls, autograd)
-        report_steps(torch_calls, autograd)
+        report_optimizers(torch_calls, autograd)
+        report_scalers(torch_calls, autograd)
         watch_questions(torch_calls)
         _call_higher_order_ops(torch_calls, observer.on_nested_region)
         short_way(torch_calls.put)
@@ -153,63 +154,47 @@ def _take_back(entries: Iterable[tuple[torch.nn.Module, str, Any, Any]]) -> None
             attributes[name] = outer
 
 
-def _call_impl(observer: Any, is_observed: Condition) -> Callable[..., Any]:
-    original = torch.nn.Module._call_impl
-
-    def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not is_observed():
-            return original(self, *args, **kwargs)
-        run: Callable[..., Any] = original
-        if type(self).__name__ == "OptimizedModule" and "_orig_mod" in self.__dict__.get("_modules", ()):
-            run = _run_compiled
-        elif isinstance(self, torch.jit.ScriptModule):
-            run = functools.partial(_run_scripted, original)
-        return observer.on_call(self, "call", run, args, kwargs)
-
-    call_impl._scopetrace_original = original  # type: ignore[attr-defined]
-    return call_impl
-
-
-def _forward(outer: Callable[..., Any], observer: Any, is_observed: Condition, method: str) -> Callable[..., Any]:
-    """A method of a module, reported as a call of `method`; its `forward`, mostly where it was not called itself."""
-    run = _batch_norm if outer is _BatchNorm.forward else outer
+def _method(
+    outer: Any, observer: Any, is_observed: Condition, method: str, run: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """A method of a module, reported as a call of `method`, which is to be `run`: by default as it is."""
 
     @functools.wraps(outer)
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def reported(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not is_observed():
             return outer(self, *args, **kwargs)
-        return observer.on_call(self, method, run, args, kwargs)
+        return observer.on_call(self, method, run or outer, args, kwargs)
 
-    forward._scopetrace_original = outer  # type: ignore[attr-defined]
-    return forward
+    reported._scopetrace_original = outer  # type: ignore[attr-defined]
+    return reported
 
 
 def _reported(observer: Any, is_observed: Condition, kind: Any) -> dict[str, Callable[..., Any]]:
     """What the modules of a class get, by name."""
-    methods = {name: _forward(x, observer, is_observed, name) for name, x in observer.methods_of(kind).items()}
-    return {
-        "_call_impl": _call_impl(observer, is_observed),
-        **_forward_of(kind, observer, is_observed, "forward"),
-        **methods,
-    }
+    original, run = torch.nn.Module._call_impl, None
+    if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch."):
+        run = _run_compiled
+    elif issubclass(kind, torch.jit.ScriptModule):
+        run = functools.partial(_run_scripted, original)
+    methods = {name: _method(x, observer, is_observed, name) for name, x in observer.methods_of(kind).items()}
+    call = {"_call_impl": _method(original, observer, is_observed, "call", run)}
+    return {**call, **_forward_of(kind, observer, is_observed, "forward"), **methods}
 
 
 def _forward_of(kind: type, observer: Any, is_observed: Condition, method: str) -> dict[str, Callable[..., Any]]:
-    owner = _owner(kind)
-    return {} if owner is None else {"forward": _forward(vars(owner)["forward"], observer, is_observed, method)}
+    """The `forward` of a class, if it can be replaced, which is mostly reported where it was not called itself."""
+    base = next((base for base in kind.__mro__ if "forward" in vars(base)), torch.nn.Module)
+    forward: Any = vars(base).get("forward")
+    is_bound = hasattr(forward, "__get__") and not isinstance(forward, functools.partial)
+    is_method = callable(forward) and is_bound and not issubclass(kind, torch.jit.ScriptModule)
+    if not is_method or base is torch.nn.Module:
+        return {}
+    run = _batch_norm if base is _BatchNorm else None
+    return {"forward": _method(forward, observer, is_observed, method, run)}
 
 
 def _run_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._orig_mod(*args, **kwargs)
-
-
-def _owner(cls: type) -> type | None:
-    """The class that defines the `forward` of `cls`, if it can be replaced."""
-    base = next((base for base in cls.__mro__ if "forward" in vars(base)), torch.nn.Module)
-    forward = vars(base).get("forward")
-    is_bound = hasattr(forward, "__get__") and not isinstance(forward, functools.partial)
-    is_method = callable(forward) and is_bound and not issubclass(cls, torch.jit.ScriptModule)
-    return base if is_method and base is not torch.nn.Module else None
 
 
 def _run_scripted(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -412,15 +397,10 @@ def _batch_norm(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     In a trace that float would be a constant. This computes the same running statistics with tensors.
     """
     averages = norm.training and norm.momentum is None and norm.track_running_stats
-    if averages and norm.num_batches_tracked is not None:
-        return _cumulative_average(norm, input)
-    return _BatchNorm.forward(norm, input)
-
-
-def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a batch norm whose running statistics are the averages over all batches."""
+    if not averages or norm.num_batches_tracked is None:
+        return _BatchNorm.forward(norm, input)
     norm._check_input_dim(input)
-    assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
+    assert norm.running_mean is not None and norm.running_var is not None
     norm.num_batches_tracked.add_(1)
     mean, var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
     out = torch.nn.functional.batch_norm(input, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)

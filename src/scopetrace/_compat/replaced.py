@@ -89,29 +89,6 @@ REPLACED = {
 """By reason, the names. Some are there in some versions of torch only, or where a module is imported."""
 
 
-@contextlib.contextmanager
-def replacing() -> Iterator[Replace]:
-    """Gives what sets attributes of classes and Python modules, or the `__class__` of an object.
-
-    After it they have again what they had, or inherit.
-    """
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, type(owner) if name == "__class__" else vars(owner).get(name, MISSING)))
-        setattr(owner, name, value)
-
-    def put_back() -> None:
-        for owner, name, before in reversed(replaced):
-            if before is MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-    with to_undo(put_back):
-        yield replace
-
-
 class FunctionMode(TorchFunctionMode):
     """Gives calls of torch's functions to handlers.
 
@@ -171,7 +148,7 @@ def after(tell: Callable[..., Any]) -> Handler:
     return handler
 
 
-def without_mode(replace: Callable[[Any, str, Any], None], mode: FunctionMode) -> None:
+def without_mode(replace: Replace, mode: FunctionMode) -> None:
     """Let torch's Python not count `mode` where it asks whether modes or subclasses get a call.
 
     `nn.TransformerEncoder` has its fast path only where nobody does, higher-order ops go to the dispatcher, and
@@ -206,8 +183,8 @@ class Interception:
     def __init__(self, stack: contextlib.ExitStack, is_paused: Condition) -> None:
         thread = threading.get_ident()
         self.stack = stack
-        self.put = stack.enter_context(replacing())
-        """Sets an attribute."""
+        self._replaced: list[tuple[Any, str, Any]] = []
+        stack.enter_context(to_undo(self._put_back))
         self.mode = FunctionMode()
         stack.callback(self.mode.handlers.clear)  # they lead to it, and to the tape
 
@@ -221,6 +198,18 @@ class Interception:
             return is_recording() and is_observed()
 
         self.in_tracing_thread, self.is_observed, self.in_forward = in_tracing_thread, is_observed, in_forward
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a class or Python module. At the end it is again what it was, or inherited."""
+        self._replaced.append((owner, name, vars(owner).get(name, MISSING)))
+        setattr(owner, name, value)
+
+    def _put_back(self) -> None:
+        for owner, name, before in reversed(self._replaced):
+            if before is MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
     def replace(self, owner: Any, name: str, handler: Handler, when: Condition | None = None) -> None:
         """Let a handler answer in the place of a function of a module or class, or a builtin that it uses."""

@@ -102,6 +102,8 @@ class WatchedShapeEnv(ShapeEnv):
         """Symbols that stand for numbers of Python which a call reads anew, with their values in the trace."""
         self.asked: dict[sympy.Expr, tuple[Any, Any]] = {}
         """What Python asked of `live_numbers` alone: the answer, and the frames."""
+        self.takes_small_examples = bool(_config.backed_size_oblivious)
+        """Whether torch treats sizes 0 and 1 of the example as any others."""
         self._recorder: Callable[[], Any] = _nobody
         self._decider: Callable[[], Any] = _nobody
         self._answers: dict[sympy.Expr, Any] = {}
@@ -136,8 +138,10 @@ class WatchedShapeEnv(ShapeEnv):
             if limits.is_singleton():
                 return limits.lower
         if self.live_numbers and orig_expr.free_symbols and orig_expr.free_symbols <= self.live_numbers.keys():
-            answer, frames = evaluated(orig_expr, self.live_numbers), self._recorder().frames()
-            return sympy.sympify(self.asked.setdefault(orig_expr, (answer, frames))[0])
+            answer, recorder = evaluated(orig_expr, self.live_numbers), self._recorder()
+            if recorder is not None:  # a decomposition may ask after the recording
+                answer, _ = self.asked.setdefault(orig_expr, (answer, recorder.frames()))
+            return sympy.sympify(answer)
         orig_expr = _without_bounds(orig_expr)
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -341,7 +345,7 @@ def new_symbol(env: WatchedShapeEnv, value: int, path: str, dim: int, spec: DimS
 
     `value` is its value in the example inputs.
     """
-    lower, small = spec.lower, takes_small_examples()
+    lower, small = spec.lower, env.takes_small_examples
     least = lower if small else max(2, lower)
     # torch makes a number of a symbol with one value, so the range has two where `spec` allows 2, or less, only.
     limits = ValueRanges(least, int_oo if spec.upper is None else max(spec.upper, least + 1))
@@ -353,11 +357,6 @@ def new_symbol(env: WatchedShapeEnv, value: int, path: str, dim: int, spec: DimS
     if spec.upper is not None and spec.upper < limits.upper:
         env.narrow[symbol] = ValueRanges(lower, spec.upper)
     return symbol
-
-
-def takes_small_examples() -> bool:
-    """Whether torch treats sizes 0 and 1 of the example as any others: `backed_size_oblivious` in its configuration."""
-    return bool(_config.backed_size_oblivious)
 
 
 ANY_LOWER = -(2**63)

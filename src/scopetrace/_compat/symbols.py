@@ -368,11 +368,5 @@ def _is_linear(expr: Any, symbol: sympy.Symbol) -> bool:
     return poly is not None and poly.degree() == 1 and all(c.is_Integer for c in poly.all_coeffs())
 
 
-def number_parts(number: Any) -> tuple[Any, type, bool | int | float | None]:
-    """Expression, Python type and example value of a symbolic number; None for a value that depends on data."""
-    node = number.node
-    return node.expr, node.pytype, None if node.hint is None else node.pytype(node.hint)
-
-
 def _is_known(expr: Any) -> bool:
     return bool(expr.is_number or expr in (sympy.true, sympy.false))

@@ -541,10 +541,3 @@ def _is_symbolic(x: Any) -> bool:
     if isinstance(x, torch.Tensor):
         return is_symbolic(x)
     return any(map(_is_symbolic, x)) if isinstance(x, (list, tuple)) else isinstance(x, Symbolic)
-
-
-def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
-    """An integer of unknown value, which no op of the program makes."""
-    assert mode.shape_env is not None
-    with mode.shape_env.ignore_fresh_unbacked_symbols():
-        return mode.shape_env.create_unbacked_symint()

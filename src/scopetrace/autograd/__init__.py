@@ -9,7 +9,3 @@ functions       functions with a backward of their own
 flags           `requires_grad` of parameters
 history         what of autograd's history a graph of ops would lose
 """
-
-from scopetrace.autograd.recorder import AutogradRecorder
-
-__all__ = ["AutogradRecorder"]

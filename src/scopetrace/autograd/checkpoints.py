@@ -17,27 +17,22 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from scopetrace._compat.gradients import SavedTensorsHooks, current_node, next_sequence_number, policy_of
+from scopetrace._compat.gradients import current_node, next_sequence_number, policy_of
 from scopetrace._compat.ops import is_op, is_random, paused, schema_of
 from scopetrace._compat.tensors import version_of
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.segment import CHECKPOINT, Region
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
 from scopetrace.ops.functional_variants import by_name
 from scopetrace.ops.history import KEEP_MORE
 from scopetrace.record.builder import place_of
-from scopetrace.record.regions import CHECKPOINT, Region
 from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
 
-RecordOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Records an op on fake tensors, and gives its results."""
-
 
 class _SavedTensor(NamedTuple):
-    """A tensor that autograd has saved in a region."""
-
     tensor: torch.Tensor
     value: Value | None
     """None where the op that runs makes it."""
@@ -58,7 +53,7 @@ class CheckpointedRegion:
     def __init__(
         self,
         values: ValueTable,
-        record: RecordOp,
+        record: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         outer: CheckpointedRegion | None,
         arguments: Sequence[torch.Tensor],
         *,
@@ -68,6 +63,7 @@ class CheckpointedRegion:
         """The region begins.
 
         Args:
+            record: records an op on fake tensors, and gives its results.
             outer: the one around it, which runs again before it does.
             arguments: the tensors that it is called with, which may not be written before it runs again.
         """
@@ -87,7 +83,7 @@ class CheckpointedRegion:
         if self._backward:
             self._builder.run_again.add((self._start, self._stop))
 
-    def hooks(self) -> SavedTensorsHooks:
+    def hooks(self) -> tuple[Callable[[torch.Tensor], int], Callable[[int], torch.Tensor]]:
         """What autograd saves tensors by, and reads them, as long as somebody holds the region.
 
         Autograd's graph has references to these, which Python's collector does not see, and the region has some to it.

@@ -24,8 +24,6 @@ from scopetrace.record.values import ValueTable
 
 @dataclasses.dataclass
 class _Flagged:
-    """A tensor whose flag the forward has set."""
-
     tensor: torch.Tensor
     value: Value
     """What it is where its flag is as before the forward."""

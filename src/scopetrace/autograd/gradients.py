@@ -34,7 +34,6 @@ from scopetrace._compat.patches import exporting
 from scopetrace._compat.symbols import Symbolic, named_text
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, requires_grad_of, storage_id
 from scopetrace.autograd import optimizers
-from scopetrace.autograd.first_steps import FirstState
 from scopetrace.autograd.flags import FlagRecorder
 from scopetrace.autograd.phases import OTHER, PhaseRecorder
 from scopetrace.containers.contents import Place, same
@@ -48,8 +47,6 @@ from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
 _SET_DATA = torch.ops.aten.set_.source_Tensor
-Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
-"""Torch's engine: the gradients by these tensors, None for one that the outputs do not depend on."""
 
 
 @dataclasses.dataclass
@@ -77,8 +74,6 @@ class _Gradient:
 
 @dataclasses.dataclass
 class _OptimizerStep:
-    """A step of an optimizer, while it runs."""
-
     optimizer: torch.optim.Optimizer
     is_inside: bool
     """Whether the forward has made the optimizer."""
@@ -113,7 +108,7 @@ class GradientRecorder:
 
     def on_backward(
         self,
-        run: Differentiate,
+        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
         outputs: Sequence[torch.Tensor],
         grad_outputs: Iterable[torch.Tensor | None],
         inputs: Sequence[torch.Tensor],
@@ -124,7 +119,8 @@ class GradientRecorder:
     ) -> Any:
         """The forward differentiates `outputs`, with `grad_outputs` as their gradients.
 
-        That is by `inputs`; with `accumulates`, into their `grad`, or that of all leaves where there are none.
+        That is by `inputs`; with `accumulates`, into their `grad`, or that of all leaves where there are none. `run` is
+        torch's engine: the gradients by some tensors, None for one that the outputs do not depend on.
         """
         self._refuse_without_history()
         by = list(map(self.differentiated, inputs))
@@ -194,34 +190,32 @@ class GradientRecorder:
         if outside is t:
             if not t.retains_grad:
                 with torch.set_grad_enabled(create_graph):
-                    t.grad = self._sum(t.grad, gradient, t, create_graph=create_graph)
+                    t.grad = self._sum(t.grad, gradient, t)
             if runs_hooks:
                 run_after_accumulation(t)
             return
         entry = self._of(t)
         if not entry.is_known and outside.grad is not None:
-            if self._builder.gradients_shared:
+            if self._builder.assumptions.gradients_shared:
                 self._read(entry)  # others see what is added, as a buffer that all gradients are views of
             else:
                 entry.there = outside.grad
         with torch.set_grad_enabled(create_graph):
-            self._add_to(entry, gradient, create_graph=create_graph)
+            self._add_to(entry, gradient)
         if runs_hooks:
             run_after_accumulation(entry.tensor)
 
-    def _add_to(self, entry: _Gradient, gradient: torch.Tensor, *, create_graph: bool = False) -> None:
-        current = self._sum(entry.current, gradient, entry.value.fake, create_graph=create_graph)
+    def _add_to(self, entry: _Gradient, gradient: torch.Tensor) -> None:
+        current = self._sum(entry.current, gradient, entry.value.fake)
         if entry.is_known:
             entry.current = current
         else:
             entry.added.append(current)
 
-    def _sum(
-        self, current: torch.Tensor | None, gradient: torch.Tensor, leaf: torch.Tensor, *, create_graph: bool
-    ) -> torch.Tensor:
+    def _sum(self, current: torch.Tensor | None, gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         if current is None:
             return self._in_memory_of_its_own(gradient, leaf)
-        return current + gradient if create_graph else current.add_(gradient)
+        return current + gradient if torch.is_grad_enabled() else current.add_(gradient)
 
     def _in_memory_of_its_own(self, gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         """A gradient as autograd keeps it: nobody else has its memory, and it is laid out as the leaf."""
@@ -282,7 +276,8 @@ class GradientRecorder:
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
         outside, owner = self._outside(entry.value.fake), self._model.owner(entry.tensor)
-        before, name = outside.grad, self._model.name_of_variable(entry.tensor) or entry.name
+        before, variables = outside.grad, self._model.contents.tensors
+        name = next((name for name, held in variables if held is entry.tensor), entry.name)
         place: Source = HasGradient(entry.tensor) if owner is None else OfTensor(*owner[1:], "has_grad")
         if entry.index is not None:
             place = OfInput(entry.index, "has_grad")
@@ -462,7 +457,7 @@ class GradientRecorder:
             values = {key: self._values.value_of(x) for key, x in new.items() if isinstance(x, torch.Tensor)}
             first = {id(v.fake): v for op in reversed(self._tape.ops) for v in op.values()}
             new |= {key: first[id(v.fake)] for key, v in values.items()}
-            self._builder.first_states.append(FirstState(optimizer, new, error))
+            self._builder.first_states.append(optimizers.FirstState(optimizer, new, error))
         self._note(f"the parameters and state of {name}", optimizers.tensors_of, optimizer, text=optimizers.how_many)
         self._note_held(optimizer)
 
@@ -501,7 +496,8 @@ class GradientRecorder:
             optimizer.state[p] = state
             self._model.contents.accept(optimizer.state, p)
         for p, key, x in optimizers.state_tensors(optimizer):
-            self._model.name_state(x, p, key)
+            if (owner := self._model.owner(p)) is not None:
+                self._model.state_names[id(x)] = f"{owner[0]}_{key}"
 
     def on_scaled_step(
         self, optimizer: torch.optim.Optimizer, found_infs: Iterable[torch.Tensor], step: Callable[[], Any]

@@ -18,11 +18,11 @@ import torch
 from scopetrace._compat.gradients import is_function, node_of, nodes_of, sequence_number
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.leaf_guards import note_leaf
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
-from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves, root_of
+from scopetrace.ops.history import DETACHED, NO_VIEWS, History, note_leaf, plain_leaves, root_of
 from scopetrace.record.builder import TapeBuilder, place_of
+from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 
 _KEPT, _MADE = 1, 2
@@ -45,11 +45,9 @@ def refuse_lost_history(values: ValueTable, results: list[Value]) -> None:
     _refuse_lost_gradients(values, results)
     for op, several in _writes_kept_apart(tape, values.examples):
         if (several and tape.grad) or (op.grad and op.tracked):
-            raise UnsupportedOpError(
-                "memory is written that inputs share which autograd keeps apart, such as x and x.detach()",
-                **place_of(op),
-                hint="clone() one of the inputs, or trace under torch.no_grad()",
-            )
+            problem = "memory is written that inputs share which autograd keeps apart, such as x and x.detach()"
+            hint = "clone() one of the inputs, or trace under torch.no_grad()"
+            raise UnsupportedOpError(problem, **place_of(op), hint=hint)
 
 
 def _refuse_lost_gradients(values: ValueTable, results: list[Value]) -> None:
@@ -139,19 +137,21 @@ def _is_leaf(v: Value, examples: Mapping[Value, torch.Tensor]) -> bool:
     return not real.requires_grad if real is not None else v.op.kind == "call_function"
 
 
-def inputs_made_leaves(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> list[SideEffect]:
-    """The inputs that the forward made require grad, which no call of the trace does."""
-    names = [path for path, v in zip(tape.input_paths, tape.inputs, strict=True) if _is_leaf(v, examples)]
-    return [SideEffect(f"{n}.requires_grad", "False", "True", tape.root.path, None, baked_in=False) for n in names]
+def note_leaves(values: ValueTable, reads: ReadRecorder) -> None:
+    """Let a call be compared with it that inputs and parameters do not require grad, where it matters.
 
-
-def note_plain_leaves(values: ValueTable) -> None:
-    """Let a call be compared with it that these inputs and parameters do not require grad, where it matters."""
+    That the forward made an input require grad is a side effect: no call of the trace does it.
+    """
     tape = values.builder.tape
     for leaf, op in _without_hidden_gradients(tape):
         note_leaf(tape, leaf, op)
     for op, _ in () if tape.grad else _writes_kept_apart(tape, values.examples):
         note_leaf(tape, root_of(op.writes[0]), op)
+    for t in values.made_leaves():  # what depends on it must have a gradient from outside too
+        reads.on_requires_grad(t) if tape.grad else reads.on_gradient(t)
+    names = [path for path, v in zip(tape.input_paths, tape.inputs, strict=True) if _is_leaf(v, values.examples)]
+    effects = [SideEffect(f"{n}.requires_grad", "False", "True", tape.root.path, None, baked_in=False) for n in names]
+    tape.side_effects += effects
 
 
 def _without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:

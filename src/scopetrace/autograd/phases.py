@@ -112,7 +112,6 @@ class PhaseRecorder:
         return maker if isinstance(maker, Phase) else self.of_op(maker or self._builder.tape.ops[-1])
 
     def _maker_of(self, number: int) -> Op | Phase | None:
-        """What made a node."""
         nodes = self._builder.made_nodes
         i = bisect.bisect_right(nodes, number, key=operator.itemgetter(0)) - 1
         return nodes[i][1] if i >= 0 else None

@@ -27,11 +27,11 @@ from scopetrace.autograd.gradients import GradientRecorder
 from scopetrace.autograd.history import BOUND_APPLY
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.guards import OfInput
+from scopetrace.ir.segment import CHECKPOINT
 from scopetrace.ir.tape import Phase, Value
 from scopetrace.ops.functional_variants import is_factory
 from scopetrace.ops.history import can_require_grad, is_view
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.regions import CHECKPOINT
 from scopetrace.watch.questions import refuse_flag
 
 
@@ -43,6 +43,8 @@ class AutogradRecorder:
         self._values, self._model = ops.values, ops.values.model
         self._checkpointed: list[CheckpointedRegion] = []  # the hooks of autograd's graph do not hold them
         self._open_regions: list[CheckpointedRegion] = []
+        self.mark = self._builder.mark
+        """Gives a place in the program."""
 
     def finish(self) -> None:
         """Put on the tape what autograd's side of the forward has left, where it ends."""
@@ -68,11 +70,9 @@ class AutogradRecorder:
 
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""
-        raise self._builder.refusal(
-            "the forward differentiates in forward mode (torch.autograd.forward_ad, torch.func.linearize)",
-            op="torch.autograd.forward_ad.make_dual",
-            hint="use torch.func.jvp, or differentiate outside of the forward",
-        )
+        problem = "the forward differentiates in forward mode (torch.autograd.forward_ad, torch.func.linearize)"
+        hint = "use torch.func.jvp, or differentiate outside of the forward"
+        raise self._builder.refusal(problem, op="torch.autograd.forward_ad.make_dual", hint=hint)
 
     def on_custom_function(self, cls: type, args: Any, *, is_seen: bool) -> Any:
         """A function with a backward of its own is applied. Returns what it gives; NotImplemented: torch applies it.
@@ -94,7 +94,7 @@ class AutogradRecorder:
         if self._builder.differentiates and not is_seen:
             if any(self.on_applied(t) is not t for t in tensors):  # torch has the others already
                 raise self._bound_apply(cls)
-            self.on_unseen_function()
+            self._reads.on_gradients_of_inputs()
             return NotImplemented
         if self._builder.differentiates:
             refuse_dirty_view(cls, tensors, self._builder)
@@ -109,10 +109,6 @@ class AutogradRecorder:
 
     def _bound_apply(self, cls: type) -> UnsupportedOpError:
         return self._builder.refusal(BOUND_APPLY[0], op=cls.__qualname__, hint=BOUND_APPLY[1])
-
-    def on_unseen_function(self) -> None:
-        """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""
-        self._reads.on_gradients_of_inputs()
 
     def on_applied(self, t: torch.Tensor) -> torch.Tensor:
         """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
@@ -205,7 +201,7 @@ class AutogradRecorder:
             self._reads.on_requires_grad(t)
             value = self._values.value_of(t)
             if value.storage in self._builder.tape.written_storages():  # by which it may require grad in other calls
-                self.on_unseen_function()
+                self._reads.on_gradients_of_inputs()
             if not requires_grad_of(value.fake):
                 return False
             refuse_flag(self._builder, "detaches a tensor of the model, or an input, in place", "detach_")
@@ -221,10 +217,6 @@ class AutogradRecorder:
         names = self._values.names_of(t)
         if requires_grad_of(t) and is_known_leaf(t) and not any(v.autograd_placeholder for v in names):
             self._builder.former_leaves += names
-
-    def mark(self) -> tuple[int, int]:
-        """This place in the program."""
-        return self._builder.mark()
 
     @contextlib.contextmanager
     def checkpointed(

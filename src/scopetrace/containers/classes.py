@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import pkgutil
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,7 +91,8 @@ class NamedObject:
         """The object. Raises TraceFileError where it cannot be made."""
         if self.name is not None:
             item = imported_object(self.module, self.name)
-            if isinstance(item, type(sys)) or not isinstance(item, (type, enum.Enum, *_FUNCTIONS)):
+            known = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)
+            if isinstance(item, types.ModuleType) or not isinstance(item, known):
                 raise TraceFileError(f"{self.module}.{self.name} is no function, class or member of an enum")
             return item
         kind = imported_class(self.kind)
@@ -102,9 +104,6 @@ class NamedObject:
 
     def __repr__(self) -> str:
         return self.text
-
-
-_FUNCTIONS = (type(len), type(lambda: None))
 
 
 def imported_object(module: str, qualname: str) -> Any:

@@ -193,7 +193,6 @@ ATTRIBUTES = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects whose attributes are what code of users gives them."""
 _INNER = Form(attributes_and_slots, _write_attributes, ".")
 """Of objects of libraries that hold something in attributes."""
-_OPTIMIZER = Form(attributes_and_slots, _write_attributes, ".", by_identity=True)
 _FORMS: dict[type, Form] = {
     **dict.fromkeys((list, collections.deque), Form(lambda x: list(_base_of(x).__iter__(x)), _write_items)),
     dict: Form(entries_of, write_dict, "[]"),
@@ -213,7 +212,8 @@ _FORMS: dict[type, Form] = {
     **dict.fromkeys((types.SimpleNamespace, argparse.Namespace, threading.local), ATTRIBUTES),
     **dict.fromkeys((collections.UserDict, collections.UserList, collections.ChainMap), _INNER),
     **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _INNER),
-    **{torch.optim.Optimizer: _OPTIMIZER, torch.optim.lr_scheduler.LRScheduler: _INNER},
+    torch.optim.Optimizer: Form(attributes_and_slots, _write_attributes, ".", by_identity=True),
+    torch.optim.lr_scheduler.LRScheduler: _INNER,
 }
 _WITHOUT = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.BuiltinFunctionType)
 _WITH_MORE = (list, collections.deque, dict, set, tuple, functools.partial)
@@ -245,11 +245,8 @@ def form_of(kind: Any) -> Form | None:
 def extra_attributes(x: Any) -> dict[str, Any]:
     """The attributes of a container of a subclass, beside its items."""
     kind = type(x)
-    if (
-        not kind.__dictoffset__
-        or not issubclass(kind, _WITH_MORE)
-        or issubclass(kind, (collections.OrderedDict, StandIn))
-    ):
+    has_both = kind.__dictoffset__ and issubclass(kind, _WITH_MORE)
+    if not has_both or issubclass(kind, (collections.OrderedDict, StandIn)):
         return _NONE
     attributes = own_dict(x)
     return _NONE if attributes is x else attributes  # a dict that is its own `__dict__`
@@ -284,8 +281,6 @@ def _is_read_by_a_library(kind: type) -> bool:
 
 
 class _Snapshots:
-    """Makes the snapshot of one object."""
-
     def __init__(self, names: Set[str] | None, skip: Set[tuple[int, Any]]) -> None:
         self._names, self._skip = names, skip
         self._taken: dict[int, tuple[Any, Any]] = {}
@@ -494,8 +489,6 @@ class Change(NamedTuple):
 
 
 class _ObjectSnapshot(NamedTuple):
-    """One object with a copy of its content."""
-
     name: str
     holder: Any
     owner: Any

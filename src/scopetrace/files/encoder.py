@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 from scopetrace._compat.expressions import encode_expression
 from scopetrace._compat.ops import OPS, is_higher_order, schema_of
-from scopetrace._compat.symbols import Symbolic, number_parts
+from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, object_named
 from scopetrace.containers.structure import flattened, is_plain_object
@@ -189,8 +189,9 @@ class Encoder:
         return {"tensors": self._row("tensors", t, id(t), lambda: self._archive.add_tensor(t))}
 
     def _number(self, number: Any) -> dict[str, int]:
-        expr, pytype, hint = number_parts(number)
-        row = [type(number).__name__, encode_expression(expr), pytype.__name__, hint]
+        node = number.node
+        hint = None if node.hint is None else node.pytype(node.hint)
+        row = [type(number).__name__, encode_expression(node.expr), node.pytype.__name__, hint]
         return {"numbers": self._row("numbers", number, repr(row), lambda: row)}
 
     def _frames(self, frames: Frames) -> Any:

@@ -22,6 +22,7 @@ import torch
 
 from scopetrace._compat.graph_module import is_writable
 from scopetrace._compat.ops import OPS, is_op, schema_of
+from scopetrace._compat.questions import Missing
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import BINDING_KEYS, METHODS, CallMethodKey, Symbolic
 from scopetrace.containers.structure import Effect, Removed, Returned
@@ -47,7 +48,7 @@ _INLINE: tuple[type, ...] = (
     *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),
     *(write_back.StridedStep, write_back.ViewOf, write_back.SameAs, write_back.CopyInto, write_back.ChangeShape),
     write_back.SetTo,
-    *(guards.Guard, guards.Missing, guards.OfInput, guards.GradientOfInput, SideEffect),
+    *(guards.Guard, Missing, guards.OfInput, guards.GradientOfInput, SideEffect),
     *(guards.Flag, guards.WhichInputs, guards.HasGradient),
     *BINDING_KEYS,
 )

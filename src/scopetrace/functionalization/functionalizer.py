@@ -25,7 +25,6 @@ from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_hist
 from scopetrace.functionalization.bodies import as_laid_out
 from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
-from scopetrace.ir.leaf_guards import note_leaf
 from scopetrace.ir.tape import (
     AttributeWrite,
     BodyTape,
@@ -46,7 +45,7 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
 )
-from scopetrace.ops.history import NO_VIEWS, History, is_cut, plain_leaves
+from scopetrace.ops.history import NO_VIEWS, History, is_cut, note_leaf, plain_leaves
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of, slice_
 from scopetrace.ops.views import TO_THE_END
 

@@ -75,9 +75,11 @@ class WatchedDict(dict[str, Any]):
     def ask(self, name: str) -> Any:
         """What the module has under a name in any of its tables; MISSING for nothing. It is noted."""
         if name in self.hidden:
-            if name == "_parameters" and (asker := sys._getframe(3)).f_code.co_name == "__delattr__":
-                self._show_deleted(asker.f_locals.get("name"))
-            return self._shown(name)
+            deletes = name == "_parameters" and (asker := sys._getframe(3)).f_code.co_name == "__delattr__"
+            # nn.Module looks for what it deletes among the parameters first, which are always hidden
+            if deletes and (deleted := asker.f_locals.get("name")) in self.hidden:
+                self._show(deleted)
+            return self.get(name)
         for table in map(self.table, MODULE_TABLES):
             if name in table:
                 self._tell(self.module, name)
@@ -94,18 +96,13 @@ class WatchedDict(dict[str, Any]):
         """All attributes, in no order, without being noted."""
         return {**self.hidden, **dict(dict.items(self))}  # `dict.copy` asks for `keys()`
 
-    def _show_deleted(self, name: Any) -> None:
-        """Before Python deletes an attribute: nn.Module looks among the parameters first, which are always hidden."""
-        if name in self.hidden:
-            self._show(name)
-
     def _show(self, name: str) -> None:
         value = self.hidden.pop(name)
         if not dict.__contains__(self, name):
             dict.__setitem__(self, name, value)
 
-    def _shown(self, name: Any, default: Any = None) -> Any:
-        """What is under a name, which Python finds from then on if the forward asks."""
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict. Python finds it from then on if the forward asks."""
         if dict.__contains__(self, name) or type(name) is not str:
             value = dict.get(self, name, default)
             return default if _is_ours(value) else value
@@ -124,31 +121,27 @@ class WatchedDict(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name == "_parameters" and sys._getframe(1).f_code is GETATTR:
             return _Answer(self)
-        value = self._shown(name, MISSING)
+        value = self.get(name, MISSING)
         return dict.__getitem__(self, name) if value is MISSING else value
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict."""
-        return self._shown(name, default)
-
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, name: Any) -> bool:
         if name in MODULE_TABLES and sys._getframe(1).f_code is GETATTR:
             return name == "_parameters"
-        return self._shown(name, MISSING) is not MISSING
+        return self.get(name, MISSING) is not MISSING
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
-        self._shown(name)
+        self.get(name)
         return dict.setdefault(self, name, default)
 
     def __delitem__(self, name: str) -> None:
-        self._shown(name)
+        self.get(name)
         self.hidden.pop(name, None)
         dict.__delitem__(self, name)
 
     def pop(self, name: str, *default: Any) -> Any:
         """As of a dict."""
-        self._shown(name)
+        self.get(name)
         return dict.pop(self, name, *default)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -156,7 +149,6 @@ class WatchedDict(dict[str, Any]):
 
 
 def _of_all(name: str) -> Any:
-    """A method of dict that looks at all entries."""
     method = getattr(dict, name)
     return lambda self, *args: method(self._all(), *args)
 
@@ -197,46 +189,29 @@ def is_watchable(module: torch.nn.Module) -> bool:
     )
 
 
-class AttributeWatch:
-    """Notes what this thread reads of the attributes of some modules, while `watching` is entered."""
+@contextlib.contextmanager
+def watching(modules: Iterable[torch.nn.Module], tell: Note) -> Iterator[None]:
+    """Inside, attributes of modules are hidden until they are read, and `tell` is told of each read."""
+    watched: list[tuple[torch.nn.Module, dict[str, Any], WatchedDict]] = []
+    names_of_class: dict[type, frozenset[str]] = {}
 
-    def __init__(self, modules: Iterable[torch.nn.Module], tell: Note) -> None:
-        """`tell` is told of each read."""
-        self._tell = tell
-        self._modules = list(modules)
-        self._watched: list[tuple[torch.nn.Module, dict[str, Any], WatchedDict]] = []
-        self._of_class: dict[type, frozenset[str]] = {}
+    def put_back() -> None:
+        for module, before, of_module in watched:
+            current = of_module.current()
+            if current.keys() != before.keys() or any(current[key] is not x for key, x in before.items()):
+                new = [key for key in dict.keys(of_module) if key not in before]
+                ordered = {key: current[key] for key in (*before, *new) if key in current}
+                before.clear()
+                before.update(ordered)
+            object.__setattr__(module, "__dict__", before)
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, attributes are hidden until they are read."""
-        with to_undo(self._put_back):
-            for module in self._modules:
-                if is_watchable(module):
-                    self._hide(module)
-            yield
-
-    def _hide(self, module: torch.nn.Module) -> None:
-        before, kind = module.__dict__, type(module)
-        if kind not in self._of_class:
-            self._of_class[kind] = frozenset(name for base in kind.__mro__ for name in vars(base))
-        of_class = self._of_class[kind]
-        hidden = {key: x for key, x in before.items() if key not in _NOT_HIDDEN and key not in of_class}
-        watched = WatchedDict(module, self._tell, before, hidden)
-        self._watched.append((module, before, watched))
-        object.__setattr__(module, "__dict__", watched)
-
-    def _put_back(self) -> None:
-        for module, before, watched in self._watched:
-            _put_back(module, before, watched)
-
-
-def _put_back(module: torch.nn.Module, before: dict[str, Any], watched: WatchedDict) -> None:
-    """Give a module the `__dict__` that it had, with what it holds now."""
-    current = watched.current()
-    if current.keys() != before.keys() or any(current[key] is not x for key, x in before.items()):
-        order = [key for key in before if key in current] + [key for key in dict.keys(watched) if key not in before]
-        ordered = {key: current[key] for key in order}
-        before.clear()
-        before.update(ordered)
-    object.__setattr__(module, "__dict__", before)
+    with to_undo(put_back):
+        for module in filter(is_watchable, modules):
+            before, kind = module.__dict__, type(module)
+            if kind not in names_of_class:
+                names_of_class[kind] = frozenset(name for base in kind.__mro__ for name in vars(base))
+            of_class = names_of_class[kind]
+            hidden = {key: x for key, x in before.items() if key not in _NOT_HIDDEN and key not in of_class}
+            watched.append((module, before, WatchedDict(module, tell, before, hidden)))
+            object.__setattr__(module, "__dict__", watched[-1][2])
+        yield

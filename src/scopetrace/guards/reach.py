@@ -86,7 +86,6 @@ _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in na
 _LOAD_ATTRIBUTE = frozenset(dis.opmap[name] for name in ("LOAD_ATTR", "LOAD_METHOD") if name in dis.opmap)
 _ATTRIBUTE_FLAG = 1 if sys.version_info >= (3, 12) else 0
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
-Visit = Callable[..., None]
 
 
 DEPTH = 2
@@ -98,25 +97,13 @@ _NEVER = sys.maxsize
 """The distance of functions that are known, and not followed."""
 
 
-class Variable(NamedTuple):
-    """A global, an attribute of a Python module or function, or a variable of an enclosing function."""
-
-    name: str
-    """As in source: `SCALE`, `config.SCALE`."""
-    owner: Any
-    key: str
-    """The place that holds it."""
-    function: types.FunctionType
-    """The first that names it."""
-
-
 class Reach:
     """Follows names from functions and classes.
 
     `visit` gets each object that a variable holds: its name, the object, None, and the place that holds it.
     """
 
-    def __init__(self, visit: Visit, names: Iterable[str] = (), depth: int = _NEVER) -> None:
+    def __init__(self, visit: Callable[..., None], names: Iterable[str] = (), depth: int = _NEVER) -> None:
         """`names` are those of methods that may run, whatever code names.
 
         `depth` is how far from the first functions those are that may name methods.
@@ -126,8 +113,9 @@ class Reach:
         """By id, all that are known."""
         self.followed: dict[int, types.FunctionType] = {}
         """By id, those that may run."""
-        self.variables: dict[tuple[int, Any], Variable] = {}
-        """By place, what they name."""
+        self.variables: dict[tuple[int, Any], tuple[str, Place, types.FunctionType]] = {}
+        """By place, the globals, attributes of Python modules and functions, and variables around functions that they
+        name: as in source, `config.SCALE`, where it is, and the first function that names it."""
         self.classes: dict[type, bool] = {}
         """The classes that they may use; whether code names one, and may make one, rather than to have one."""
         self.names = {*names}
@@ -180,7 +168,8 @@ class Reach:
         elif issubclass(kind, type):
             self.add_class(x, depth)
         elif kind is operator.attrgetter:  # code that names attributes in C
-            self.by_getters |= (names := names_by(x))
+            names = {name for path in x.__reduce__()[1] for name in path.split(".")}
+            self.by_getters |= names
             self._name(names, depth)
         elif kind not in (types.FunctionType, MEMO):
             self.add_class(kind, depth, is_named=False)
@@ -251,14 +240,13 @@ class Reach:
         variables += [(name, Place(cell, "cell_contents")) for name, cell in cells]
         for name, place in variables:
             if place.id not in self.variables:
-                self.variables[place.id] = Variable(name, *place, function)
+                self.variables[place.id] = name, place, function
                 self._look_at(name, place.current(), depth, place)
         defaults = zip(reversed(_parameters_of(function)), reversed(function.__defaults__ or ()), strict=False)
         for name, default in (*defaults, *(function.__kwdefaults__ or {}).items()):
             self._look_at(name, default, depth)
 
     def _look_at(self, name: str, value: Any, depth: int, place: Place | None = None) -> None:
-        """Follow what a variable holds."""
         if isinstance(value, (types.FunctionType, MEMO, functools.partial, types.MethodType, type)):
             self.add(value, depth, name)
         elif not isinstance(value, types.ModuleType):
@@ -279,11 +267,6 @@ def _parameters_of(function: Any) -> tuple[str, ...]:
     """The names of positional parameters; none of a method, or of what is not written in Python."""
     is_function = isinstance(function, types.FunctionType)
     return function.__code__.co_varnames[: function.__code__.co_argcount] if is_function else ()
-
-
-def names_by(getter: operator.attrgetter[Any]) -> set[str]:
-    """The attributes that one asks for."""
-    return {name for path in getter.__reduce__()[1] for name in path.split(".")}
 
 
 def unwrapped(function: Any) -> Any:

@@ -223,11 +223,9 @@ class SizeRules:
         alone = (c for c in self.assumptions() if c.free_symbols == {symbol})
         holds = self.bounds()[symbol][0] <= 1 and all(evaluated(c, {symbol: 1}) for c in alone)
         if rule is not None or not holds:
-            raise DynamicShapeError(
-                f"{self._place(symbol)} may be 1 as dynamic_shapes has it, and the model goes another way for 1",
-                hint="write min=2, and trace once more, without dynamic_shapes there, for a size of 1",
-                **({} if rule is None else rule.place),
-            )
+            problem = f"{self._place(symbol)} may be 1 as dynamic_shapes has it, and the model goes another way for 1"
+            hint = "write min=2, and trace once more, without dynamic_shapes there, for a size of 1"
+            raise DynamicShapeError(problem, hint=hint, **{} if rule is None else rule.place)
 
     def name_equal(self) -> None:
         """Give dimensions that the model makes equal one name: that of a Dim, else the first. Warns of the other."""

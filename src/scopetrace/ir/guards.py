@@ -28,9 +28,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import MISSING as MISSING
-from scopetrace._compat.questions import Missing as Missing
-from scopetrace._compat.questions import fact_of, flag, hooks_of_all_modules, quick_flag
+from scopetrace._compat.questions import MISSING, Missing, fact_of, flag, hooks_of_all_modules, quick_flag
 from scopetrace._compat.tensors import parameters_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
@@ -229,11 +227,8 @@ class OfFunctions(Source):
     kind = "code"
 
     def current(self, call: CallInputs) -> Any:
-        return [self._parts(f.__code__, f.__defaults__ or (), f.__kwdefaults__ or {}) for f in self.functions]
-
-    @staticmethod
-    def _parts(code: types.CodeType, defaults: tuple[Any, ...], of_keywords: dict[str, Any]) -> tuple[Any, ...]:
-        return code, len(defaults), *defaults, *of_keywords, *of_keywords.values()
+        parts = [(f.__code__, f.__defaults__ or (), f.__kwdefaults__ or {}) for f in self.functions]
+        return [(code, len(x), *x, *of_keywords, *of_keywords.values()) for code, x, of_keywords in parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,16 +245,6 @@ class Asked(Source):
 
     def current(self, call: CallInputs) -> Any:
         return self.ask(*self.args)
-
-
-def tied_source(places: Sequence[Place]) -> Asked:
-    """Whether entries of tables of modules are one and the same tensor."""
-    hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
-    return Asked(_hold_one, (places,), hint=hint, kind="tensor")
-
-
-def _hold_one(places: Sequence[Place]) -> bool:
-    return len({id(table.get(key)) for table, key in places}) == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -556,22 +541,19 @@ class ArgumentNumber:
 
 
 def numbers_read(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    names: Sequence[str],
-    object_types: Collection[type],
-    attributes: Collection[str] | None,
+    arguments: Any, names: Sequence[str], object_types: Collection[type], attributes: Collection[str] | None
 ) -> list[ArgumentNumber]:
-    """The numbers in objects that stand in one of `attributes`, or in any; `names` are of the positional arguments."""
+    """The numbers in objects among (args, kwargs) that stand in one of `attributes`, or in any.
+
+    `names` are of the positional arguments.
+    """
+    args, kwargs = arguments
 
     def inside(x: Any, place: ArgumentNumber, outer: list[Any]) -> Iterator[ArgumentNumber]:
         opened = None if place.attributes else open_container(x, object_types)
         is_container = opened is not None
-        if (
-            not (is_container or isinstance(x, (list, tuple, dict)))
-            and is_plain_object(x)
-            and not any(x is seen for seen in outer)
-        ):
+        is_object = not (is_container or isinstance(x, (list, tuple, dict))) and is_plain_object(x)
+        if is_object and not any(x is seen for seen in outer):
             opened = [(f".{key}", value) for key, value in vars(x).items()]
         for key, child in opened or ():
             where = ((*place.path, key), ()) if is_container else (place.path, (*place.attributes, key[1:]))
@@ -582,8 +564,8 @@ def numbers_read(
                 yield number
 
     places = [("[0]", f"[{i}]") for i in range(len(args))] + [("[1]", f"[{name!r}]") for name in kwargs]
-    arguments = zip((*args, *kwargs.values()), (*names, *kwargs), places, strict=True)
-    return [number for x, name, path in arguments for number in inside(x, ArgumentNumber(name, 0, path, ()), [])]
+    named = zip((*args, *kwargs.values()), (*names, *kwargs), places, strict=True)
+    return [number for x, name, path in named for number in inside(x, ArgumentNumber(name, 0, path, ()), [])]
 
 
 def check_numbers(numbers: Sequence[ArgumentNumber], arguments: Any) -> None:

@@ -21,8 +21,7 @@ import linecache
 import re
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -203,17 +202,10 @@ def tracing_state() -> TracingState | None:
     return stack[-1] if stack else None
 
 
-def is_recorded() -> bool:
-    """Whether a forward runs in this thread that is recorded."""
+def running_recorder() -> Any:
+    """The recorder of the forward that runs in this thread; None where none is recorded."""
     state = tracing_state()
-    return state is not None and state.listener is not None
-
-
-def tell_recorder(guards: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Tell the recorder of that forward, if there is one, of a call of another trace, and what it depends on."""
-    state = tracing_state()
-    if state is not None and state.listener is not None:
-        state.listener.on_trace(guards, inputs)
+    return None if state is None else state.listener
 
 
 @contextlib.contextmanager
@@ -407,8 +399,3 @@ def user_line(frames: list[Frame]) -> str | None:
     code, line = (users or [f for f in shown if f[0].co_filename.startswith(_MODULES)] or shown or frames)[-1]
     source = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")
-
-
-def frames_of_traceback(tb: TracebackType | None) -> list[Frame]:
-    """The frames of an exception, outermost first."""
-    return [(frame.f_code, line) for frame, line in traceback.walk_tb(tb)]

@@ -1,11 +1,20 @@
 """A segment of a tape as a tape of its own: the body of a higher-order op, or an outlined function.
 
 What the ops of the segment read from outside (values of the tape, symbolic sizes) becomes placeholders.
+
+Regions are stretches of the forward that torch treats as one, and become ops with the stretch as body:
+    a region begins and ends while the forward runs -> `Region`: a range of ops, and the module calls in it
+    the whole tape, innermost region first -> what the region reads from outside, and what others read of it
+    -> its ops as a BodyTape, and in their place one op: `tag_activation_checkpoint` for `torch.utils.checkpoint`,
+       `invoke_subgraph` for `torch.compiler.nested_compile_region`
+A region that its op cannot express stays part of the program, as all are in a graph of torch.export.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -14,19 +23,8 @@ import torch
 from scopetrace._compat.symbols import Symbolic, dummy_symbols, symbols_of, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import identifier, leaves
-from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import (
-    BodyTape,
-    Call,
-    FunctionalTape,
-    Op,
-    ProgramTape,
-    Tape,
-    Value,
-    flat,
-    is_grad_on,
-    renamed,
-)
+from scopetrace.ir.scopes import Frames, Scope
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, RecordedTape, Tape, Value, flat, renamed
 
 _T = TypeVar("_T", bound=Tape)
 
@@ -61,33 +59,24 @@ class TapeSegment:
         return [op for op in self.ops if op.kind != "get_attr"]
 
 
-def body_tapes(tape: Tape, segments: list[TapeSegment], grad: bool) -> tuple[list[BodyTape], list[Any]]:
-    """The segments as tapes with equal placeholders after their own, and what these stand for.
-
-    That is values of `tape` and symbolic sizes. `grad`: whether autograd is on around them.
-    """
-    taken = captured(segments)
-    return [body_tape(tape, segment, taken, grad=grad) for segment in segments], taken
-
-
 def captured(segments: list[TapeSegment]) -> list[Any]:
     """What the segments read and do not make: values and symbolic sizes, each once."""
     outside: dict[Any, Any] = {}
     for segment in segments:
         inside = {v for op in segment.kept() for v in op.values()}
-        outside |= {v: v for v in _read(segment) if v not in inside}
+        read = (*_used_by(segment.kept(), segment.calls), *leaves(segment.outputs, Value))
+        outside |= {v: v for v in read if v not in inside}
     for segment in segments:
         for number in free_symbols(segment, list(outside)):
             outside.setdefault(to_expr(number), number)
     return list(outside.values())
 
 
-def _read(segment: TapeSegment) -> Iterator[Value]:
-    for op in segment.kept():
+def _used_by(ops: list[Op], calls: list[Call]) -> Iterator[Value]:
+    """What ops read, and calls take and give."""
+    for op in ops:
         yield from op.inputs()
-    for call in segment.calls:
-        yield from leaves((call.args, call.kwargs, call.outputs), Value)
-    yield from leaves(segment.outputs, Value)
+    yield from leaves([(call.args, call.kwargs, call.outputs) for call in calls], Value)
 
 
 def free_symbols(segment: TapeSegment, captured: list[Any]) -> Iterator[Any]:
@@ -131,12 +120,7 @@ class _Known:
                 yield from (s for s in symbols_of(number) if to_expr(s) in rest - self._expressions)
 
 
-def body_tape(
-    tape: Tape,
-    segment: TapeSegment,
-    captured: list[Any],
-    grad: bool | None = None,
-) -> BodyTape:
+def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], grad: bool | None = None) -> BodyTape:
     """The segment as a tape, whose placeholders are its own and then those of `captured`.
 
     Its ops and values are new ones. The calls move to it. `grad`: whether autograd is on around it; by default where it
@@ -171,6 +155,12 @@ def body_tape(
     )
 
 
+def is_grad_on(ops: list[Op]) -> bool:
+    """Whether autograd is on for one of the ops that compute, or there are none at all."""
+    grads = {op.grad for op in ops if op.kind in ("call_function", "call_module")} or {op.grad for op in ops}
+    return True in grads or not grads
+
+
 def placeholder(name: str, x: Any, scope: Scope, call: Call | None, inside: dict[Value, Value], *, grad: bool) -> Op:
     """The placeholder of a body for `x`, a value, which stands in `inside` from here on, or a number."""
     if isinstance(x, Value):
@@ -203,3 +193,100 @@ def with_values(tape: _T, values: Mapping[Value, Value]) -> _T:
     if isinstance(tape, FunctionalTape):
         tape.returned = renamed(tape.returned, values)
     return tape
+
+
+# Regions -------------------------------------------------------------------------------------------------------------
+
+_hops = torch.ops.higher_order
+CHECKPOINT, NESTED = _hops.tag_activation_checkpoint, _hops.invoke_subgraph
+
+
+@dataclasses.dataclass
+class Region:
+    """The ops of the forward from `start` to `stop`, with the module calls in them, which become one op, of `hop`.
+
+    `call`, `scope` and `frames` are those around its end.
+    """
+
+    hop: Any
+    start: int
+    stop: int
+    calls: list[Call]
+    call: Call | None
+    scope: Scope
+    frames: Frames
+    context_fn: Any = None
+    """As `BodyTape.context_fn`."""
+    keeps_rng: bool = True
+    """Whether backward runs it again from the same state of the random number generators."""
+    attributes: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    """The values that attributes of the modules are at its end, by the attributes' names in the model."""
+
+    def requires_grad(self, tape: RecordedTape) -> bool:
+        """Whether autograd sees it."""
+        return any(op.grad and v.requires_grad for op in tape.ops[self.start : self.stop] for v in op.values())
+
+
+def keep_regions(tape: RecordedTape, regions: list[Region]) -> None:
+    """Put an op in the place of each region that has one; an inner region stands before those around it."""
+    wanted = [r for r in regions if r.requires_grad(tape) == (r.hop is CHECKPOINT)]
+    if not wanted:
+        return
+    uses = collections.Counter(_used_by(tape.ops, tape.calls))
+    uses.update(leaves(tape.outputs, Value))
+    uses.update(w.value for w in tape.attribute_writes)
+    names = itertools.count()
+    for i, region in enumerate(wanted):
+        removed = _cut(tape, region, uses, names)
+        for other in wanted[i + 1 :]:
+            other.start -= removed if other.start >= region.stop else 0
+            other.stop -= removed if other.stop >= region.stop else 0
+
+
+def _cut(tape: RecordedTape, region: Region, uses: collections.Counter[Value], names: Iterator[int]) -> int:
+    """Put the op of a region in its place, if it has one. Returns by how many ops the tape is shorter.
+
+    `uses` says how often each value is read or passed in the whole program.
+    """
+    ops = tape.ops[region.start : region.stop]
+    inner = set(region.calls).intersection(tape.calls)  # others are in the bodies of inner regions
+    calls = [call for call in tape.calls if call in inner]
+    inside = collections.Counter(_used_by(ops, calls))
+    body_name = "wrap_body" if region.hop is CHECKPOINT else "repeated_subgraph"
+    segment = TapeSegment(body_name, region.scope, region.call, region.start, ops, calls, [])
+    results = [v for op in segment.kept() for v in op.values()]
+    outputs = [v for v in results if uses[v] > inside[v]]
+    operands = captured([segment])
+    if not _can_be_cut(segment, outputs, operands):
+        return 0
+    segment.outputs = list(outputs)
+    body = body_tape(tape, segment, operands)
+    body.context_fn = region.context_fn
+    args = (body, *operands) if region.hop is CHECKPOINT else (body, f"invoke_subgraph_{next(names)}", *operands)
+    grad = is_grad_on(segment.kept())
+    place = region.scope, region.call, region.frames, grad
+    op = Op("call_function", region.hop, args, {}, tuple(outputs), *place).take_values()
+    hoisted = [o.replace(call=region.call, scope=region.scope).take_values() for o in segment.hoisted()]
+    tape.ops[region.start : region.stop] = [*hoisted, op]
+    removed = len(ops) - len(hoisted) - 1
+    tape.calls[:] = [call for call in tape.calls if call not in inner]
+    for call in tape.calls:
+        call.start -= removed if call.start >= region.stop else 0
+        call.stop -= removed if call.stop >= region.stop else 0
+    uses.subtract(inside)
+    uses.update(x for x in operands if isinstance(x, Value))
+    return removed
+
+
+def _can_be_cut(segment: TapeSegment, outputs: list[Value], operands: list[Any]) -> bool:
+    """Whether the op of a region can express it: results in memory of their own, no effect but them."""
+    ops = segment.kept()
+    if not outputs or any(op.kind != "call_function" or op.unbacked for op in ops):
+        return False
+    if any(isinstance(x, Symbolic) for op in ops for x in flat(op.outputs)):
+        return False
+    outside = {v.storage for v in operands if isinstance(v, Value)}
+    storages = [v.storage for v in outputs]
+    if not outside.isdisjoint(storages) or len(set(storages)) < len(storages):
+        return False
+    return outside.isdisjoint(v.storage for op in ops for v in op.writes)

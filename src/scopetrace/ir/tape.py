@@ -31,8 +31,7 @@ from scopetrace.containers.structure import GivenPart, Returned, leaves, map_str
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.guards import ArgumentNumber, Guard
 from scopetrace.ir.registered import Registered
-from scopetrace.ir.scopes import Frames as Frames
-from scopetrace.ir.scopes import Nested, Scope
+from scopetrace.ir.scopes import Frames, Nested, Scope
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
 
@@ -380,12 +379,6 @@ class Call(Nested):
         self.args, self.kwargs = renamed((self.args, self.kwargs), values)
         self.outputs, self.mutated = renamed((self.outputs, self.mutated), values)
         return self
-
-
-def is_grad_on(ops: list[Op]) -> bool:
-    """Whether autograd is on for one of the ops that compute, or there are none at all."""
-    grads = {op.grad for op in ops if op.kind in ("call_function", "call_module")} or {op.grad for op in ops}
-    return True in grads or not grads
 
 
 class Signed:

@@ -331,12 +331,13 @@ class Resolver(Generic[T]):
     Attributes:
         inputs: the inputs.
         state: gives a parameter, buffer or constant by its name.
+        values: what the graph returns.
         updated: the new values of inputs and state; for tensors it is empty, since they are written themselves.
         results: the results so far, then what attributes are bound to.
     """
 
-    def __init__(self, inputs: Sequence[T], state: Callable[[str], T]) -> None:
-        self.inputs, self.state = inputs, state
+    def __init__(self, inputs: Sequence[T], state: Callable[[str], T], values: Sequence[T]) -> None:
+        self.inputs, self.state, self.values = inputs, state, values
         self.updated: dict[GraphInput | StateRef, T] = {}
         self.results: list[Any] = []
 
@@ -359,8 +360,8 @@ class Resolver(Generic[T]):
         return self.inputs[target.index] if isinstance(target, GraphInput) else self.state(target.name)
 
     def value(self, source: FromGraph) -> T:
-        """What the graph returns."""
-        raise NotImplementedError
+        """A value that the graph returns."""
+        return self.values[source.index]
 
     def base(self, source: ViewOf) -> T:
         """What the steps of a view begin with."""
@@ -377,7 +378,7 @@ class _Expressions(Resolver[str]):
     number = "number_of"
 
     def __init__(self, constant: Callable[[Any], str]) -> None:
-        super().__init__((), lambda name: f"held({constant(name)})")
+        super().__init__((), lambda name: f"held({constant(name)})", ())
         self._constant = constant
         self.copies: dict[FromGraph, str] = {}
 

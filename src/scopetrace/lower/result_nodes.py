@@ -49,9 +49,8 @@ class ResultNodes(Resolver[Any]):
         values: Sequence[Any],
         lower: Callable[[Any], Any],
     ) -> None:
-        super().__init__(inputs, state)
-        self.values, self.lower = values, lower
-        self._lowering = lowering
+        super().__init__(inputs, state, values)
+        self._lowering, self.lower = lowering, lower
 
     @classmethod
     def of(cls, lowering: FxLowering) -> ResultNodes:
@@ -66,10 +65,6 @@ class ResultNodes(Resolver[Any]):
         for source in write_back.results:
             self.results.append(self.get(source))
         return self.results
-
-    def value(self, source: FromGraph) -> Any:
-        """A value that the graph returns."""
-        return self.values[source.index]
 
     def base(self, source: ViewOf) -> Any:
         """The base of a view, with its strides in eager where `as_strided` reads its memory."""

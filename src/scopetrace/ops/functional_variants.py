@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.ops import Argument, Schema, is_op, op_overloads, schema_of
+from scopetrace._compat.ops import Argument, Schema, is_op, schema_of
 from scopetrace._compat.tensors import RECURRENT
 from scopetrace.ir.tape import Op, Value
 
@@ -134,7 +134,9 @@ def _candidates(schema: Schema) -> Iterator[Any]:
     namespace = schema.name.partition("::")[0]
     if namespace in _NAMESPACES:
         for name in _variant_names(schema.op_name):
-            yield from (op for op in op_overloads(namespace, name) if not schema_of(op).written)
+            packet = getattr(getattr(torch.ops, namespace), name, None)
+            overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+            yield from (op for op in overloads if not schema_of(op).written)
 
 
 def _variant_names(name: str) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ import torch
 
 from scopetrace.containers.structure import identifier, map_structure
 from scopetrace.functionalization.emitter import TapeRewriter
-from scopetrace.ir.segment import placeholder, with_values
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, checks_enabled, is_grad_on, renamed
+from scopetrace.ir.segment import is_grad_on, placeholder, with_values
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, checks_enabled, renamed
 from scopetrace.ir.verify import verify
 from scopetrace.outline.interface import Interface, Interfaces
 from scopetrace.outline.signature import FunctionOutput, OutlinedBody, unique_names

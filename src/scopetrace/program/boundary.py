@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import in_transform
+from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import Effect, Given, Returned, apply_effects, effect_targets, leaves, match
 from scopetrace.errors import InputMismatchError, StateMismatchError
-from scopetrace.ir.guards import MISSING, At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
-from scopetrace.ir.scopes import tell_recorder
+from scopetrace.ir.guards import At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
+from scopetrace.ir.scopes import running_recorder
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef, resolved
 from scopetrace.ops.history import History
@@ -140,7 +141,8 @@ class CallBoundary:
             inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
         if self._sharing is not None:
             self._sharing.check(inputs, self.state.held)
-        tell_recorder(self.tape.guards, inputs)
+        if (recorder := running_recorder()) is not None:
+            recorder.on_trace(self.tape.guards, inputs)
         return inputs
 
     @functools.cached_property

@@ -29,10 +29,10 @@ from scopetrace._compat.graph_module import (
     TracedGraphModule,
     enter_autocast,
     exit_autocast,
-    is_taken,
     is_writable,
     make_graph_module,
     module_shown_as,
+    reserved_names,
     set_arguments,
     set_grad_enabled,
 )
@@ -82,7 +82,7 @@ def refuse_names(names: Iterable[str], module: str) -> None:
                 module=module,
                 hint="give the attribute, or the key in the nn.ModuleDict, another name",
             )
-        if is_taken(name):
+        if name.partition(".")[0] in reserved_names():
             first = name.partition(".")[0]
             raise UnsupportedOpError(
                 f"the model has an attribute {first!r}, and so has each torch.fx.GraphModule: a graph cannot hold both",

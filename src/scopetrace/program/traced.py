@@ -54,7 +54,7 @@ from scopetrace.errors import (
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.guards import in_a_file
-from scopetrace.ir.scopes import Scope, innermost_common, is_recorded
+from scopetrace.ir.scopes import Scope, innermost_common, running_recorder
 from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, checks_enabled, forward_of
 from scopetrace.ir.verify import verify
@@ -462,7 +462,7 @@ class TracedProgram:
             if problem is not None:
                 raise ScopetraceError(problem)
             return self.__dict__["plain_call"](args, kwargs)
-        if is_recorded():
+        if running_recorder() is not None:
             return self.run(self.graph_module, *args, **kwargs)
         return self._call(args, kwargs)
 

@@ -16,10 +16,10 @@ import torch
 from torch.fx import traceback
 
 from scopetrace._compat.questions import grad_enabled
-from scopetrace.errors import TraceError, UnsupportedOpError, noted
-from scopetrace.ir.scopes import Frame, Ran, Scope, TracingState, capture_frames, source_of
-from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
-from scopetrace.record.regions import Region
+from scopetrace.errors import TraceError, UnsupportedOpError
+from scopetrace.ir.scopes import Frame, Frames, Ran, Scope, TracingState, capture_frames, source_of
+from scopetrace.ir.segment import Region
+from scopetrace.ir.tape import Autocast, Call, Op, Phase, RecordedTape, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ T = TypeVar("T")
 class TapeBuilder:
     """Appends ops to `tape`, each with the scope, the module call and the Python frames in which it ran."""
 
-    def __init__(self, tape: RecordedTape) -> None:
-        self.tape = tape
+    def __init__(self, tape: RecordedTape, assumptions: Assumptions) -> None:
+        self.tape, self.assumptions = tape, assumptions
         self.state = TracingState(tape.root)
         self.call: Call | None = None
         """The innermost module call that is running."""
@@ -96,8 +96,8 @@ class TapeBuilder:
         """In a region under reentrant checkpointing that runs again in backward, the number of ops before it."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
-        self.gradients_shared = self.differentiates = False
-        """As in Assumptions."""
+        self.differentiates = bool(assumptions.differentiates)
+        """Whether the forward is recorded as one that differentiates."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
@@ -142,15 +142,6 @@ class TapeBuilder:
             return last
         self._last_frames = captured
         return captured
-
-    @contextlib.contextmanager
-    def noting_errors(self) -> Iterator[None]:
-        """Inside, the TraceErrors that this thread makes are appended to `raised`, each with None for no op."""
-        before = noted.set(self.raised)
-        try:
-            yield
-        finally:
-            noted.reset(before)
 
     def op_that_raised(self, error: BaseException) -> Any:
         """The op that has raised an error; None where none has."""

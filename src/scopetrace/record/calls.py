@@ -23,9 +23,11 @@ from typing import Any
 import torch
 import torch.fx
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence
 
 from scopetrace._compat.ops import paused
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.questions import fast_path_enabled, grad_enabled
+from scopetrace._compat.tensors import parameters_of, storage_id
 from scopetrace.containers.contents import is_users_class
 from scopetrace.containers.structure import (
     OpaqueContainer,
@@ -39,14 +41,14 @@ from scopetrace.errors import LeafPatternError, RandomStateError
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.ir.guards import Guard
 from scopetrace.ir.scopes import Scope, scope
+from scopetrace.ir.segment import NESTED
 from scopetrace.ir.selection import Candidate, Target, is_named, matches, near_text, several
 from scopetrace.ir.tape import Call
 from scopetrace.record.model import Model, plain_attributes
-from scopetrace.record.nodes import NodeRunner, class_of_text, is_part, knows_origins, signature_of_nodes
+from scopetrace.record.nodes import NodeRunner, class_of_text, knows_origins, says_root, signature_of_nodes
 from scopetrace.record.op_call import version_counter
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.other_paths import HasOtherPath, other_path
-from scopetrace.record.regions import NESTED
+from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.values import ValueTable
 from scopetrace.sources import SCOPETRACE
 
@@ -110,17 +112,18 @@ class CallRecorder:
         if method not in ("call", "forward"):
             return self._on_method(module, method, functools.partial(run, module, *args, **kwargs))
         call = self._builder.call and self._builder.call.of_module
-        refusal = other_path(module, args, kwargs, self._reads) if isinstance(module, HasOtherPath) else None
+        refusal = _other_path(module, args, kwargs, self._reads)
         if refusal is not None and not is_named(Candidate(module, type(module), *self._place(module)), self._leaves):
             raise self._builder.refusal(refusal[0], op=type(module).__qualname__, hint=refusal[1])
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
             is_root = isinstance(module, torch.fx.GraphModule) and call.parent is None
             if method == "forward" and is_root and knows_origins(module):
-                return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
+                return NodeRunner(module, self._builder).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
-        if isinstance(self._model.root, torch.fx.GraphModule) and is_part(module):
-            return NodeRunner(module, self._builder, self.on_nodes).call(args, kwargs)
+        in_graph = isinstance(self._model.root, torch.fx.GraphModule)
+        if in_graph and isinstance(module, torch.fx.GraphModule) and says_root(module.graph.nodes):  # of torch.export
+            return NodeRunner(module, self._builder).call(args, kwargs)
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
         call.direct = method == "forward"
@@ -308,16 +311,12 @@ class CallRecorder:
             out = run()
             call.outputs = self.templates.of(out, call)
         if builder.tape.calls[-1] is call and call.start == call.stop:
-            self._forget(call, outer)
+            builder.tape.calls.pop()
+            self._next -= 1
+            if not call.index:
+                outer.remove(call.scope)
+                del self._counts[id(call.scope)]
         return out
-
-    def _forget(self, call: Call, outer: Scope) -> None:
-        """Take back the last call, a user scope in `outer`."""
-        self._builder.tape.calls.pop()
-        self._next -= 1
-        if not call.index:
-            outer.remove(call.scope)
-            del self._counts[id(call.scope)]
 
     def on_seed(self) -> None:
         """The forward seeds torch's generator, or sets or reads its state."""
@@ -329,11 +328,9 @@ class CallRecorder:
 
     def on_object_collective(self, op: str) -> None:
         """The forward exchanges Python objects with other processes."""
-        raise self._builder.refusal(
-            "a collective that exchanges Python objects, which no graph holds",
-            op=op,
-            hint="exchange them outside of the forward, and give it what it needs as an argument",
-        )
+        problem = "a collective that exchanges Python objects, which no graph holds"
+        hint = "exchange them outside of the forward, and give it what it needs as an argument"
+        raise self._builder.refusal(problem, op=op, hint=hint)
 
 
 def _is_scoped(method: types.FunctionType) -> bool:
@@ -341,6 +338,55 @@ def _is_scoped(method: types.FunctionType) -> bool:
     code = method.__code__
     is_later = code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
     return bool(is_later) or code.co_filename.startswith(SCOPETRACE)
+
+
+# Modules of torch that take another path in eager --------------------------------------------------------------------
+
+
+def _other_path(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads: ReadRecorder
+) -> tuple[str, str] | None:
+    """What a module of torch would do otherwise than eager, and what to write instead; None where both do the same.
+
+    What decides it, and may be otherwise at a call, is told to `reads`.
+    """
+    if isinstance(module, torch.nn.TransformerEncoder):
+        return _NESTED if _takes_nested_path(module, args, kwargs, reads) else None
+    operand = (args[0] if args else kwargs.get("input")) if isinstance(module, torch.nn.RNNBase) else None
+    return _PACKED if isinstance(operand, PackedSequence) else None
+
+
+_NESTED = (
+    "nn.TransformerEncoder with a padding mask computes on nested tensors here, which are no ops of a graph; "
+    "rows of padding would differ",
+    "make it with nn.TransformerEncoder(..., enable_nested_tensor=False), or set encoder.use_nested_tensor = False",
+)
+_PACKED = (
+    "a packed sequence, whose sizes depend on data, is given to a recurrent layer",
+    "give the padded tensor, and pick the last valid step of each sequence (torch.gather); "
+    "or name the layer and what packs for it in leaf_modules=",
+)
+
+
+def _takes_nested_path(
+    module: torch.nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any], reads: ReadRecorder
+) -> bool:
+    """The conditions of `nn.TransformerEncoder.forward`, but whether the padding is at the end, which is data."""
+    operands: Any = dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)) | kwargs
+    src, padding, first = operands["src"], operands.get("src_key_padding_mask"), module.layers[0]
+    if not getattr(module, "use_nested_tensor", False) or torch.is_autocast_enabled():
+        return False
+    if first.training or padding is None or operands.get("mask") is not None or src.dim() != 3:
+        return False
+    if not fast_path_enabled():
+        reads.on_flag("torch.backends.mha.get_fastpath_enabled", (), False)
+        return False
+    parameters = [p for part in first.modules() for p in parameters_of(part).values() if p is not None]
+    needs = next((t for t in (*parameters, src) if t.requires_grad), None)
+    if needs is None or not grad_enabled():
+        return True
+    reads.on_gradient(needs)
+    return False
 
 
 # Leaf modules --------------------------------------------------------------------------------------------------------

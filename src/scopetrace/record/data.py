@@ -70,7 +70,7 @@ class DataReader:
 
     @functools.cached_property
     def _example(self) -> ExampleRun:
-        return ExampleRun(self._values, self._builder.tape, self._values.examples, self._on_constant)
+        return ExampleRun(self._values, self._builder.tape, self._values.examples)
 
     def _on_constant(self, name: str, t: torch.Tensor) -> None:
         """Python reads the data of a constant: a call in which it is another one is another program."""
@@ -84,7 +84,7 @@ class DataReader:
         if func in _OF_STORED:
             self._refuse_unknown_count(func, args[0])
             return NotImplemented
-        constant = self._example.constant(func, args, kwargs)
+        constant = self._example.constant(func, args, kwargs, self._on_constant)
         if constant is NotImplemented and func in (_aten.equal.default, _aten.allclose.default):
             answer = self._factory.shape_env.create_unbacked_symbool()
             unbacked = self._factory.unbacked_bindings(answer)
@@ -136,7 +136,7 @@ class DataReader:
     def data_of(self, t: torch.Tensor) -> Any:
         """A real tensor with the data of `t`; NotImplemented where inputs or state decide, without specialization."""
         value = self._values.value_of(t)
-        real = self._example.constant(_aten.clone.default, (value,), {})
+        real = self._example.constant(_aten.clone.default, (value,), {}, self._on_constant)
         if real is NotImplemented:
             if not self._specialize:
                 return NotImplemented
@@ -191,14 +191,8 @@ class DataReader:
 class ExampleRun:
     """Runs parts of a tape that is being recorded, on the example `inputs`."""
 
-    def __init__(
-        self,
-        values: ValueTable,
-        tape: RecordedTape,
-        inputs: dict[Value, torch.Tensor],
-        on_constant: Callable[[str, torch.Tensor], None],
-    ) -> None:
-        self._tape, self._on_constant = tape, on_constant
+    def __init__(self, values: ValueTable, tape: RecordedTape, inputs: dict[Value, torch.Tensor]) -> None:
+        self._tape = tape
         self._env, self._is_state = values.factory.shape_env, values.is_state
         self._random_state = torch.get_rng_state()
         self._inputs = inputs
@@ -208,8 +202,11 @@ class ExampleRun:
         self._binder: dict[Any, int] = {}  # by symbol: the op that makes it
         self._start_over()
 
-    def constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an op gives that depends neither on inputs nor on the model's state; else NotImplemented."""
+    def constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], note: Callable[..., None]) -> Any:
+        """What an op gives that depends neither on inputs nor on the model's state; else NotImplemented.
+
+        `note` is told of the constants that it depends on: name and tensor.
+        """
         wanted = [(a, len(self._tape.ops)) for a in flat((args, kwargs))]
         ops = self._leading_to(wanted, self._is_constant)
         if ops is None:
@@ -218,7 +215,7 @@ class ExampleRun:
         literals = {op.tensor(0) for op in needed if op.target in _LITERAL}
         for op in needed:
             if op.kind == "get_attr" and op.result not in literals:
-                self._on_constant(op.name, self._tape.attributes[op.name])
+                note(op.name, self._tape.attributes[op.name])
         self._run(wanted)
         with eager():
             return func(*self._real(args), **self._real(kwargs))

@@ -1,7 +1,7 @@
 """The `dynamic_shapes` argument: which sizes of the inputs may differ from call to call.
 
 Data flow:
-    dynamic_shapes + arguments -> read_dynamic_shapes: for each tensor and whole number, what is said of it
+    dynamic_shapes + arguments -> for each tensor and whole number, what is said of it
     that + example sizes -> DynamicShapes: a symbol for each Dim, the symbolic sizes of the fake inputs, and SizeRules
 """
 
@@ -16,17 +16,9 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.shape_env import (
-    ANY_LOWER,
-    DimSpec,
-    WatchedShapeEnv,
-    new_number,
-    new_symbol,
-    read_dim,
-    takes_small_examples,
-)
+from scopetrace._compat.shape_env import ANY_LOWER, DimSpec, WatchedShapeEnv, new_number, new_symbol, read_dim
 from scopetrace._compat.tensors import storage_id
-from scopetrace.containers.structure import Children, open_container
+from scopetrace.containers.structure import Children, leaves_with_path, open_container
 from scopetrace.errors import DynamicShapeError
 from scopetrace.ir.conditions import DynamicInput, SizeRules
 from scopetrace.record.model import named_arguments, signature_of_forward
@@ -39,8 +31,13 @@ DimSpec, of a tensor one for each dimension; None for what is static."""
 class DynamicShapes:
     """Makes symbols for the dynamic sizes and numbers of the example inputs, and collects the rules that they keep."""
 
-    def __init__(self, env: WatchedShapeEnv, specs: list[Spec]) -> None:
-        self.rules = SizeRules(env)
+    def __init__(
+        self, env: WatchedShapeEnv, said: Any, forward: Any, arguments: tuple[Any, ...], object_types: Collection[type]
+    ) -> None:
+        """`said` is the argument, `arguments` (args, kwargs). Raises DynamicShapeError where it does not fit these."""
+        specs = _read_dynamic_shapes(said, *_arguments_of(forward, *arguments), object_types)
+        _refuse_shared([x for _, x, _ in specs], [x for _, x in leaves_with_path(arguments, "", object_types)])
+        self.rules = SizeRules(env, dynamic_shapes=said)
         self._specs = {id(x): spec for _, x, spec in specs if isinstance(x, torch.Tensor)}
         self._numbers = {path: spec for path, x, spec in specs if not isinstance(x, torch.Tensor)}
         self._named: dict[str, Any] = {}
@@ -96,7 +93,7 @@ class DynamicShapes:
                     hint="use one Dim object for both, or give the Dims two names",
                 )
             return symbol
-        if value < 2 and not takes_small_examples():
+        if value < 2 and not self.rules.env.takes_small_examples:
             problem = f"{where} is {value} in the example, and torch fixes sizes 0 and 1 (they broadcast)"
             if spec.may_be_fixed:
                 warnings.warn(f"scopetrace: {problem}: it is static", stacklevel=2)
@@ -122,7 +119,7 @@ def _check_limits(spec: DimSpec, value: int, where: str) -> None:
         raise DynamicShapeError(f"{where} is {value} in the example, outside of {_range(spec)}")
 
 
-def arguments_of(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+def _arguments_of(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """The arguments by name, in the order of torch.export's `dynamic_shapes`, and the names of `*args` and `**kwargs`.
 
     What is passed for these is in a tuple and in a dict.
@@ -148,7 +145,7 @@ def collected(collection: Any, forward: Any, args: tuple[Any, ...], kwargs: dict
         ) from error
 
 
-def read_dynamic_shapes(
+def _read_dynamic_shapes(
     spec: Any, arguments: dict[str, Any], variadic: Collection[str], object_types: Collection[type]
 ) -> list[Spec]:
     """Each tensor of the arguments with its dynamic dimensions, and the dynamic numbers.
@@ -301,10 +298,10 @@ def symbolic_strides(real: torch.Tensor, sizes: list[Any]) -> list[Any]:
     return strides
 
 
-def refuse_shared(dynamic: list[torch.Tensor], inputs: list[Any]) -> None:
+def _refuse_shared(dynamic: list[Any], inputs: list[Any]) -> None:
     """Raise DynamicShapeError for a tensor with dynamic sizes that shares its memory with another input."""
     sharing = collections.Counter(map(storage_id, {id(t): t for t in inputs if isinstance(t, torch.Tensor)}.values()))
-    for t in dynamic:
+    for t in [t for t in dynamic if isinstance(t, torch.Tensor)]:
         if t.layout is not torch.strided or sharing[storage_id(t)] > 1:
             raise DynamicShapeError(
                 "a tensor with dynamic sizes shares its memory with another input, or has a sparse layout",

@@ -11,9 +11,9 @@ import torch
 
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE
 from scopetrace.containers.structure import leaves_with_path
-from scopetrace.errors import DataDependentError, OpError, ScopetraceError, TraceError, UnsupportedOpError
+from scopetrace.errors import DataDependentError, OpError, ScopetraceError, TraceError, UnsupportedOpError, noted
 from scopetrace.formatting import short_repr
-from scopetrace.ir.scopes import frames_of_traceback, user_line
+from scopetrace.ir.scopes import user_line
 from scopetrace.ir.tape import Call, Value
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.data import NoRealValue
@@ -23,7 +23,11 @@ from scopetrace.record.ops import OpRecorder
 
 @contextlib.contextmanager
 def errors_explained(builder: TapeBuilder, ops: OpRecorder) -> Iterator[None]:
-    """Inside, an error of the forward becomes the TraceError that says what it means, or gets its place as a note."""
+    """Inside, an error of the forward becomes the TraceError that says what it means, or gets its place as a note.
+
+    The TraceErrors that this thread makes are appended to `builder.raised`, each with None for no op.
+    """
+    before = noted.set(builder.raised)
     try:
         yield
     except ScopetraceError:
@@ -37,6 +41,8 @@ def errors_explained(builder: TapeBuilder, ops: OpRecorder) -> Iterator[None]:
         place = _place(error, builder)
         error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
         raise
+    finally:
+        noted.reset(before)
 
 
 def explained(error: Exception, builder: TapeBuilder, ops: OpRecorder) -> TraceError | None:
@@ -117,7 +123,8 @@ def sparse_gradient(op: str, *, module: str | None, source: str | None) -> Unsup
 
 
 def _place(error: Exception, builder: TapeBuilder) -> dict[str, str | None]:
-    return {"module": str(_call(error, builder).scope), "source": user_line(frames_of_traceback(error.__traceback__))}
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return {"module": str(_call(error, builder).scope), "source": user_line(frames)}
 
 
 def _call(error: Exception, builder: TapeBuilder) -> Call:

@@ -4,6 +4,8 @@ Data flow:
     op with callables and operands -> each callable runs once, on new tensors, and its ops go to the end of the tape
     these ops -> cut off as a TapeSegment -> a body tape: what it reads from outside becomes one more operand
     bodies -> the op's own shape function -> an Op with tapes among its arguments
+    `flex_attention`: its functions of scores and of the mask run on numbers of no dimension; what each reads from
+        outside is one more operand for it, a "buffer" in torch's words
 
 A body has placeholders for the operands in order, then for what all bodies of the op captured: values, parameters,
 sizes. Constants and parameters are read outside, so that a body holds no tensors.
@@ -17,11 +19,10 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.higher_order import fake_results
-from scopetrace._compat.ops import in_transform
-from scopetrace._compat.tensors import run_fake, unbacked_symint
+from scopetrace._compat.ops import fake_results, in_transform, indexing_as_op
+from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import ControlFlowError
-from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
+from scopetrace.ir.segment import TapeSegment, body_tape, captured, name_of
 from scopetrace.ir.tape import BodyTape, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
@@ -60,21 +61,20 @@ class BodyRecorder:
         segments = [segment for segment, _ in recorded]
         if len({str(spec) for segment, spec in recorded if not segment.is_condition}) > 1:
             self._refuse("the branches return different structures", "return the same structure from each")
-        bodies, captured = body_tapes(self.builder.tape, segments, torch.is_grad_enabled())
-        inputs = [*self.operands, *captured]
-        self._forget(segments, captured)
+        taken = captured(segments)
+        bodies = [body_tape(self.builder.tape, segment, taken, torch.is_grad_enabled()) for segment in segments]
+        inputs = [*self.operands, *taken]
+        self._forget(segments, taken)
         for body in bodies:
             self._check_results(body)
         written = self._written(bodies, inputs)
-        return self._append(bodies, recorded[-1][1], captured, tuple(written))
+        return self._append(bodies, recorded[-1][1], taken, tuple(written))
 
     def _refuse_transforms(self) -> None:
         if in_transform():
-            raise self.builder.refusal(
-                "a higher-order op inside of torch.vmap, grad or another transform",
-                op=str(self.hop),
-                hint="call it outside, or compute both sides and pick with torch.where",
-            )
+            problem = "a higher-order op inside of torch.vmap, grad or another transform"
+            hint = "call it outside, or compute both sides and pick with torch.where"
+            raise self.builder.refusal(problem, op=str(self.hop), hint=hint)
 
     def _segment(self, position: int, parameter: str, graph: str) -> tuple[TapeSegment, Any]:
         """Run a callable and take what it recorded off the tape; also, how pytree puts its results together."""
@@ -117,7 +117,8 @@ class BodyRecorder:
         name = name_of(None if differs else operand, number)
         if not isinstance(x, torch.Tensor):
             if group == self.form.carried and isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
-                x = unbacked_symint(factory.mode)
+                with factory.shape_env.ignore_fresh_unbacked_symbols():  # of unknown value, which no op makes
+                    x = factory.shape_env.create_unbacked_symint()
             self.values.append_body_input(name, x)
             return x
         fake = operand.fake
@@ -140,10 +141,10 @@ class BodyRecorder:
             return leaf
         self._refuse(f"a body returns a {type(leaf).__name__}", "return tensors, or whole numbers")
 
-    def _forget(self, segments: list[TapeSegment], captured: list[Any]) -> None:
-        """What the segments made is unknown outside. `captured` is what they read from there."""
+    def _forget(self, segments: list[TapeSegment], taken: list[Any]) -> None:
+        """What the segments made is unknown outside. `taken` is what they read from there."""
         body_values = {v for segment in segments for op in segment.kept() for v in op.values()}
-        outside = {v.storage for v in (*self.operands, *captured) if isinstance(v, Value)}
+        outside = {v.storage for v in (*self.operands, *taken) if isinstance(v, Value)}
         self.values.forget(body_values, {v.storage for v in body_values} - outside)
 
     def _check_results(self, body: BodyTape) -> None:
@@ -174,9 +175,9 @@ class BodyRecorder:
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         raise ControlFlowError(f"{self.hop}: {problem}", op=str(self.hop), hint=hint, **self.builder.where())
 
-    def _append(self, bodies: list[BodyTape], spec: Any, captured: list[Any], written: tuple[Value, ...]) -> Any:
+    def _append(self, bodies: list[BodyTape], spec: Any, more: list[Any], written: tuple[Value, ...]) -> Any:
         lifted = self.form.spread([self._lifted(a) for a in self.args])
-        args = self.form.gathered(with_more_operands(self.hop, lifted, captured))
+        args = self.form.gathered(with_more_operands(self.hop, lifted, more))
         fakes = fakes_of(args)
         for (position, _, _), body in zip(self.form.bodies, bodies, strict=True):
             args[position], fakes[position] = body, self._results_of(body)
@@ -212,3 +213,57 @@ class BodyRecorder:
 def fakes_of(x: Any) -> Any:
     """An op's arguments with fake tensors in place of values."""
     return map_argument(lambda leaf: leaf.fake if isinstance(leaf, Value) else leaf, x)
+
+
+# flex_attention ------------------------------------------------------------------------------------------------------
+
+_INDICES = ("b", "h", "q_idx", "kv_idx")
+_SCORE_BUFFERS, _MASK_BUFFERS = 7, 8
+"""The arguments that hold what the bodies capture."""
+
+
+class FlexRecorder(BodyRecorder):
+    """Records one call of `flex_attention`."""
+
+    def run(self) -> Any:
+        """What the op returns to the model."""
+        self._refuse_transforms()
+        query, key, value, score_mod, (*mask, mask_mod), scale, options, *_ = self.args
+        score, score_buffers = self._body(score_mod, "score_mod", "sdpa_score", ("score", *_INDICES), _SCORE_BUFFERS)
+        chosen, mask_buffers = self._body(mask_mod, "mask_mod", "sdpa_mask", _INDICES, _MASK_BUFFERS)
+        tensors = tuple(map(self._lifted, (query, key, value)))
+        block_mask = (*map(self._lifted, mask), chosen)
+        args = (*tensors, score, block_mask, scale, options, score_buffers, mask_buffers)
+        # torch's shape function gives views, which no op outside of it makes
+        out = tuple(map(self._like, fake_results(self.factory.mode, self.hop, fakes_of(args))))
+        if torch.is_grad_enabled() and any(v.fake.requires_grad for v in values_in((tensors, score_buffers))):
+            self._give_grad(out[:2])
+        self._append_op(args, {}, out)
+        return out
+
+    def _body(
+        self, function: Any, parameter: str, graph: str, names: tuple[str, ...], group: int
+    ) -> tuple[BodyTape, tuple[Any, ...]]:
+        def run() -> tuple[list[Any], None]:
+            numbers = [self._number(name) for name in names]
+            placeholders = [self._placeholder(i, x, g) for i, (x, g) in enumerate(self.grouped_operands) if g == group]
+            with indexing_as_op():
+                result = self.recorded(function, (*numbers, *placeholders))
+            return [self.values.value_of(result)], None
+
+        segment, _ = self._cut(run, parameter, graph)
+        free_values = captured([segment])
+        body = body_tape(self.builder.tape, segment, free_values)
+        self._forget([segment], free_values)
+        if written_inputs(body):
+            self._refuse(f"{parameter} writes to a tensor", "give it a tensor that does not change")
+        if any(op.bodies() for op in body.ops):  # a table that requires grad is indexed by a torch.autograd.Function
+            self._refuse(f"{parameter} indexes a tensor that requires grad", "detach() it, or trace under no_grad()")
+        return body, (*(self.operands[i] for i, (_, g) in enumerate(self.grouped_operands) if g == group), *free_values)
+
+    def _number(self, name: str) -> torch.Tensor:
+        query = self._lifted(self.args[0]).fake
+        dtype = query.dtype if name == "score" else torch.int32
+        number = self.factory.fresh((), (), dtype, query.device, name == "score" and query.requires_grad)
+        self.values.append_body_input(name, number)
+        return number

@@ -74,7 +74,8 @@ class Model:
 
     def __init__(self, fn: Callable[..., Any], arguments: Sequence[tuple[str, Any]] = ()) -> None:
         """`arguments` are those of the call that is traced, with their names."""
-        self.root, self.forward = _unwrap(fn)
+        owner = getattr(fn, "__self__", None) if isinstance(fn, types.MethodType) else fn
+        self.root, self.forward = owner if isinstance(owner, torch.nn.Module) else None, fn
         self.kind = root_class(self.root) if isinstance(self.root, torch.fx.GraphModule) else None
         """Of a graph, the class of the module that it came from."""
         self.type_name = _name_of(fn) if self.root is None else (self.kind or type(self.root)).__name__
@@ -84,8 +85,7 @@ class Model:
         self._names: dict[int, list[str]] = {}  # of those that have several
         self.tensors: list[torch.Tensor] = []
         """The parameters, buffers and tensor attributes, each once."""
-        self._tensor_names: dict[int, str] = {}
-        self._places: dict[int, tuple[torch.nn.Module, str]] = {}
+        self._owners: dict[int, tuple[str, torch.nn.Module, str]] = {}  # by id of a tensor
         self.has_shared_tensors = False
         """Whether a tensor is in several places of the model."""
         self._saved: dict[int, ModuleSnapshot] = {}
@@ -109,15 +109,17 @@ class Model:
             self.modules.append(module)
             in_source = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
             saved = self._saved[id(module)] = ModuleSnapshot(fqn, module, self.contents, in_source)
-            for table in saved.tensor_tables():
+            tables: Sequence[Mapping[str, Any]] = (saved.live[1], saved.live[2], saved.contents)
+            if isinstance(module, torch.jit.ScriptModule):  # in C++
+                tables = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+            for table in tables:
                 for name, t in table.items():
                     if issubclass(type(t), torch.Tensor):
-                        if id(t) in self._places:
+                        if id(t) in self._owners:
                             self.has_shared_tensors = True
                             continue
                         self.tensors.append(t)
-                        self._tensor_names[id(t)] = prefix + name
-                        self._places[id(t)] = module, name
+                        self._owners[id(t)] = prefix + name, module, name
         for name, child in module.__dict__.get("_modules", _EMPTY).items():
             if child is not None and id(child) not in path:
                 path.add(id(child))
@@ -133,38 +135,23 @@ class Model:
             self._saved[id(m)] = ModuleSnapshot("", m, self.contents, f"{name}.{inner}" if inner else name)
         return [m for _, m in unsaved]
 
-    def name_state(self, t: torch.Tensor, of: torch.Tensor, key: str) -> None:
-        """Name a tensor of an optimizer's state after the parameter that it belongs to."""
-        owner = self.owner(of)
-        if owner is not None:
-            self.state_names[id(t)] = f"{owner[0]}_{key}"
-
-    def name_of_variable(self, t: torch.Tensor) -> str | None:
-        """The name in source of a tensor that is in no module: `w`, `scales[0]`; None for one that nobody names."""
-        return next((name for name, held in self.contents.tensors if held is t), None)
-
-    def names_of_tensors(self, tensors: Iterable[torch.Tensor]) -> list[str]:
-        """The first fqns of tensors of the model."""
-        return [self._tensor_names[id(t)] for t in tensors]
-
     def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
         """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
-        place = self._places.get(id(t))
-        return None if place is None else (self._tensor_names[id(t)], *place)
+        return self._owners.get(id(t))
 
     def add_gradient(self, t: torch.Tensor, fqn: str, module: torch.nn.Module, name: str) -> None:
         """The `grad` of one of the tensors, whose owner is given, is a tensor of the model too."""
-        self._tensor_names[id(t)], self._places[id(t)] = f"{fqn}_grad", (module, f"{name}.grad")
+        self._owners[id(t)] = f"{fqn}_grad", module, f"{name}.grad"
 
     @property
     def owners(self) -> tuple[tuple[str, torch.nn.Module, str], ...]:
         """As `owner`, of all."""
-        return tuple([(name, *self._places[key]) for key, name in self._tensor_names.items()])
+        return tuple(self._owners.values())
 
     @functools.cached_property
     def tensor_names(self) -> set[str]:
         """The first fqn of each parameter, buffer and tensor attribute."""
-        return {*self._tensor_names.values()}
+        return {fqn for fqn, _, _ in self._owners.values()}
 
     def names_of(self, module: torch.nn.Module) -> Sequence[str]:
         """All fqns of a module; none of one that is not in the model."""
@@ -185,7 +172,7 @@ class Model:
         for module in self.modules:
             fqns, kind = self.names_of(module), type(module)
             of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
-            has_forward = "forward" in module.__dict__ or of_class is not _NO_FORWARD
+            has_forward = "forward" in module.__dict__ or of_class is not torch.nn.Module.forward
             modules[fqns[0]] = RegisteredModule(tuple(fqns), kind.__name__, has_forward)
             for name, p in (module.__dict__.get("_parameters") or _EMPTY).items():
                 if p is not None:
@@ -211,10 +198,6 @@ class Model:
                     if isinstance(t, torch.Tensor):
                         yield f"{saved.fqn}.{name}" if saved.fqn else name, t
 
-    def is_outside(self, module: torch.nn.Module) -> bool:
-        """Whether only objects, globals or closures hold a saved module."""
-        return id(module) not in self._first_names
-
     def replaced(self, module: torch.nn.Module) -> tuple[str, ...]:
         """The fqns of a module's parameters in whose place it has other tensors, as in `functional_call`."""
         saved, current = self._saved.get(id(module)), module.__dict__.get("_parameters")
@@ -228,7 +211,6 @@ class Model:
         return [change for saved in self._saved.values() for change in saved.restore()]
 
 
-_NO_FORWARD = torch.nn.Module.forward
 _EMPTY: dict[str, Any] = {}  # in the place of the many copies of empty tables
 _NOTHING: frozenset[str] = frozenset()
 
@@ -258,12 +240,6 @@ class ModuleSnapshot:
         self.hooks = {table: module_dict[table].copy() for table in _HOOK_TABLES if module_dict.get(table)} or _EMPTY
         for hook in [hook for table in HOOKS for hook in self.hooks.get(table, _EMPTY).values()]:
             contents.add(f"{name}'s hook", hook)
-
-    def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
-        """Parameters, buffers and other attributes, by name, as they currently are."""
-        if isinstance(self.module, torch.jit.ScriptModule):  # in C++
-            return dict(self.module.named_parameters(recurse=False)), dict(self.module.named_buffers(recurse=False))
-        return self.live[1], self.live[2], self.contents
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
@@ -298,20 +274,6 @@ class ModuleSnapshot:
                 continue
             buffer = name not in unsaved_buffers_of(self.module) if table is self.live[2] else None
             yield Change(f"{self.name}.{name}", before, after, Place(table, name), self.module, name, buffer)
-
-
-def is_torchs(module: torch.nn.Module) -> bool:
-    """Whether its class is one of those of torch.nn."""
-    return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _unwrap(fn: Callable[..., Any]) -> tuple[torch.nn.Module | None, Callable[..., Any]]:
-    if isinstance(fn, torch.nn.Module):
-        return fn, fn
-    owner = getattr(fn, "__self__", None)
-    if isinstance(fn, types.MethodType) and isinstance(owner, torch.nn.Module):
-        return owner, fn
-    return None, fn
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

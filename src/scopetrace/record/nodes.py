@@ -17,7 +17,7 @@ import itertools
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -31,9 +31,6 @@ from scopetrace.containers.structure import leaves
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import GIVEN_META, signature_of
 from scopetrace.record.builder import TapeBuilder
-
-OnCall = Callable[[str, type | str, tuple[Any, ...], dict[str, Any], bool, Callable[[], Any]], None]
-"""`CallRecorder.on_nodes`."""
 
 _hops = torch.ops.higher_order
 
@@ -70,10 +67,10 @@ class NodeRange:
 class NodeRunner(torch.fx.Interpreter):
     """Runs a graph; the ops of each node have its place, in the calls that its nodes were."""
 
-    def __init__(self, gm: torch.fx.GraphModule, builder: TapeBuilder, on_call: OnCall) -> None:
+    def __init__(self, gm: torch.fx.GraphModule, builder: TapeBuilder) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.extra_traceback = False
-        self.builder, self._on_call = builder, on_call
+        self.builder = builder
         self._nodes = list(self.graph.nodes)
         self._position = {n: i for i, n in enumerate(self._nodes)}
         self._by_name = {n.name: n for n in self._nodes}
@@ -162,7 +159,7 @@ class NodeRunner(torch.fx.Interpreter):
             results = self._tensors(returned)
             return results[0] if len(results) == 1 else tuple(results) or None
 
-        self._on_call(of.entry.fqn, of.entry.kind, args, kwargs, passed is not None, run)
+        self.builder.state.listener.on_nodes(of.entry.fqn, of.entry.kind, args, kwargs, passed is not None, run)
 
     def _computing(self, of: NodeRange) -> list[torch.fx.Node]:
         return [n for n in self._nodes[of.start : of.stop] if n.op != "get_attr"]
@@ -203,7 +200,6 @@ def says_root(nodes: Iterable[torch.fx.Node]) -> bool:
     return any(stack and not stack[0].fqn for stack in map(_module_stack, nodes))
 
 
-_NO_STEP = ("placeholder", "get_attr", "output")
 _REGIONS = (_hops.wrap_with_set_grad_enabled, _hops.wrap_with_autocast)
 
 
@@ -212,7 +208,7 @@ def _place(n: torch.fx.Node) -> list[Entry] | None:
 
     What torch.export writes at the region itself is the stack of some node near it.
     """
-    if n.op in _NO_STEP or n.target == "_guards_fn":
+    if n.op in ("placeholder", "get_attr", "output") or n.target == "_guards_fn":
         return None
     if n.target is operator.getitem and n.all_input_nodes[0].target in _REGIONS:
         return _place(n.all_input_nodes[0])
@@ -285,11 +281,6 @@ def knows_origins(module: Any) -> TypeGuard[torch.fx.GraphModule]:
     return isinstance(module, torch.fx.GraphModule) and any(
         n.stack_trace or "nn_module_stack" in n.meta for n in module.graph.nodes
     )
-
-
-def is_part(module: Any) -> TypeGuard[torch.fx.GraphModule]:
-    """Whether it is a part of a graph of torch.export, which runs under another mode."""
-    return isinstance(module, torch.fx.GraphModule) and says_root(module.graph.nodes)
 
 
 def root_class(module: Any) -> type:

@@ -23,7 +23,6 @@ import torch
 import torch.fx
 
 from scopetrace._compat.gradients import next_sequence_number
-from scopetrace._compat.higher_order import eager_kernel
 from scopetrace._compat.ops import (
     CASTS_INSIDE,
     BelowAutograd,
@@ -32,13 +31,13 @@ from scopetrace._compat.ops import (
     autocast_rule,
     can_decompose,
     custom_function_call,
-    function_in_transform,
+    dispatch_functorch,
+    eager_kernel,
     in_transform,
     interrupts,
     with_mode,
 )
-from scopetrace._compat.questions import attention_kernels, autocast_enabled
-from scopetrace._compat.questions import grad_enabled as _grad_enabled
+from scopetrace._compat.questions import attention_kernels, autocast_enabled, grad_enabled
 from scopetrace._compat.tensors import (
     RECURRENT,
     FakeTensor,
@@ -49,7 +48,7 @@ from scopetrace._compat.tensors import (
     run_parts,
     storage_id,
 )
-from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
+from scopetrace.errors import ForeignTensorError, RandomStateError
 from scopetrace.infer.inference import Inferred
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
@@ -57,12 +56,11 @@ from scopetrace.ops.functional_variants import undeclared_variant, undeclared_wr
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.record.collectives import CollectiveRecorder, Finish
 from scopetrace.record.data import DataReader
-from scopetrace.record.flex_attention import FlexRecorder
-from scopetrace.record.higher_order import BodyRecorder
+from scopetrace.record.higher_order import BodyRecorder, FlexRecorder
+from scopetrace.record.nodes import NodeRunner
 from scopetrace.record.op_call import BeforeWrite, OpCall, OpFacts, facts_of, tensors_in, version_counter
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.rewritten_ops import refuse_lost_dropout
-from scopetrace.record.transforms import record_in_transform
+from scopetrace.record.rewritten_ops import record_in_transform, refuse_lost_dropout
 from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
@@ -70,21 +68,16 @@ _Parameter = torch.nn.Parameter
 
 _NOTHING = contextlib.nullcontext()
 
-RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
-
 
 class OpRecorder:
     """Records the ops that arrive at its `mode`."""
 
-    def __init__(
-        self, values: ValueTable, reads: ReadRecorder, run_graph: RunGraph, *, specialize: bool = False
-    ) -> None:
+    def __init__(self, values: ValueTable, reads: ReadRecorder, *, specialize: bool) -> None:
         self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
         self.values, self.reads = values, reads
         self.builder, self.factory, self.inference = values.builder, values.factory, values.inference
         self._by_id = values.by_id
         self.exact = self.builder.tape.exact_autograd
-        self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
         self.specialize = specialize
         self._pending: dict[int, Finish] = {}  # by storage: the collective under way that will write there
@@ -133,19 +126,16 @@ class OpRecorder:
         try:
             casts_inside = func in CASTS_INSIDE or (func in RECURRENT and device == "cuda")
             if casts_inside and any(t.dtype is not torch.float64 for t in tensors_in((args, kwargs))):
-                raise self._casts_inside(func, device)
+                hint = f"put it under torch.autocast({device!r}, enabled=False), and cast its inputs"
+                if facts_of(func).is_fast_path:
+                    hint = "call torch.backends.mha.set_fastpath_enabled(False), so that torch.nn runs its parts"
+                problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
+                raise self.builder.refusal(problem, op=str(func), hint=hint)
             if rule is None:
                 return self.record(func, args, kwargs)
             return self.recorded(lambda: rule(*args, **kwargs))
         finally:
             self.builder.autocast = before
-
-    def _casts_inside(self, func: Any, device: str) -> UnsupportedOpError:
-        hint = f"put it under torch.autocast({device!r}, enabled=False), and cast its inputs"
-        if facts_of(func).is_fast_path:
-            hint = "call torch.backends.mha.set_fastpath_enabled(False), so that torch.nn runs its parts"
-        problem = "autocast is on and casts inside of its kernel, where a trace cannot follow"
-        return self.builder.refusal(problem, op=str(func), hint=hint)
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind arrive."""
@@ -156,7 +146,7 @@ class OpRecorder:
             return out
         if hop is custom_function_call:
             self.builder.expect_history("a transform such as torch.vmap runs")
-            return self.recorded(lambda: function_in_transform(args))
+            return self.recorded(lambda: dispatch_functorch(hop, args, {}))
         kernel = eager_kernel(hop)
         if hop not in FORMS and kernel and any(map(callable, args)) and not _requires_grad(args, kwargs):
             return self.recorded(lambda: kernel(*args, **kwargs))
@@ -173,7 +163,7 @@ class OpRecorder:
     def run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""
         if isinstance(fn, torch.fx.GraphModule):
-            return self.recorded(lambda: self._run_graph(fn, args))
+            return self.recorded(lambda: NodeRunner(fn, self.builder).run(*args))
         return self.recorded(lambda: fn(*args))
 
     def recorded(self, run: Callable[[], Any]) -> Any:
@@ -217,7 +207,7 @@ class OpRecorder:
 
         It keeps views of all tensors: a write may give them a history.
         """
-        grad, view = _grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
+        grad, view = grad_enabled(), call.facts.may_alias and not call.facts.keeps_layout
         if not grad:
             return view and any(requires_grad_of(v.fake) for v in call.inputs)
         return view or any(map(requires_grad_of, (*call.fakes(), *tensors_in(call.python_arguments))))
@@ -256,21 +246,17 @@ class OpRecorder:
     def _refuse_memory_given_away(self, t: torch.Tensor, source: torch.Tensor) -> None:
         """A tensor gets the memory of another. That one counts as the same tensor from then on, and stays there."""
         if self._given_away.get(self.values.value_of(t).storage, id(t)) != id(t):
-            raise self.builder.refusal(
-                "a tensor gets other memory after another tensor has got its memory, as where two are swapped",
-                op="Tensor.set_",
-                hint="swap the values: keep a clone() of one, and use copy_",
-            )
+            problem = "a tensor gets other memory after another tensor has got its memory, as where two are swapped"
+            hint = "swap the values: keep a clone() of one, and use copy_"
+            raise self.builder.refusal(problem, op="Tensor.set_", hint=hint)
         self._given_away[self.values.value_of(source).storage] = id(t)
 
     def _refuse_lost_shape(self, t: torch.Tensor, op: str) -> None:
         """Autograd would go on with the shape that a tensor had before an op without autograd changed it."""
-        if self.exact and requires_grad_of(t) and not _grad_enabled():
-            raise self.builder.refusal(
-                "a tensor that requires grad changes its shape in place under no_grad",
-                op=op,
-                hint="use the op that gives a view, such as x.t() in place of x.t_()",
-            )
+        if self.exact and requires_grad_of(t) and not grad_enabled():
+            problem = "a tensor that requires grad changes its shape in place under no_grad"
+            hint = "use the op that gives a view, such as x.t() in place of x.t_()"
+            raise self.builder.refusal(problem, op=op, hint=hint)
 
     def _lifted(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
         call = OpCall(facts, args, kwargs)
@@ -330,19 +316,16 @@ class OpRecorder:
                 return None
             if any(map(is_inference_of, call.fakes())):
                 return None
-            if facts.keeps_layout and not unseen and _grad_enabled() and any(map(requires_grad_of, call.fakes())):
+            if facts.keeps_layout and not unseen and grad_enabled() and any(map(requires_grad_of, call.fakes())):
                 return None
         with torch.no_grad() if unseen else _NOTHING:
             return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
 
     def _append_inferred(
-        self,
-        call: OpCall,
-        outputs: Outputs,
-        fakes: list[torch.Tensor | None],
-        written: tuple[Value, ...] = (),
-        tracked: tuple[Value, ...] = (),
+        self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None], *writes: tuple[Value, ...]
     ) -> Any:
+        """Put the op on the tape with these results; `writes` are `Op.writes` and `Op.tracked` of one that writes."""
+        written, tracked = writes or ((), ())
         results = self.values.new_inferred(outputs, fakes, call.inputs, is_written=bool(written))
         self._append(call, outputs.contained(results), written, None, tracked)
         if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
@@ -353,12 +336,9 @@ class OpRecorder:
         """Put the op on the tape; `rest` are the further fields of Op."""
         kwargs = call.kwargs
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise RandomStateError(
-                "an op draws from a random generator of its own, which no graph can hold",
-                op=str(call.facts.func),
-                **self.builder.where(),
-                hint="draw from torch's default generator, or outside of the model",
-            )
+            problem = "an op draws from a random generator of its own, which no graph can hold"
+            hint = "draw from torch's default generator, or outside of the model"
+            raise RandomStateError(problem, op=str(call.facts.func), **self.builder.where(), hint=hint)
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
             kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
         if call.takes_default_dtype(outputs):
@@ -417,9 +397,8 @@ class OpRecorder:
                 return self._append_inferred(call, *known, written, before.tracked)
         if not (written or unbacked is not None or out is None or tensors_in(out)):
             return out  # a question about metadata, answered
-        results = (
-            self.values.new_same(out, 0, returned[0]) if returned and not written else self.values.new_results(out)
-        )
+        is_same = returned and not written
+        results = self.values.new_same(out, 0, returned[0]) if is_same else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
         if self.exact and next_sequence_number() > first:
             self.builder.made_nodes.append((first, self.builder.tape.ops[-1]))
@@ -452,7 +431,7 @@ class OpRecorder:
         facts = call.facts
         keeps_shapes = (facts.in_place or facts.updates) and not call.overlaps()
         known = facts.is_atomic and (facts.inferable or keeps_shapes)
-        written = {id(v.fake): (v, version_counter(v.fake)) for v in call.written(facts.written) if _grad_enabled()}
+        written = {id(v.fake): (v, version_counter(v.fake)) for v in call.written(facts.written) if grad_enabled()}
         if not (known or written):
             return contextlib.nullcontext()
 
@@ -488,7 +467,7 @@ class OpRecorder:
 
         True where autograd need not see it: all tensors in the storage have a history before and after.
         """
-        if self.exact or not _grad_enabled() or not any(requires_grad_of(v.fake) for v in call.inputs):
+        if self.exact or not grad_enabled() or not any(requires_grad_of(v.fake) for v in call.inputs):
             return False
         written = call.written(call.facts.written)
         if call.facts.in_place and all(_has_history(v) for w in written for v in self.values.in_storage(w.storage)):
@@ -505,7 +484,7 @@ class OpRecorder:
 
 
 def _requires_grad(args: Any, kwargs: Any) -> bool:
-    return _grad_enabled() and any(map(requires_grad_of, tensors_in((args, kwargs))))
+    return grad_enabled() and any(map(requires_grad_of, tensors_in((args, kwargs))))
 
 
 def _has_history(value: Value) -> bool:

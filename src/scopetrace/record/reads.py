@@ -10,6 +10,7 @@ Data flow:
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import itertools
@@ -21,14 +22,13 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
-from scopetrace._compat.tensors import FakeTensor, requires_grad_of, tags_of
+from scopetrace._compat.tensors import FakeTensor, is_symbolic, requires_grad_of, tags_of
 from scopetrace.containers.contents import snapshot
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.guards import NO_CALL, CallInputs, Flag, Guard, OfInput, OfTensor, Source, WhichInputs
-from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.scopes import Frames, source_of
+from scopetrace.ir.tape import Op, RecordedTape, Tape, Value
 from scopetrace.ops.history import History
-from scopetrace.record.maybe_views import MAYBE_VIEWS
 from scopetrace.record.values import ValueTable
 from scopetrace.sources import NOT_THE_MODEL, SCOPETRACE, asked_by_model
 
@@ -57,8 +57,6 @@ class ReadRecorder:
         """How many of the tensors of the model that were read were asked whether they require grad."""
         self.awaits_cast = True
         """Whether an op that autocast may change is to be told by `on_cast_op`."""
-        self.members: dict[int, torch.Tensor] = {}
-        """By id, the parameters and buffers that the forward got from a module."""
         self._default_device = questions.flag("torch.get_default_device", ())
         self._default_dtype = questions.default_dtype()
 
@@ -76,20 +74,13 @@ class ReadRecorder:
             self._layout(i, frames)
 
     def note_once(
-        self,
-        name: str,
-        value: Any,
-        source: Source,
-        frames: Frames | None = None,
-        path: str | None = None,
-        known_as: Any = None,
+        self, name: str, value: Any, source: Source, frames: Frames | None = None, known_as: Any = None
     ) -> None:
-        """Note what the forward read, once for each place; frames and scope default to the current ones."""
+        """Note what the forward read, once for each place; frames default to the current ones."""
         if (known_as or source) not in self._known:
             self._known.add(known_as or source)
             frames = self._builder.frames() if frames is None else frames
-            path = self._builder.state.current_scope.path if path is None else path
-            self._guards.append(Guard(name, value, source, frames, path))
+            self._guards.append(Guard(name, value, source, frames, self._builder.state.current_scope.path))
 
     def was_asked(self, source: Source) -> bool:
         """Whether the forward has read this."""
@@ -144,10 +135,6 @@ class ReadRecorder:
         stays = [g for g in self._guards if type(g.source) is not Flag or g.source.current(NO_CALL) == g.value]
         self._guards[:] = stays
 
-    def on_failed(self, error: Exception) -> None:
-        """A question to a tensor has raised this."""
-        self._builder.raised.append((error, None))
-
     def on_gradients_of_inputs(self) -> None:
         """Autograd may decide what happens, as whether there was the error of an op that the forward has caught."""
         for value in self._builder.tape.inputs:
@@ -192,8 +179,10 @@ class ReadRecorder:
             first |= {i: op for i in range(len(frozen)) if bits & 2 << i and i not in first} if bits else {}
         for i, op in first.items():
             real = frozen[i].real
-            if real is not None:
-                self.on_outside(real, "requires_grad", requires_grad_of(real), (), op.frames, op.scope.path)
+            if real is not None and (owner := self._model.owner(real)) is not None:
+                source, name = OfTensor(*owner[1:], "requires_grad"), f"{owner[0]}.requires_grad"
+                if source not in self._known:
+                    self._guards.append(Guard(name, requires_grad_of(real), source, op.frames, op.scope.path))
 
     def on_autocast(self, entered: bool) -> None:
         """A block under `torch.autocast` begins or ends."""
@@ -236,13 +225,11 @@ class ReadRecorder:
         elif (
             not self.on_outside(t, name, answer)  # fake tensors do not say it
             and isinstance(t, FakeTensor)
-            and self._values.value_of(t).op.target not in _COALESCED
+            and self._values.value_of(t).op.target not in (_aten.coalesce.default, _aten._coalesce.default)
         ):
-            raise self._builder.refusal(
-                "the forward asks whether a sparse tensor that it has made is coalesced",
-                op="Tensor.is_coalesced",
-                hint="ask the input, or write x.coalesce(), which does nothing to one that is",
-            )
+            problem = "the forward asks whether a sparse tensor that it has made is coalesced"
+            hint = "ask the input, or write x.coalesce(), which does nothing to one that is"
+            raise self._builder.refusal(problem, op="Tensor.is_coalesced", hint=hint)
 
     def _note_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
         """The facts of a tensor made in the forward follow from those of the inputs."""
@@ -307,21 +294,13 @@ class ReadRecorder:
         name = _text_of(self._builder.tape.input_paths[index], fact, args)
         self.note_once(name, answer, OfInput(index, fact, args), frames)
 
-    def on_outside(
-        self,
-        t: torch.Tensor,
-        fact: str,
-        answer: Any,
-        args: tuple[Any, ...] = (),
-        frames: Frames | None = None,
-        path: str | None = None,
-    ) -> bool:
+    def on_outside(self, t: torch.Tensor, fact: str, answer: Any, args: tuple[Any, ...] = ()) -> bool:
         """Note a fact of an input, or of a tensor of the model. False for others."""
         value, inputs, owner = self._values.by_id.get(id(t)), self._builder.tape.inputs, self._model.owner(t)
         if value in inputs:
-            self._fact(inputs.index(value), fact, answer, args, frames)
+            self._fact(inputs.index(value), fact, answer, args)
         elif owner is not None:
-            self.note_once(_text_of(owner[0], fact, args), answer, OfTensor(*owner[1:], fact), frames, path)
+            self.note_once(_text_of(owner[0], fact, args), answer, OfTensor(*owner[1:], fact))
         return value in inputs or owner is not None
 
     def on_requires_grad(self, t: torch.Tensor) -> None:
@@ -368,8 +347,13 @@ def _is_source_or_alias(op: Op) -> bool:
 
 
 _aten = torch.ops.aten
-_COALESCED = (_aten.coalesce.default, _aten._coalesce.default)
-_VIEWS_OR_COPIES = MAYBE_VIEWS | {_aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout}
+
+
+# Ops that give a view or a copy, as the layout of what they take is --------------------------------------------------
+
+_RESHAPES = (_aten.reshape.default, _aten.reshape_as.default, _aten.flatten.using_ints, _aten.ravel.default)
+_MAYBE_VIEWS = frozenset((*_RESHAPES, _aten.contiguous.default))
+_VIEWS_OR_COPIES = _MAYBE_VIEWS | {_aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout}
 
 
 def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -> dict[int, Frames]:
@@ -404,6 +388,57 @@ def _computed_from(value: Value) -> Iterator[Value]:
             seen.add(value)
             yield value
             values += value.op.inputs()
+
+
+def expect_copies(tape: RecordedTape) -> None:
+    """Record that a call has no size 1 where the program depends on it that an op copies, and is no view.
+
+    `x.transpose(0, 1).flatten()` copies where both dimensions have two elements or more, and is a view where one has
+    one. A later write to one of both, before the other is read, then changes what that read gives.
+    """
+    sources = [(i, op, _source(op)) for i, op in enumerate(tape.ops)]
+    copies = [(i, op, v) for i, op, v in sources if v and is_symbolic(v.fake) and op.result.storage != v.storage]
+    if not copies:
+        return
+    writes, last_read = _uses(tape)
+
+    def matters(start: int, written: int, other: int) -> bool:
+        at = writes.get(written, [])
+        first = bisect.bisect_right(at, start)
+        return first < len(at) and at[first] < last_read.get(other, -1)
+
+    for i, op, source in copies:
+        copy = op.result
+        if matters(i, source.storage, copy.storage) or matters(i, copy.storage, source.storage):
+            place = {"module": str(op.scope), "source": source_of(op.frames)}
+            for size in source.fake.size():
+                if isinstance(size, torch.SymInt):
+                    size.node.shape_env.take_for_more_than_one(size, place)
+
+
+def _source(op: Op) -> Value | None:
+    """What an op may give a view of; in a step, where the parts of composite ops are recorded, those of a copy."""
+    if op.target in _MAYBE_VIEWS or (
+        op.target is _aten.clone.default and op.kwargs.get("memory_format") is torch.contiguous_format
+    ):
+        return op.inputs()[0]
+    return _source(op.inputs()[0].op) if op.target is _aten._unsafe_view.default else None
+
+
+def _uses(tape: RecordedTape) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """By storage, where it is written, and where it is read last: at the end, where somebody outside sees it."""
+    writes: dict[int, list[int]] = {}
+    last_read: dict[int, int] = {}
+    for i, op in enumerate(tape.ops):
+        for v in op.inputs():
+            last_read[v.storage] = i
+        for v in op.writes:
+            writes.setdefault(v.storage, []).append(i)
+    outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
+    bound = [write.value for write in tape.attribute_writes]
+    for v in (*outside, *bound, *leaves(tape.outputs, Value)):
+        last_read[v.storage] = len(tape.ops)
+    return writes, last_read
 
 
 # Errors that the forward catches -------------------------------------------------------------------------------------

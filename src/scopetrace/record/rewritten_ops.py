@@ -3,25 +3,31 @@
 Data flow:
     an op with a row in REWRITES -> its function gets the OpRecorder, and runs other ops, or answers without any
     NotImplemented from there    -> the op is recorded as it is
+    inside of torch.vmap, grad and the like -> torch's transforms and its autograd -> the ops that are left of it
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from scopetrace._compat.fake_mode import CTC_LIBRARIES
-from scopetrace._compat.ops import eager
+from scopetrace._compat.gradients import next_sequence_number
+from scopetrace._compat.ops import BelowAutograd, eager, unwrapped, without_transforms
 from scopetrace._compat.questions import attention_kernels, default_dtype
 from scopetrace._compat.symbols import has_unbacked, to_expr
-from scopetrace._compat.tensors import is_symbolic, requires_grad_of, run_parts, runs_in_python
+from scopetrace._compat.tensors import FakeTensor, is_symbolic, requires_grad_of, run_parts, runs_in_python
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import DynamicShapeError
+from scopetrace.ir.tape import map_argument
 from scopetrace.ops.functional_variants import drops_between_layers
 from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.values import ValueTable
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -124,11 +130,9 @@ def _attention(ops: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_batched(ops: Any, *_: Any) -> Any:
-    raise ops.builder.refusal(
-        "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)",
-        op="torch.autograd.grad",
-        hint="take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time",
-    )
+    problem = "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)"
+    hint = "take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time"
+    raise ops.builder.refusal(problem, op="torch.autograd.grad", hint=hint)
 
 
 def refuse_lost_dropout(builder: TapeBuilder, func: Any, args: tuple[Any, ...]) -> None:
@@ -170,3 +174,51 @@ REWRITES: dict[Any, Callable[..., Any]] = {
 Two of them read numbers from a tensor: that is an op for each number. `torch.profiler.record_function` marks a stretch
 of time for the profiler: it runs, and is no part of the program.
 """
+
+# Inside of torch.vmap, grad and other transforms ---------------------------------------------------------------------
+
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
+_OF_NUMBERS = {
+    getattr(op, tensor): getattr(op, tensor.replace("Tensor", "Scalar"))
+    for kind in ("mul", "multiply", "div", "divide", "true_divide")
+    for op in (getattr(_aten, kind), getattr(_aten, f"{kind}_"))
+    for tensor in op.overloads()
+    if tensor in ("Tensor", "Tensor_mode")
+}
+"""Ops whose backward reads both operands, with that for a number: a tensor of a number is none that torch could show to
+Python as the operand of a transform's backward."""
+
+
+def record_in_transform(ops: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let torch transform an op, and the OpRecorder `ops` record what is left of it. Gives what the model gets."""
+    builder, tape = ops.builder, ops.builder.tape
+    builder.expect_history("a transform such as torch.vmap runs")
+    args, kwargs = map_argument(functools.partial(_differentiable, ops.values), (args, kwargs))
+    if func in _OF_NUMBERS and isinstance(args[1], _NUMBERS):
+        func = _OF_NUMBERS[func]
+    start, first = len(tape.ops), next_sequence_number()
+    with BelowAutograd(ops.record):
+        out = func(*args, **kwargs)
+    if next_sequence_number() > first and len(tape.ops) > start:
+        bisect.insort(builder.made_nodes, (first, tape.ops[start]), key=operator.itemgetter(0))
+    for v in [v for op in tape.ops[start:] for v in op.values()]:
+        v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
+        if v.op.target is _aten._to_copy.default and v.fake.is_meta and not v.op.tensor(0).fake.is_meta:
+            builder.loses_device = builder.refusal(
+                "torch computes this derivative in forward mode with a tensor of zeros that is on no device",
+                op=str(func),
+                hint="use a derivative in reverse mode (torch.func.grad, vjp, jacrev), or compute it outside",
+            )
+    return out
+
+
+def _differentiable(values: ValueTable, x: Any) -> Any:
+    """A tensor of the model as the fake one by which autograd around a transform differentiates."""
+    tensor = unwrapped(x) if isinstance(x, torch.Tensor) else None
+    if tensor is None or isinstance(tensor, FakeTensor):
+        return x
+    if tensor is not x:
+        values.transformed = True
+        return x
+    with without_transforms():
+        return values.value_of(x).fake

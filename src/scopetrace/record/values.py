@@ -3,11 +3,13 @@
 Data flow:
     a tensor that an op returned -> ValueTable.new -> its Value
     any other tensor of the model, the trace or Python -> ValueTable.value_of -> the Value that stands for it
+    one over memory that torch did not make, as `torch.from_numpy` gives -> its data, when it is read
+    at the end of the forward, and once more when Python's state is put back -> other data: an array has changed
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +28,21 @@ from scopetrace._compat.tensors import (
     requires_grad_of,
     storage_id,
     stride_of,
-    uncounted,
     without_dispatch,
 )
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import ControlFlowError, ForeignTensorError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
-from scopetrace.ir.tape import Value
+from scopetrace.ir.guards import NO_CALL
+from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.ops.functional_variants import is_factory
-from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.foreign_memory import ForeignTensor, data_of, is_foreign
+from scopetrace.record.builder import TapeBuilder, place_of
 from scopetrace.record.model import Model
 
 _aten = torch.ops.aten
+ForeignTensor = tuple[Op, torch.Tensor, torch.Tensor]
+"""A tensor whose memory torch did not make, as an op reads it: the op, the tensor, and its bytes then, u8[n]."""
 _FOREIGN = "make tensors in the thread and trace that use them; a thread started in forward is not recorded"
 
 
@@ -170,11 +173,9 @@ class ValueTable:
         elif type(t) in (torch.Tensor, FakeTensor) or isinstance(t, torch.nn.Parameter):
             value = self._adopt(t)
         else:
-            raise UnsupportedOpError(
-                f"a {type(t).__module__}.{type(t).__name__} reached the trace",
-                **self.builder.where(),
-                hint="pass plain tensors; tensor subclasses cannot be traced",
-            )
+            problem = f"a {type(t).__module__}.{type(t).__name__} reached the trace"
+            hint = "pass plain tensors; tensor subclasses cannot be traced"
+            raise UnsupportedOpError(problem, **self.builder.where(), hint=hint)
         self.by_id[id(t)] = value
         self._keep.append(t)
         return value
@@ -210,11 +211,6 @@ class ValueTable:
         if isinstance(t, FakeTensor) and t.fake_mode is self.factory.mode:
             return t
         return self.by_id[id(unwrapped(t))].fake
-
-    def set_data(self, t: torch.Tensor, new: torch.Tensor) -> None:
-        """`t.data = new`, for a tensor from outside. It counts as no write."""
-        with torch.no_grad(), uncounted(self.fake_of(t)):
-            t.set_(new.detach())  # type: ignore[call-overload]
 
     def bound_value(self, t: torch.Tensor) -> Value | None:
         """The value of a tensor that the forward bound to an attribute; None for one that is not of this trace.
@@ -276,8 +272,8 @@ class ValueTable:
         value = self.new_result(fake)
         value.real = real
         self.builder.append("get_attr", name, (), {}, value)
-        if is_foreign(real):
-            self.foreign.append(ForeignTensor(value.op, real, data_of(real)))
+        if _is_foreign(real):
+            self.foreign.append((value.op, real, _data_of(real)))
         return value
 
     def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
@@ -379,22 +375,18 @@ class ValueTable:
             if _shape_of(t) != _shape_of(fake):
                 owner = self.model.owner(t)
                 name = owner[0] if owner else "a constant"
-                raise self.builder.refusal(
-                    f"{name}, a tensor of the model, gets other sizes or strides in place",
-                    op=op,
-                    hint="bind a new tensor: `self.name = self.name.t()`",
-                )
+                problem = f"{name}, a tensor of the model, gets other sizes or strides in place"
+                hint = "bind a new tensor: `self.name = self.name.t()`"
+                raise self.builder.refusal(problem, op=op, hint=hint)
             self._replaced.add(before.storage)
             self.by_id[id(t)] = current
 
     def _refuse_replaced(self, t: torch.Tensor) -> None:
         """A tensor that Python made without an op from one of the model's lies in the storage that it had at first."""
         if self._replaced and storage_id(t) in self._replaced:
-            raise UnsupportedOpError(
-                "a tensor of the model got other memory, and is read in a way that shows the memory before",
-                **self.builder.where(),
-                hint="read the tensor itself, or its detach()",
-            )
+            problem = "a tensor of the model got other memory, and is read in a way that shows the memory before"
+            hint = "read the tensor itself, or its detach()"
+            raise UnsupportedOpError(problem, **self.builder.where(), hint=hint)
 
     def forget(self, values: Collection[Value], storages: set[int]) -> None:
         """Values of a body are none outside: `values`, of which `storages` are of the body alone."""
@@ -429,3 +421,56 @@ def layout_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 def _shape_of(t: torch.Tensor) -> tuple[Any, ...]:
     return t.dtype, to_expr(t.size()), to_expr(t.stride())
+
+
+# Memory that torch did not make: what Python does to it is no op -----------------------------------------------------
+
+
+def refuse_changes(tensors: Sequence[ForeignTensor]) -> None:
+    """Raise UnsupportedOpError where Python has changed the data of one since its op read it."""
+    for op, t, data in tensors:
+        if not torch.equal(_data_of(t), data):
+            _refuse(op, "the forward changes a NumPy array in whose memory this tensor lies")
+
+
+def refuse_writes(tensors: Sequence[ForeignTensor], tape: RecordedTape) -> None:
+    """Raise UnsupportedOpError where an op writes to the memory of one, and the forward may read it as an array."""
+    written = tape.written_storages()
+    for op, t, _ in tensors:
+        lifted = (o.result for o in tape.ops if o.target is _aten.lift_fresh_copy.default and o.args[0] is op.result)
+        if next(lifted, op.result).storage in written:  # lifted: what `torch.from_numpy` gave
+            start, stop = _bytes_of(t)
+            others = [_bytes_of(other) for other_op, other, _ in tensors if other_op is not op]
+            if any(a < stop and start < b for a, b in (*others, *_arrays_read(tape))):
+                _refuse(op, "the forward writes to this tensor, which lies in the memory of a NumPy array")
+
+
+def _refuse(op: Op, what: str) -> None:
+    hint = "keep it as a tensor alone, self.a = torch.from_numpy(a).clone() in __init__, and change it by ops of torch"
+    raise UnsupportedOpError(f"{what}: {op.name}", **{**place_of(op), "op": "torch.from_numpy"}, hint=hint)
+
+
+def _is_foreign(t: torch.Tensor) -> bool:
+    """Whether torch did not make the memory of a tensor. Weights may be a file that is mapped."""
+    is_plain = t.layout is torch.strided and t.device.type == "cpu" and not isinstance(t, torch.nn.Parameter)
+    return is_plain and not t.untyped_storage().resizable()
+
+
+def _data_of(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: u8[n]."""
+    with without_dispatch(), torch.no_grad():
+        return t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _bytes_of(t: torch.Tensor) -> tuple[int, int]:
+    storage = t.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _arrays_read(tape: RecordedTape) -> Iterator[tuple[int, int]]:
+    """The addresses of the arrays that the forward read."""
+    for guard in tape.guards:
+        array: Any = None if guard.source.kind == "input" else guard.source.current(NO_CALL)
+        if hasattr(array, "__array_interface__"):
+            start = array.__array_interface__["data"][0]
+            yield start, start + array.nbytes

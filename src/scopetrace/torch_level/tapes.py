@@ -112,7 +112,7 @@ class _RecordingInterpreter(NodeRunner):
     """Runs the graph and notes what each node did."""
 
     def __init__(self, gm: torch.fx.GraphModule, recording: Recording) -> None:
-        super().__init__(gm, recording.builder, lambda *call: recording.builder.state.listener.on_nodes(*call))
+        super().__init__(gm, recording.builder)
         self.values = recording.values
         self.nodes: list[_NodeRecord] = []
 

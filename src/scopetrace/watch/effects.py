@@ -3,21 +3,27 @@
 Data flow:
     the modules, functions, variables, classes and arguments of a forward -> their contents, before it runs
     after it -> everything as it was, and a Change for each value that differs; those are judged in `watch.settle`
+    leaves of the result -> what they refer to, and so on -> a tensor that no container shows, as in a closure: an error
 """
 
 from __future__ import annotations
 
+import enum
 import functools
+import gc
+import itertools
 import random
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Set, ValuesView
 from typing import Any
 
 import torch
 
 from scopetrace._compat.gradients import hooks_of
-from scopetrace._compat.tensors import parameters_of, tags_of
+from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import FakeTensor, parameters_of, tags_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
     Change,
@@ -30,11 +36,12 @@ from scopetrace.containers.contents import (
     snapshot,
 )
 from scopetrace.containers.stand_ins import plain
-from scopetrace.containers.structure import leaves_with_path, object_classes
-from scopetrace.errors import UnsupportedOpError
-from scopetrace.guards.reach import Reach, Variable
+from scopetrace.containers.structure import leaves_with_path, object_classes, parts_of
+from scopetrace.errors import OpaqueOutputError, UnsupportedOpError
+from scopetrace.guards.reach import Reach
+from scopetrace.ir.guards import MODULE_TABLES
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import RecordedTape, Value
+from scopetrace.ir.tape import Value
 from scopetrace.record.builder import place_of
 from scopetrace.record.model import Model
 
@@ -69,7 +76,7 @@ class EffectWatch:
         for name, module in (("random", random), ("numpy.random", numpy)):
             if module is not None:
                 self._contents.add(name, getattr(module.random, "__self__", None))  # somebody may replace it
-        tensors = [*inputs, *zip(model.names_of_tensors(model.tensors), model.tensors, strict=True)]
+        tensors = [*inputs, *((fqn, t) for (fqn, *_), t in zip(model.owners, model.tensors, strict=True))]
         self._holders: list[tuple[str, Any, dict[str, Any]]] = [
             (name, t, tags_of(t) if vars(t) else _NO_TAGS) for name, t in tensors
         ]
@@ -80,12 +87,11 @@ class EffectWatch:
         self._follow(fn)
         if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
             self._follow_hooks()
-        named = [(_in_words(v), Place(v.owner, v.key)) for v in self.reach.variables.values()]
+        named = [(_in_words(name, place), place) for name, place, _ in self.reach.variables.values()]
         self._variables = [(name, place, place.current()) for name, place in named if name]
         self._holders += [(kind.__name__, kind, dict(vars(kind))) for kind in self.reach.bases]
-        self._holders += [
-            (f.__name__, f, dict(tags) if (tags := vars(f)) else _NO_TAGS) for f in self.reach.functions.values()
-        ]
+        functions = self.reach.functions.values()
+        self._holders += [(f.__name__, f, dict(tags) if (tags := vars(f)) else _NO_TAGS) for f in functions]
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
@@ -116,15 +122,12 @@ class EffectWatch:
 
     def restore(self) -> list[Change]:
         """Put all back as it was, and say what had changed: by value, or to another object that equals the old one."""
-        changes = [*self._model.restore(), *self._of_variables(), *self._of_attributes()]
+        of_modules = self._model.restore()
+        variables = [Change(name, old, place.current(), place) for name, place, old in self._variables]
+        changes = [*of_modules, *(c for c in variables if c.new is not c.old), *self._of_attributes()]
         for change in changes:
             change.place.put(change.old)
         return [*self._contents.restore(), *filter(is_change, changes)]
-
-    def _of_variables(self) -> Iterator[Change]:
-        for name, place, old in self._variables:
-            if (new := place.current()) is not old:
-                yield Change(name, old, new, place)
 
     def _of_attributes(self) -> Iterator[Change]:
         for name, holder, before in self._holders:
@@ -137,11 +140,11 @@ class EffectWatch:
                 yield from (change for change in changes if not (is_class and change.attribute[:2] == "__"))
 
 
-def _in_words(variable: Variable) -> str:
+def _in_words(name: str, place: Place) -> str:
     """What a variable is called; nothing for the attribute of a function, which is saved with that."""
-    if isinstance(variable.owner, types.CellType):
-        return f"closure {variable.name}"
-    return f"globals()[{variable.key!r}]" if "__name__" in variable.owner else ""
+    if isinstance(place.owner, types.CellType):
+        return f"closure {name}"
+    return f"globals()[{place.key!r}]" if "__name__" in place.owner else ""
 
 
 def is_change(change: Change) -> bool:
@@ -150,7 +153,7 @@ def is_change(change: Change) -> bool:
     return is_another_object(old, new) or not same(snapshot(old), snapshot(new))
 
 
-def refuse_tags(tape: RecordedTape, results: Iterable[Value]) -> None:
+def refuse_tags(results: Iterable[Value]) -> None:
     """Raise UnsupportedOpError where a result that the forward made has an attribute of users."""
     for v in results:
         if tags_of(v.fake) and v.op.kind == "call_function":
@@ -166,3 +169,78 @@ def settings_left(before: dict[str, Any], after: dict[str, Any], root: str) -> l
     """The settings of the process, by name, that the forward leaves changed; a call of the trace does not."""
     changed = [name for name in before if after[name] != before[name]]
     return [SideEffect(n, repr(before[n]), repr(after[n]), root, None, baked_in=True) for n in changed]
+
+
+# Tensors of a trace in arguments and results, where no container shows them ------------------------------------------
+
+_MOST = 10_000
+"""So many objects behind a result are looked at."""
+_NO_LEAVES = (type, types.ModuleType, types.CodeType, types.FrameType, enum.Enum, torch.dtype, torch.device)
+
+
+def refuse_leak(x: Any, path: str, *, is_result: bool) -> None:
+    """Raise OpaqueOutputError where a leaf holds a tensor of the trace that no container shows.
+
+    Of arguments, only attributes of objects count. A result may be no iterator either.
+    """
+    kind = type(x)
+    what = f"{path} is a {kind.__name__}"
+    if is_result and isinstance(x, Iterator):
+        raise OpaqueOutputError(
+            f"{what}, which can be gone through once and computes later", hint="return a list or tuple of what it gives"
+        )
+    leak = _leak(x, _referents) if is_result and not isinstance(x, torch.Tensor) else None
+    attributes = {} if isinstance(x, (torch.nn.Module, type)) else getattr(x, "__dict__", {})
+    name = next((name for name, value in attributes.items() if _leak(value, parts_of) is not None), None)
+    if leak is not None and isinstance(x, (Set, ValuesView)):
+        problem = f"{what} with tensors in it, which has no order or keys that a trace could keep"
+        hint = "return a list, tuple or dict"
+    elif name is not None and isinstance(x, torch.Tensor):
+        problem = f"{what}, a tensor subclass, whose parts (.{name}) a trace does not follow"
+        hint = "pass and return the tensors in it"
+    elif name is not None:
+        problem = f"{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
+        problem += "and scopetrace cannot see inside objects of this type"
+        hint = "make it a dataclass, or register it with torch.utils._pytree.register_pytree_node"
+    elif leak is not None:
+        held = "a tensor" if isinstance(leak, torch.Tensor) else "the storage of a tensor"
+        problem = f"{what} that holds {held}, which no call of a trace can make again"
+        hint = "return the tensors that are in it"
+    else:
+        return
+    raise OpaqueOutputError(problem, hint=hint)
+
+
+def refuse_hidden(x: Any, path: str) -> None:
+    """Raise OpaqueOutputError where a leaf of the arguments is a container, as a set, with tensors in it."""
+    is_mapping = isinstance(x, (dict, types.MappingProxyType))
+    items = x.values() if is_mapping else x if isinstance(x, (list, tuple, Set, ValuesView)) else ()
+    if any(isinstance(item, torch.Tensor) for item in items):
+        raise OpaqueOutputError(
+            f"the argument {path} is a {type(x).__name__} with tensors in it, which a trace cannot open",
+            hint="pass a list, tuple or dict, or register its class with torch.utils._pytree.register_pytree_node",
+        )
+
+
+def _leak(x: Any, parts: Callable[[Any], Iterable[Any]]) -> Any:
+    """A tensor of the trace, or its storage, to which an object leads; `parts` are what one refers to."""
+    pending, seen = [x], {id(x): x}
+    for reached in itertools.islice(pending, _MOST):  # which grows meanwhile
+        if isinstance(reached, (FakeTensor, torch.UntypedStorage, torch.TypedStorage)):
+            return reached
+        new = {id(part): part for part in parts(reached) if id(part) not in seen}
+        seen |= new
+        pending += new.values()
+    return None
+
+
+def _referents(x: Any) -> Iterable[Any]:
+    if isinstance(x, (*_NO_LEAVES, *Symbolic, torch.Tensor)):
+        return ()
+    if isinstance(x, types.FunctionType):  # without its globals
+        return *(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), vars(x)
+    if isinstance(x, torch.nn.Module):  # what attributes of the model's hold is real again after the trace
+        return [member for table in MODULE_TABLES for member in vars(x).get(table, {}).values()]
+    if isinstance(x, weakref.ref):
+        return (x(),)
+    return gc.get_referents(x)

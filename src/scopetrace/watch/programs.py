@@ -56,8 +56,7 @@ class _Match:
         first, second = self._first, self._second
         if len(first.inputs) != len(second.inputs):
             return False
-        for old, new in zip(first.inputs, second.inputs, strict=True):
-            self._now.setdefault(id(new.fake), id(old.fake))
+        self._pair(first.inputs, second.inputs)
         at = 0
         for op in second.ops:
             if op.kind == "placeholder":
@@ -72,7 +71,7 @@ class _Match:
                 at += 1
             if at == len(self._ops):
                 return False
-            self._pair(self._ops[at], op)
+            self._pair(self._ops[at].values(), op.values())
             at += 1
         rest = self._ops[at:]
         return all(map(self._may_pass, rest)) and self._has_same_results()
@@ -100,14 +99,11 @@ class _Match:
         return str(op.target).startswith(LITERAL)  # compared where it is read
 
     def _are_equal(self, first: Op, second: Op) -> bool:
-        return (
-            (first.kind, first.target, first.grad) == (second.kind, second.target, second.grad)
-            and len(first.values()) == len(second.values())
-            and self._same((first.args, first.kwargs), (second.args, second.kwargs))
-        )
+        facts = [(op.kind, op.target, op.grad, len(op.values())) for op in (first, second)]
+        return facts[0] == facts[1] and self._same((first.args, first.kwargs), (second.args, second.kwargs))
 
-    def _pair(self, first: Op, second: Op) -> None:
-        for old, new in zip(first.values(), second.values(), strict=True):
+    def _pair(self, first: list[Value], second: list[Value]) -> None:
+        for old, new in zip(first, second, strict=True):
             self._now.setdefault(id(new.fake), id(old.fake))
 
     def _same(self, first: Any, second: Any) -> bool:
@@ -122,13 +118,11 @@ class _Match:
         if isinstance(second, Symbolic):
             return type(first) is type(second) and str(first.node.expr) == str(second.node.expr)
         if isinstance(second, (list, tuple)):
-            return (
-                isinstance(first, (list, tuple)) and len(first) == len(second) and all(map(self._same, first, second))
-            )
+            is_alike = isinstance(first, (list, tuple)) and len(first) == len(second)
+            return is_alike and all(map(self._same, first, second))
         if isinstance(second, dict):
-            return (
-                isinstance(first, dict) and [*first] == [*second] and self._same([*first.values()], [*second.values()])
-            )
+            is_alike = isinstance(first, dict) and [*first] == [*second]
+            return is_alike and self._same([*first.values()], [*second.values()])
         return first is second or (type(first) is type(second) and repr(first) == repr(second))
 
     def _has_same_results(self) -> bool:

@@ -25,20 +25,14 @@ from scopetrace._compat import questions
 from scopetrace._compat.ops import eager
 from scopetrace._compat.questions import VIEW_QUESTIONS, Condition
 from scopetrace._compat.replaced import STATIC_LOOKUP, Handler, Interception, after
-from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of
+from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of, uncounted
 from scopetrace.guards.attributes import static_lookup
 from scopetrace.ir.scopes import tracing_state
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.explanations import text_used
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.sources import (
-    SCOPETRACE,
-    TORCH_DIRECTORY,
-    asked_by_model,
-    asking_frame,
-    prefixes,
-)
+from scopetrace.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, asked_by_model, asking_frame, prefixes
 
 # Code that asks to restore what was, or to choose between kernels that compute the same.
 _KEEPING_STATE = (
@@ -52,17 +46,12 @@ _KEEPING_STATE = (
     ),
 )
 _FAKE_TENSORS = prefixes(TORCH_DIRECTORY, "_subclasses/")
-_TORCH = prefixes(TORCH_DIRECTORY)
 
 
 def watch_questions(ops: OpRecorder, torch_calls: Interception) -> None:
     """Hear what Python asks of tensors and of torch."""
     PythonValues(ops, torch_calls)
-    _report_questions(torch_calls, ops.reads)
-
-
-def _report_questions(torch_calls: Interception, reads: ReadRecorder) -> None:
-    """Let what answers questions tell `reads`, too."""
+    reads = ops.reads
 
     def asked() -> bool:
         if not torch_calls.in_forward():
@@ -70,7 +59,7 @@ def _report_questions(torch_calls: Interception, reads: ReadRecorder) -> None:
         frame = asking_frame()
         if frame is not None and frame.f_code.co_filename.startswith(_KEEPING_STATE):
             return False
-        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        while frame is not None and frame.f_code.co_filename.startswith(TORCH):
             if frame.f_code.co_filename.startswith(_FAKE_TENSORS):
                 return False  # a fake tensor that is made without an op, as for `x.data`
             frame = frame.f_back
@@ -80,7 +69,7 @@ def _report_questions(torch_calls: Interception, reads: ReadRecorder) -> None:
         owner, _, name = path.rpartition(".")
         torch_calls.put(sys.modules[owner], name, _flag(path, ask, reads, asked))
     for name, get in (*questions.methods.items(), *questions.properties.items()):
-        torch_calls.mode.on(get, _fact(name, reads, asked))
+        torch_calls.mode.on(get, _fact(name, ops, asked))
     _report_properties(torch_calls, reads)
     _report_switches(torch_calls, reads)
 
@@ -97,16 +86,16 @@ def _flag(name: str, ask: Callable[..., Any], reads: ReadRecorder, asked: Condit
     return answered
 
 
-def _fact(name: str, reads: ReadRecorder, asked: Condition) -> Handler:
+def _fact(name: str, ops: OpRecorder, asked: Condition) -> Handler:
     def answered(ask: Callable[..., Any], t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         try:  # not by `_may_fail`, whose frame would be between the question and who asks
             answer = ask(t, *args, **kwargs)
         except Exception as error:
-            reads.on_failed(error)
+            ops.builder.raised.append((error, None))
             raise
         if asked():
             args = () if name in questions.properties else (*args, *kwargs.values())
-            reads.on_fact(t, name, args, answer is not None if name == "grad_fn" else answer)
+            ops.reads.on_fact(t, name, args, answer is not None if name == "grad_fn" else answer)
         return answer
 
     return answered
@@ -163,11 +152,9 @@ _MAKES_TEXT = prefixes(TORCH_DIRECTORY, "_tensor.py", "_tensor_str.py")
 
 def refuse_flag(builder: TapeBuilder, problem: str, name: str) -> NoReturn:
     """Refuse a change to what a tensor is for autograd."""
-    raise builder.refusal(
-        f"the forward {problem}, which no op does",
-        op=f"Tensor.{name}",
-        hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
-    )
+    problem = f"the forward {problem}, which no op does"
+    hint = "do it outside of the forward; to cut a gradient inside, use x.detach()"
+    raise builder.refusal(problem, op=f"Tensor.{name}", hint=hint)
 
 
 class PythonValues:
@@ -188,7 +175,7 @@ class PythonValues:
         always(tensor.nbytes.__get__, lambda _, t: t.numel() * t.element_size())  # torch's takes no symbolic sizes
         on(tensor.__repr__, self._text)
         for copy in (tensor.__reduce_ex__, tensor.__deepcopy__):
-            on(copy, self._first(self._refuse_copy))
+            on(copy, after(self._refuse_copy))
         for run in (tensor.apply_, tensor.map_, tensor.map2_):  # which call a function of Python for each element
             always(run, self._refuse_elements)
         for name, func in VIEW_QUESTIONS.items():
@@ -210,20 +197,17 @@ class PythonValues:
         try:
             return ask(*args, **kwargs)
         except Exception as error:
-            self._ops.reads.on_failed(error)
+            self._builder.raised.append((error, None))
             raise
 
-    def _first(self, tell: Callable[[], None]) -> Handler:
-        """What torch answers after `tell`, which may refuse, where it is a fake tensor."""
-        return after(lambda t, *_, **__: tell() if isinstance(t, FakeTensor) else None)
-
-    def _refuse_copy(self) -> NoReturn:
-        raise self._builder.refusal(
-            "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
-            "which runs no op",
-            op="Tensor.__reduce_ex__",
-            hint="write tensor.clone()",
-        )
+    def _refuse_copy(self, t: torch.Tensor, *_: Any, **__: Any) -> None:
+        if isinstance(t, FakeTensor):
+            raise self._builder.refusal(
+                "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
+                "which runs no op",
+                op="Tensor.__reduce_ex__",
+                hint="write tensor.clone()",
+            )
 
     def _refuse_elements(self, *_: Any) -> NoReturn:
         error = RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
@@ -233,11 +217,9 @@ class PythonValues:
     def _refuse_base(self, name: str, *_: Any) -> None:
         """The forward asks whether a tensor is a view, which it need not be in a trace."""
         if asked_by_model():
-            raise self._builder.refusal(
-                "the forward asks whether a tensor is a view, which no call of a trace can know",
-                op=f"Tensor.{name}",
-                hint="ask outside of the forward",
-            )
+            problem = "the forward asks whether a tensor is a view, which no call of a trace can know"
+            hint = "ask outside of the forward"
+            raise self._builder.refusal(problem, op=f"Tensor.{name}", hint=hint)
 
     # ---------------------------------------------------------------- data
 
@@ -271,7 +253,8 @@ class PythonValues:
                 hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
             )
         if not values.are_one_view(t, new):
-            values.set_data(t, new)
+            with torch.no_grad(), uncounted(values.fake_of(t)):  # for autograd it is no write
+                t.set_(new.detach())  # type: ignore[call-overload]
 
     def _leave_data(self, t: torch.Tensor, new: torch.Tensor) -> None:
         """Before a tensor that the forward made gets other data."""

@@ -8,15 +8,20 @@ Data flow:
     no further change, same program -> a call may have the first value or the one that the forward leaves
     no further change, and the first program is the second one beside what it stores -> a cache
     anything else -> the program is right for one call
+    while it runs again -> what changed is compared after each line of code of users -> the lines in the errors
 
 Both runs begin with the modules, arguments and random state as they were; at the end all is as before the first.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import pickle
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,12 +47,14 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.guards.attributes import current_attributes
 from scopetrace.interrupts import interrupts
-from scopetrace.ir.guards import HOOKS, NO_CALL, Asked, At, Guard, InTables, OfTensor, source_in
+from scopetrace.ir.guards import HOOKS, MODULE_TABLES, NO_CALL, Asked, At, Guard, InTables, OfTensor, source_in
+from scopetrace.ir.scopes import user_line
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
+from scopetrace.sources import is_users
 from scopetrace.watch.effects import is_change
-from scopetrace.watch.lines import noting_lines
 from scopetrace.watch.programs import is_same_program
 
 
@@ -75,9 +82,11 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
         return first.tape
     if any(map(_advances, first.changes)):
         return _for_one_call(first, {}, set())
-    run, left, lines, relevant = None, _left_by(first), dict[str, str](), set[str]()
+    tensors = dict[int, torch.Tensor]()
+    left = _Left([(change, _real(plain(change.new), tensors)) for change in first.changes], tensors)
+    run, lines, relevant = None, dict[str, str](), set[str]()
     if not any(change.is_generator for change in first.changes):
-        with _watched_state(left) as asked, noting_lines(first.changes) as lines, _may_fail():
+        with _watched_state(left) as asked, _noting_lines(first.changes) as lines, _may_fail():
             run = again()  # fails on the state that it left, as where the forward deletes an attribute
     if run is not None:
         changes, is_same = [*filter(is_change, run.changes)], is_same_program(first.tape, run.tape)
@@ -93,7 +102,7 @@ def judged(first: Run, again: Callable[[], Run]) -> RecordedTape:
                 first.tape.side_effects += _harmless(first, lines)
                 return first.tape
     if not lines.keys() >= {change.name for change in first.changes}:
-        with noting_lines(first.changes) as noted:
+        with _noting_lines(first.changes) as noted:
             again()
         lines |= noted
     return _for_one_call(first, lines, relevant)
@@ -165,11 +174,6 @@ class _Left(NamedTuple):
     """Each change, and what stands there after it."""
     tensors: dict[int, torch.Tensor]
     """By id of the tensors of the trace, what stands for them."""
-
-
-def _left_by(run: Run) -> _Left:
-    tensors: dict[int, torch.Tensor] = {}
-    return _Left([(change, _real(plain(change.new), tensors)) for change in run.changes], tensors)
 
 
 def _real(x: Any, tensors: dict[int, torch.Tensor]) -> Any:
@@ -250,6 +254,79 @@ def _is_content(change: Change) -> bool:
     return change.place.key is MISSING and change.attribute not in HOOKS
 
 
+# The lines that change it --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _noting_lines(changes: list[Change]) -> Iterator[dict[str, str]]:
+    """Inside, the lines that change what `changes` are of are noted, by the names of the changes.
+
+    Such a run takes several times as long. Nothing is noted where a debugger or a coverage tool traces lines already.
+    """
+    noted: dict[str, str] = {}
+    if sys.gettrace() is not None:
+        yield noted
+        return
+    getters = [_getter(change) for change in changes]
+    values = [get() for get in getters]
+    lines: list[tuple[types.CodeType, int]] = []  # that which each open function is at, the innermost last
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename[:1] == "<" or not is_users(frame.f_code.co_filename):
+            return None
+        for i, change in enumerate(changes if event != "exception" else ()):
+            before, values[i] = values[i], getters[i]()
+            if lines and change.name not in noted and _differ(before, values[i]):
+                noted[change.name] = user_line(lines[-1:]) or ""
+        if event in ("line", "return") and lines:
+            lines.pop()
+        if event in ("line", "call"):
+            lines.append((frame.f_code, frame.f_lineno))
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield noted
+    finally:
+        sys.settrace(None)
+
+
+def _differ(before: Any, after: Any) -> bool:
+    """Whether two values of a place are different objects, and no equal numbers: a stand-in would be asked."""
+    is_plain = type(before) is type(after) and type(after) in (int, bytes, _Ids)
+    return after is not before and not (is_plain and after == before)
+
+
+def _getter(change: Change) -> Callable[[], Any]:
+    owner, key = change.place
+    if isinstance(change.holder, torch.nn.Module) and change.attribute:
+        return lambda: _of_module(change.holder, change.attribute)
+    if change.is_generator:
+        form = form_of(type(owner))
+        return lambda: pickle.dumps(form.read(owner)) if form is not None else None
+    if key is not MISSING:
+        return change.place.current
+    if change.places and is_watched(owner):  # which may have a stand-in there
+        return lambda: _ids(change.places[0].current())
+    return lambda: _ids(owner)
+
+
+class _Ids(tuple[int, ...]):
+    """The ids of the items of a list or set."""
+
+
+def _ids(x: Any) -> _Ids:
+    """The ids of the items of a list or set, without asking a stand-in."""
+    base = next((base for base in (list, set, collections.deque) if isinstance(x, base)), None)
+    return _Ids(() if base is None else map(id, base.__iter__(x)))
+
+
+def _of_module(module: torch.nn.Module, name: str) -> Any:
+    attributes = current_attributes(module)
+    tables = (attributes, *(attributes.get(table, {}) for table in MODULE_TABLES))
+    return next((table[name] for table in tables if name in table), MISSING)
+
+
 # What it means -------------------------------------------------------------------------------------------------------
 
 
@@ -324,10 +401,6 @@ def _as_written(module: torch.nn.Module, name: str) -> list[Any]:
     return [t, version_of(t) if isinstance(t, torch.Tensor) and not is_inference_of(t) else 0]
 
 
-def _words_of_written(x: list[Any]) -> str:
-    return f"{short(x[0])}, written {x[1]} times"
-
-
 def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     """That the model's tensors from which a cache was computed are as they were: the program computes it each time."""
     sources = dict.fromkeys(stored)
@@ -339,7 +412,9 @@ def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:
     names = dict.fromkeys(v.op.name for v in sources if v.op.kind == "get_attr")
     caches = {write.path for write in tape.attribute_writes}
     for name in [n for n in names if n not in caches and tape.owners.get(n, (None,))[0] is not None]:
-        source = Asked(_as_written, tape.owners[name], text=_words_of_written, kind="tensor")
+        source = Asked(
+            _as_written, tape.owners[name], text=lambda x: f"{short(x[0])}, written {x[1]} times", kind="tensor"
+        )
         yield Guard.of(f"{name}, from which a cache was computed", source, tape.root.path)
 
 

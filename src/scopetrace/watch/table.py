@@ -43,7 +43,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.guards import attributes
-from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR, AttributeWatch
+from scopetrace.guards.attributes import ALL_SUBMODULES, BOOKKEEPING, GETATTR
 from scopetrace.guards.reach import DEPTH, OF_ALL_ATTRIBUTES, Reach, functions_of, names_of, unwrapped
 from scopetrace.ir.guards import (
     ALL_MODULES,
@@ -63,12 +63,11 @@ from scopetrace.ir.guards import (
     WhichOfModel,
     hooks_of_module,
     source_in,
-    tied_source,
 )
 from scopetrace.ir.scopes import Frames, Ran, source_of, walk_frames
 from scopetrace.ir.tape import RecordedTape
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.model import is_torchs, lists_weights
+from scopetrace.record.model import lists_weights
 from scopetrace.record.values import ValueTable
 from scopetrace.sources import SCOPETRACE, is_users
 from scopetrace.watch.effects import EffectWatch
@@ -90,19 +89,22 @@ _BOOKKEEPERS = {
 class StateReads:
     """Sees what one forward reads of Python's state, and makes the table of it.
 
-    `effects` leads to the functions that it may run, and `members` gets the parameters and buffers that it takes from
-    modules.
+    `effects` leads to the functions that it may run.
     """
 
-    def __init__(self, values: ValueTable, effects: EffectWatch, members: dict[int, torch.Tensor]) -> None:
+    def __init__(self, values: ValueTable, effects: EffectWatch) -> None:
         self._builder, self._model, self._examples = values.builder, values.model, [*values.examples.values()]
-        self._reach, self._objects, self._members = effects.reach, effects.objects, members
+        self._reach, self._objects = effects.reach, effects.objects
+        self._members: dict[int, torch.Tensor] = {}
+        """By id, the parameters and buffers that the forward got from a module."""
         self._read: dict[tuple[int, str], tuple[torch.nn.Module, str, Location]] = {}
         """By id of a module and name, the attributes that were asked for, in order."""
         self._called: dict[int, torch.nn.Module] = {}
         """By id, the modules that were called."""
         self._used: dict[int, torch.nn.Module] = {}
         """These, and those that were taken from attributes of others."""
+        self.names: frozenset[str] | None = None
+        """Of objects with attributes, those that code which ran names; None for all. Known after `guards`."""
 
     @contextlib.contextmanager
     def watching(self, is_observed: Condition) -> Iterator[None]:
@@ -111,7 +113,7 @@ class StateReads:
         def note(module: torch.nn.Module, name: str) -> bool:
             return is_observed() and self._note(module, name)
 
-        with AttributeWatch([saved.module for saved in self._model.saved_modules], note).watching():
+        with attributes.watching([saved.module for saved in self._model.saved_modules], note):
             yield
 
     def _note(self, module: torch.nn.Module, name: str) -> bool:
@@ -161,6 +163,7 @@ class StateReads:
         for module in {id(call.module): call.module for call in tape.calls if call.module is not None}.values():
             run += itertools.chain.from_iterable(hooks_of_module(module).values())
         ran = self._ran = RanFunctions(fn, tape, self._builder.ran, self._reach, values, run)
+        self.names = ran.names
         for guard in hooks:
             guard.value, guard.names = snapshot(guard.value, self.names), self.names
         self._called = self._called_modules()
@@ -175,19 +178,8 @@ class StateReads:
         owner = getattr(fn, "__self__", fn)
         objects += [("self", owner)] if form_of(type(owner)) is ATTRIBUTES else []
         of_objects = [Guard.of(name, At({name: x}, name), "", names=self.names) for name, x in objects]
-        others = [*of_objects, *self._of_called(changed), *self._identities(ran), *self._of_ties(ran)]
+        others = [*of_objects, *self._of_called(changed), *self._identities(ran)]
         return [*variables, *attributes, *others, *self._of_members(held)]
-
-    def _of_ties(self, ran: RanFunctions) -> Iterator[Guard]:
-        """Which parameters and buffers are one tensor, where code asks for identity."""
-        if ran.comparing is not None:
-            name, path = "parameters and buffers that are one tensor", self._builder.tape.root.path
-            yield Guard.of(name, Asked(_shared, (self._places_of_members(),)), path)
-
-    @property
-    def names(self) -> frozenset[str] | None:
-        """Of objects with attributes, those that code which ran names; None for all. Known after `guards`."""
-        return self._ran.names
 
     def _attributes(self, held: list[_Held]) -> Iterator[Guard]:
         """A Guard for each attribute that was asked for; `held` gets the plain ones that are tensors."""
@@ -228,8 +220,8 @@ class StateReads:
 
     def _called_modules(self) -> dict[int, torch.nn.Module]:
         called = {id(c.module): c.module for c in self._builder.tape.calls if c.module is not None and not c.leaf}
-        for module in [m for m in called.values() if is_torchs(m)]:  # which may ask for the hooks of those in them
-            called.update((id(inner), inner) for inner in module.modules())
+        for module in [m for m in called.values() if type(m).__module__.startswith("torch.nn.modules.")]:
+            called.update((id(inner), inner) for inner in module.modules())  # it may ask for the hooks of these
         return called
 
     def _taken_modules(self) -> dict[int, torch.nn.Module]:
@@ -259,21 +251,22 @@ class StateReads:
         if scripted:
             yield Guard.of("training of scripted modules", Asked(_modes_of, (scripted,)), path)
         for key in MODULE_TABLES[:2]:
-            of = [
-                (s.fqn if s else "", m) for m, k, _ in self._read.values() if k == key for s in (self._model.saved(m),)
-            ]
-            if of:
+            readers = [m for m, k, _ in self._read.values() if k == key]
+            if of := [(s.fqn if (s := self._model.saved(m)) else "", m) for m in readers]:
                 yield Guard.of(f"{key[1:]}()", Asked(_keys_of, (of, key, changed)), path)
 
     # ---------------------------------------------------------------- tensors
 
     def _identities(self, ran: RanFunctions) -> Iterator[Guard]:
-        """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.
+        """Which inputs are tensors of the model; which tensors are one object, where the forward may ask: `x is y`.
 
         An input that is a tensor of the model, which the forward takes from there too, is one value with it.
         """
         tape = self._builder.tape
         code = ran.comparing
+        if code is not None:
+            members = Asked(_shared, (self._places_of_members(),))
+            yield Guard.of("parameters and buffers that are one tensor", members, tape.root.path)
         taken = set(map(id, tape.attributes.values()))
         examples = self._examples if code is not None else [t for t in self._examples if id(t) in taken]
         of_model = dict.fromkeys(filter(None, map(self._model.owner, examples)))
@@ -304,12 +297,14 @@ class StateReads:
         model, root = self._model, self._builder.tape.root.path
         used = set(map(id, self._builder.tape.attributes.values()))
         for saved in model.saved_modules if len(model.saved_modules) > len(model.modules) else ():
-            tables = saved.tables[1:3] if model.is_outside(saved.module) else []
+            tables = [] if model.names_of(saved.module) else saved.tables[1:3]
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Guard(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used | self._members.keys(), held):
             names, places = zip(*tied, strict=True)
-            yield Guard(f"{' and '.join(names)} as one tensor", True, tied_source(places), (), root)
+            hint = "give each place a tensor of its own (clone()) before the trace if the forward puts others there"
+            source = Asked(_hold_one, (places,), hint=hint, kind="tensor")
+            yield Guard(f"{' and '.join(names)} as one tensor", True, source, (), root)
         for key, t in self._members.items():
             if (owner := model.owner(t)) is None:
                 continue
@@ -385,8 +380,8 @@ class RanFunctions:
         """What the functions read of variables."""
         if self.functions:
             yield Guard.of("functions", OfFunctions(tuple(self.functions)), path)
-        for name, owner, key, function in self.reach.variables.values():
-            source, frames = At(owner, key), ((), ((function.__code__, function.__code__.co_firstlineno),))
+        for name, place, function in self.reach.variables.values():
+            source, frames = At(*place), ((), ((function.__code__, function.__code__.co_firstlineno),))
             if _is_state(source.current(NO_CALL)):
                 yield Guard.of(name, source, path, frames, self.names)
                 yield from _of_identity(name, source, frames, path)
@@ -468,6 +463,10 @@ def _with_items(x: Any) -> Iterator[Any]:
             yield item
             if type(item) in (list, dict):  # no classes of a dict, which may be a register of many
                 yield from item if type(item) is list else [x for x in item.values() if type(x) is types.FunctionType]
+
+
+def _hold_one(places: Sequence[Place]) -> bool:
+    return len({id(table.get(key)) for table, key in places}) == 1
 
 
 def _shared(places: Sequence[_Held]) -> tuple[str, ...]:

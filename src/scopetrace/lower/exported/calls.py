@@ -39,8 +39,8 @@ from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_g
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.ir.scopes import Nested, Scope, innermost_common
-from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
+from scopetrace.ir.scopes import Frames, Nested, Scope, innermost_common
+from scopetrace.ir.tape import Call, FunctionalTape, Op, Value
 from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import call_position, class_text, has_effect, live_ops, node_value
 
