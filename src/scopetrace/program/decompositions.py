@@ -22,7 +22,7 @@ from scopetrace._compat.ops import building, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import DATA_DEPENDENT, run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
-from scopetrace.functionalization.bodies import as_laid_out
+from scopetrace.functionalization.copier import as_laid_out
 from scopetrace.functionalization.emitter import Emitter, TapeRewriter
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.scopes import source_of
