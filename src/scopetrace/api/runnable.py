@@ -26,8 +26,8 @@ from scopetrace.functionalization.report import Alias, Mutation, aliases, mutati
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.write_back import WriteBack
+from scopetrace.program.check import lint
 from scopetrace.program.graph import is_recomputed, phase_of, scope_path
-from scopetrace.program.lint import lint
 from scopetrace.program.selection import Calls, CallValues, activations
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes, outermost_boxes

@@ -34,9 +34,9 @@ from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_ba
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.views import is_contiguous
+from scopetrace.program.boundary import tensor_in
 from scopetrace.program.graph import FxLowering, node_value
 from scopetrace.program.outlined import Function
-from scopetrace.program.state import tensor_in
 
 Operand = torch.fx.Node | bool | int | float | complex
 """An operand or output in the combined graph."""
