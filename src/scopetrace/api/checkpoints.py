@@ -127,7 +127,12 @@ class _Search:
 
         All calls of one class are a choice, as one checkpoints the blocks of a model by hand.
         """
-        chains = sorted(_by_class(candidates), key=_flops)
+        of_class: dict[type, list[_Candidate]] = {}  # of each class of modules, the outermost calls
+        for c in candidates:
+            chain = of_class.setdefault(type(c.call.module), [])
+            if not any(c.is_in(outer) for outer in chain):
+                chain.append(c)
+        chains = sorted(of_class.values(), key=_flops)
         choices = [self._from([], candidates)]
         choices += [chain for chain in chains if self.peak(chain) <= self._budget][:_MOST_CHAINS]
         if all(self.peak(choice) > self._budget for choice in choices):
@@ -187,21 +192,14 @@ def _flops(chosen: list[_Candidate]) -> int:
     return sum(c.flops for c in chosen)
 
 
-def _by_class(candidates: list[_Candidate]) -> list[list[_Candidate]]:
-    """For each class of modules, its outermost calls."""
-    of_class: dict[type, list[_Candidate]] = {}
-    for c in candidates:
-        chain = of_class.setdefault(type(c.call.module), [])
-        if not any(c.is_in(outer) for outer in chain):
-            chain.append(c)
-    return list(of_class.values())
-
-
 def _candidates(program: TracedProgram, tape: Tape, storages: list[Storage]) -> Iterator[_Candidate]:
     """The calls that make what only their own backward reads."""
     meter = Meter(program)
     times = collections.Counter(id(call.module) for call in program.calls)
-    first = _first_backward(tape)
+    first: dict[int, int] = {}  # by position of a call, the first op of backward that belongs to it or to one inside it
+    for i, op in enumerate(tape.ops):
+        for around in forward_calls(op, tape) if op.phase is not None else ():
+            first.setdefault(around.position, i)
     records = {record.position: record for record in tape.calls}
     for call in program.calls:
         again, record = first.get(call.record.position), records.get(call.record.position)
@@ -222,12 +220,3 @@ def _candidates(program: TracedProgram, tape: Tape, storages: list[Storage]) -> 
         passing = peak - sum(s.size for s in dropped)
         flops = sum(meter.flops(node) for node in call.nodes)
         yield _Candidate(again, dropped, kept, call, record, passing, flops, flops + sum(s.size for s in inside))
-
-
-def _first_backward(tape: Tape) -> dict[int, int]:
-    """By position of a call, the position of the first op of backward that belongs to it or to a call inside it."""
-    first: dict[int, int] = {}
-    for i, op in enumerate(tape.ops):
-        for call in forward_calls(op, tape) if op.phase is not None else ():
-            first.setdefault(call.position, i)
-    return first
