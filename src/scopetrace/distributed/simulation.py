@@ -132,9 +132,6 @@ def simulate(
     return Simulation(ranks, tuple(rank.transfers), rank.done / flops, forward, backward, memory, padding)
 
 
-# ---------------------------------------------------------------- sizes
-
-
 Shard = tuple[int, int, torch.dtype]
 """The part of a parameter that a rank has: its rows, elements of a row, dtype. Dimension 0 is sharded, with padding."""
 

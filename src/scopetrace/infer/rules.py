@@ -186,9 +186,6 @@ def replaced(x: Any, fakes: Mapping[int, Any], number: Callable[[Any], int]) -> 
     return map_argument(plain, x)
 
 
-# ---------------------------------------------------------------- plain numbers for symbols
-
-
 def assignments(maker: FakeMaker, tensors: list[torch.Tensor], args: Any) -> Iterator[Number]:
     """The example's sizes, and up to three others that the guards of the trace allow."""
     yield example
