@@ -146,7 +146,6 @@ def _stored_in(root: torch.nn.Module) -> Iterator[Stored]:
 
 
 def _bound_to(module: TracedModule, program: TracedProgram, tensors: dict[str, torch.Tensor]) -> TracedProgram:
-
     def bound(tape: Program) -> Program:
         owners: dict[str, tuple[torch.nn.Module | None, str]] = {name: module._holder(name) for name in tensors}
         writes = [

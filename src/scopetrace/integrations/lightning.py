@@ -52,8 +52,8 @@ class ModelReport(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say so where the module was not called."""
-        hooks = None if self._handle is None else self._handle.hooks_dict_ref()
-        if self._handle is not None and self._handle.id in (hooks or ()):
-            self._handle.remove()
+        handle = self._handle
+        if handle is not None and handle.id in (handle.hooks_dict_ref() or ()):
+            handle.remove()
             name = self._module or "the LightningModule itself"
             _logger.warning('scopetrace: training_step never called %s; write ModelReport("NAME_OF_SUBMODULE")', name)
