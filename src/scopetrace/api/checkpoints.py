@@ -127,12 +127,7 @@ class _Search:
 
         All calls of one class are a choice, as one checkpoints the blocks of a model by hand.
         """
-        of_class: dict[type, list[_Candidate]] = {}  # of each class of modules, the outermost calls
-        for c in candidates:
-            chain = of_class.setdefault(type(c.call.module), [])
-            if not any(c.is_in(outer) for outer in chain):
-                chain.append(c)
-        chains = sorted(of_class.values(), key=_flops)
+        chains = sorted(_by_class(candidates), key=_flops)
         choices = [self._from([], candidates)]
         choices += [chain for chain in chains if self.peak(chain) <= self._budget][:_MOST_CHAINS]
         if all(self.peak(choice) > self._budget for choice in choices):
@@ -190,6 +185,16 @@ _MOST_CHAINS = 3
 
 def _flops(chosen: list[_Candidate]) -> int:
     return sum(c.flops for c in chosen)
+
+
+def _by_class(candidates: list[_Candidate]) -> list[list[_Candidate]]:
+    """For each class of modules, its outermost calls."""
+    of_class: dict[type, list[_Candidate]] = {}
+    for c in candidates:
+        chain = of_class.setdefault(type(c.call.module), [])
+        if not any(c.is_in(outer) for outer in chain):
+            chain.append(c)
+    return list(of_class.values())
 
 
 def _candidates(program: TracedProgram, tape: Tape, storages: list[Storage]) -> Iterator[_Candidate]:
