@@ -201,7 +201,10 @@ def _candidates(program: TracedProgram, tape: Tape, storages: list[Storage]) -> 
     """The calls that make what only their own backward reads."""
     meter = Meter(program)
     times = collections.Counter(id(call.module) for call in program.calls)
-    first = _first_backward(tape)
+    first: dict[int, int] = {}  # by position of a call, the first op of backward that belongs to it or to one inside it
+    for i, op in enumerate(tape.ops):
+        for around in forward_calls(op, tape) if op.phase is not None else ():
+            first.setdefault(around.position, i)
     records = {record.position: record for record in tape.calls}
     for call in program.calls:
         again, record = first.get(call.record.position), records.get(call.record.position)
@@ -222,12 +225,3 @@ def _candidates(program: TracedProgram, tape: Tape, storages: list[Storage]) -> 
         passing = peak - sum(s.size for s in dropped)
         flops = sum(meter.flops(node) for node in call.nodes)
         yield _Candidate(again, dropped, kept, call, record, passing, flops, flops + sum(s.size for s in inside))
-
-
-def _first_backward(tape: Tape) -> dict[int, int]:
-    """By position of a call, the position of the first op of backward that belongs to it or to a call inside it."""
-    first: dict[int, int] = {}
-    for i, op in enumerate(tape.ops):
-        for call in forward_calls(op, tape) if op.phase is not None else ():
-            first.setdefault(call.position, i)
-    return first

@@ -20,15 +20,14 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import forget_real_tensors, storage_id
 from scopetrace.api.runnable import Runnable, knows_others, program_of
 from scopetrace.errors import ArgumentError, ArgumentTypeError
-from scopetrace.ir.write_back import FromGraph, GraphInput, WriteBack, WriteBackRow
+from scopetrace.ir.write_back import FromGraph, GraphInput, WriteBack
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.lower.split import Partition, Rewrite, SplitProgram, split_backward
 from scopetrace.program.compiled import GraphValues
 from scopetrace.program.graph import node_value
 from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level.names import name_torch_functions
-from scopetrace.torch_level.numbers import number_inputs, with_numbers
-from scopetrace.torch_level.tapes import tapes_of
+from scopetrace.torch_level.tapes import number_inputs, tapes_of, with_numbers
 
 Level = Literal["aten", "torch"]
 Writer = Literal["scopetrace", "compiler"]
@@ -103,28 +102,25 @@ def _functionalized(
         raise ArgumentTypeError(f"gm must be a torch.fx.GraphModule, not {type(gm).__name__}; st.trace takes a model")
     args = tuple(example_inputs)
     recorded, pure = tapes_of(gm, args, torch_level=level == "torch")
-    program, rows = _told(rewrite(TracedProgram(recorded, pure, gm)), write_back)
-    functionalized = Functionalized(program, level)
-    functionalized.graph_module.meta["scopetrace"] = rows
-    _forget_examples(program)
-    return functionalized
-
-
-def _told(program: TracedProgram, writer: Writer) -> tuple[TracedProgram, tuple[WriteBackRow, ...]]:
-    """What a compiler is told of the write-back, and the program without the copies that it does itself."""
+    program = rewrite(TracedProgram(recorded, pure, gm))
     tape = program.tape
     outputs, inputs = tape.graph_outputs(), tape.inputs
-    write_back = tape.write_back or WriteBack([], GraphValues(tape).sources)
+    steps = tape.write_back or WriteBack([], GraphValues(tape).sources)
 
     def has_history(target: GraphInput, value: FromGraph) -> bool:
         return bool(outputs[value.index].requires_grad or inputs[target.index].requires_grad)
 
-    left = write_back.left_to_compiler(has_history) if writer == "compiler" else []
-    if left:
-        kept = [u for u in write_back.updates if not any(u is one for one in left)]
-        rest = dataclasses.replace(write_back, updates=kept)
-        program = program.with_tape(dataclasses.replace(tape, write_back=rest))
-    return program, write_back.rows(left)
+    left = steps.left_to_compiler(has_history) if write_back == "compiler" else []
+    if left:  # the program without the copies that the compiler does itself
+        kept = [u for u in steps.updates if not any(u is one for one in left)]
+        program = program.with_tape(dataclasses.replace(tape, write_back=dataclasses.replace(steps, updates=kept)))
+    functionalized = Functionalized(program, level)
+    functionalized.graph_module.meta["scopetrace"] = steps.rows(left)
+    # Dynamo keeps what it compiled, also after a reset, and calls have inputs of their own
+    for tape in (program.recorded, program.tape):
+        tape.example_inputs = None
+        forget_real_tensors(tape.fake_mode)
+    return functionalized
 
 
 @knows_others("functional_backend", {})
@@ -254,13 +250,6 @@ class _Compiled:
             parts.forward.meta["scopetrace"] = functionalized.graph_module.meta["scopetrace"]
         forward = self._compiler(parts.forward, parts.inputs_of_forward(inputs))
         return functionalized, parts.run_by(forward, _at_first_run(parts.backward, backward_compiler))
-
-
-def _forget_examples(program: TracedProgram) -> None:
-    """Let go of the inputs: Dynamo keeps what it compiled, also after a reset, and calls have inputs of their own."""
-    for tape in (program.recorded, program.tape):
-        tape.example_inputs = None
-        forget_real_tensors(tape.fake_mode)
 
 
 def _at_first_run(graph_module: torch.fx.GraphModule, compiler: Compiler) -> Callable[..., Any]:

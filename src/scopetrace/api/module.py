@@ -59,8 +59,10 @@ class TracedModule(torch.nn.Module):
             else:
                 holder.register_buffer(leaf, tensor, persistent)
         self._program = _bound_to(self, program, {entry.name: entry.tensor for entry in stored})
+        calls = program.tape.calls  # of a function, the mode is that of its modules
+        calls = calls if calls[0].module_type is None else calls[:1]
         for module in self.modules():
-            module.training = _traced_mode(program.tape)
+            module.training = any(call.attributes.get("training") is True for call in calls)
         _ = self._program.boundary  # made now, since under `torch.jit.trace` fake tensors do not say their sizes
 
     def _holder(self, name: str) -> tuple[torch.nn.Module, str]:
@@ -95,7 +97,13 @@ class TracedModule(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TracedModule:
         for kind in {(t.dtype, t.device) for t in (*self.parameters(), *self.buffers())}:
-            _refuse_other(kind, fn(torch.empty(0, dtype=kind[0], device=kind[1])))
+            moved = fn(torch.empty(0, dtype=kind[0], device=kind[1]))
+            for old, new in zip(kind, (moved.dtype, moved.device), strict=True):
+                if old != new:  # ops of the program name it
+                    raise ModeError(
+                        f"the program was traced with {old} and cannot run with {new}: call model.to({new}) and trace "
+                        "it again"
+                    )
         super()._apply(fn, recurse)
         return self
 
@@ -122,13 +130,10 @@ def to_module(program: TracedProgram) -> TracedModule:
     entries = list(_stored_in(root)) if isinstance(root, torch.nn.Module) else []
     known = {entry.name for entry in entries}
     entries += [Stored(n, held[n], isinstance(held[n], torch.nn.Parameter)) for n in tape.owners if n not in known]
-    new = {id(t): _with_shared_memory(t) for t in [held.get(entry.name, entry.tensor) for entry in entries]}
+    new = {id(t): t for t in [held.get(entry.name, entry.tensor) for entry in entries]}
+    for key, t in new.items():  # on the same memory, so that moving the module leaves the model where it is
+        new[key] = torch.nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, torch.nn.Parameter) else t
     return TracedModule(program, [e._replace(tensor=new[id(held.get(e.name, e.tensor))]) for e in entries])
-
-
-def _with_shared_memory(t: torch.Tensor) -> torch.Tensor:
-    """A new parameter on the same memory, so that moving the module leaves the model where it is."""
-    return torch.nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, torch.nn.Parameter) else t
 
 
 def _stored_in(root: torch.nn.Module) -> Iterator[Stored]:
@@ -141,8 +146,6 @@ def _stored_in(root: torch.nn.Module) -> Iterator[Stored]:
 
 
 def _bound_to(module: TracedModule, program: TracedProgram, tensors: dict[str, torch.Tensor]) -> TracedProgram:
-    """The program with the tensors of a TracedModule."""
-
     def bound(tape: Program) -> Program:
         owners: dict[str, tuple[torch.nn.Module | None, str]] = {name: module._holder(name) for name in tensors}
         writes = [
@@ -163,18 +166,3 @@ def _from_pickle(program: TracedProgram, entries: list[tuple[str, torch.Tensor |
     """The module of a pickle. For a tensor that the program reads, `entries` has its name there."""
     held = program.tape.attributes
     return TracedModule(program, [Stored(n, held[t] if isinstance(t, str) else t, p) for n, t, p in entries])
-
-
-def _traced_mode(tape: ProgramTape) -> bool:
-    """Whether the program was traced in training mode: the mode of the model, or for a function that of its modules."""
-    calls = tape.calls if tape.calls[0].module_type is None else tape.calls[:1]
-    return any(call.attributes.get("training") is True for call in calls)
-
-
-def _refuse_other(traced: tuple[torch.dtype, torch.device], moved: torch.Tensor) -> None:
-    """Refuse another dtype or device than the traced one, which ops of the program name."""
-    for old, new in zip(traced, (moved.dtype, moved.device), strict=True):
-        if old != new:
-            raise ModeError(
-                f"the program was traced with {old} and cannot run with {new}: call model.to({new}) and trace it again"
-            )

@@ -26,8 +26,8 @@ from scopetrace.functionalization.report import Alias, Mutation, aliases, mutati
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.write_back import WriteBack
+from scopetrace.program.check import lint
 from scopetrace.program.graph import is_recomputed, phase_of, scope_path
-from scopetrace.program.lint import lint
 from scopetrace.program.selection import Calls, CallValues, activations
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes, outermost_boxes
@@ -40,19 +40,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_ARGS = "write args=, a tuple of the positional arguments"
-_SHAPES = "write dynamic_shapes=, as {'x': {0: torch.export.Dim('batch')}}"
-_DYNAMIC = "sizes become dynamic by st.trace(..., dynamic_shapes=)"
 TRACE_WORDS = {
     "": "the model's own arguments are given as args=(x, …) and kwargs={'mask': …}",
-    **dict.fromkeys(("example_inputs", "inputs", "sample_inputs"), _ARGS),
-    **dict.fromkeys(("dynamic_axes", "dynamic"), _SHAPES),
+    **dict.fromkeys(("example_inputs", "inputs", "sample_inputs"), "write args=, a tuple of the positional arguments"),
+    **dict.fromkeys(("dynamic_axes", "dynamic"), "write dynamic_shapes=, as {'x': {0: torch.export.Dim('batch')}}"),
     "example_kwarg_inputs": "write kwargs=",
     "leaves": "write leaf_modules=",
     "strict": "there is one way of tracing, and it runs the model's Python",
 }
 ONNX_WORDS = {
-    **dict.fromkeys(("dynamic_axes", "dynamic_shapes"), _DYNAMIC),
+    **dict.fromkeys(("dynamic_axes", "dynamic_shapes"), "sizes become dynamic by st.trace(..., dynamic_shapes=)"),
     "opset": "write opset_version=",
     "f": "write path=",
     "dynamo": "every export is one of torch.onnx's exporter with dynamo=True",
@@ -314,7 +311,7 @@ class Shown(Runnable):
 
         Raises OSError where the file cannot be written.
         """
-        from scopetrace.view.model_explorer import graph_collection
+        from scopetrace.view.viewers import graph_collection
 
         Path(path).write_text(json.dumps(graph_collection(boxes(self._shown))), encoding="utf-8")
 
@@ -325,7 +322,7 @@ class Shown(Runnable):
         no times. A counter has the bytes in use, those of `memory().timeline`. Raises OSError where the file cannot be
         written.
         """
-        from scopetrace.view.timeline import chrome_trace
+        from scopetrace.view.viewers import chrome_trace
 
         Path(path).write_text(json.dumps(chrome_trace(self._shown)), encoding="utf-8")
 

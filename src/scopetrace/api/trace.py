@@ -34,8 +34,7 @@ from scopetrace.ir.conditions import Specialization, Specializations
 from scopetrace.ir.guards import warn_of_numbers
 from scopetrace.ir.selection import Selection, several
 from scopetrace.ir.side_effects import SideEffect, refusal
-from scopetrace.lower.exported.constraints import explain
-from scopetrace.lower.exported.program import to_exported_program
+from scopetrace.lower.exported.program import explain, to_exported_program
 from scopetrace.lower.onnx import CallAttributes, ExternalData, Names, Targets, WeightNames, require_packages
 from scopetrace.lower.split import Partition, SplitProgram, split_backward
 from scopetrace.order.execution import ExecutionOrder

@@ -44,7 +44,9 @@ class LazyGroup(click.Group):
         except click.Abort:
             code = _fail("interrupted", 130)
         except click.ClickException as error:
-            code = _fail(_click_message(error), error.exit_code)
+            command = getattr(getattr(error, "ctx", None), "command_path", "scopetrace")
+            usage = f" See {command} --help." if isinstance(error, click.UsageError) else ""
+            code = _fail(" ".join(error.format_message().split()) + usage, error.exit_code)
         except (ArgumentError, OSError) as error:  # those of models are a ModelError
             code = _fail(str(error), 2)
         except (ScopetraceError, ModelError) as error:
@@ -58,13 +60,6 @@ class LazyGroup(click.Group):
             return name, stub, rest
         file = {"demo": "demo", "estimate": "training", "plan": "training"}.get(str(stub.name), "commands")
         return name, getattr(importlib.import_module(f"scopetrace.cli.{file}"), str(stub.name)), rest
-
-
-def _click_message(error: click.ClickException) -> str:
-    ctx = getattr(error, "ctx", None)
-    command = ctx.command_path if ctx is not None else "scopetrace"
-    message = " ".join(error.format_message().split())
-    return f"{message} See {command} --help." if isinstance(error, click.UsageError) else message
 
 
 def _fail(message: str, code: int) -> int:

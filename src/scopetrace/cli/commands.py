@@ -13,16 +13,7 @@ import torch
 
 from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
-from scopetrace.cli.run import (
-    FILE,
-    Request,
-    json_text,
-    model_command,
-    patterns,
-    takes_depth,
-    takes_json,
-    takes_scope,
-)
+from scopetrace.cli.run import FILE, Request, json_text, model_command, patterns, takes_depth, takes_json, takes_scope
 from scopetrace.errors import UsageError
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages

@@ -123,8 +123,6 @@ def _near(library: str, name: str, known: list[str]) -> str:
     return f"write {' or '.join(f'{library}:{other}' for other in near)}"
 
 
-# -------------------------------------------------------------------- torchvision without its compiled operators
-
 # Wheels of torchvision from PyPI are built for a CUDA torch. On a CPU-only one their operators do not load, and `import
 # torchvision` (so also `import timm`, and parts of transformers) fails with "operator torchvision::nms does not exist".
 

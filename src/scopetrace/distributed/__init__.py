@@ -5,12 +5,12 @@
 Each process calls `plan.apply(mesh)`.
 """
 
-from scopetrace.distributed.agreement import check_order as check_order
 from scopetrace.distributed.pipeline import Cut as Cut
 from scopetrace.distributed.pipeline import SplitPoints as SplitPoints
 from scopetrace.distributed.pipeline import split_points as split_points
 from scopetrace.distributed.planning import Plan as Plan
 from scopetrace.distributed.planning import ShardGroup as ShardGroup
+from scopetrace.distributed.planning import check_order as check_order
 from scopetrace.distributed.planning import plan as plan
 from scopetrace.distributed.simulation import Simulation as Simulation
 from scopetrace.distributed.simulation import simulate as simulate

@@ -197,9 +197,6 @@ def estimate(
     return _of_trace(tr, twin, make, gpu_bytes, depth)
 
 
-# ---------------------------------------------------------------- what is traced
-
-
 def _on_cpu(t: torch.Tensor, dtype: torch.dtype | None, *, keeps: bool = True) -> torch.Tensor:
     """A tensor on the CPU; without values, memory that an operating system gives only when somebody writes there."""
     dtype = dtype if t.is_floating_point() else None

@@ -65,9 +65,6 @@ def without_ties(grouping: Grouping) -> Grouping:
     return grouping
 
 
-# ---------------------------------------------------------------- from classes
-
-
 def by_classes(order: ExecutionOrder, units: set[str]) -> Grouping:
     """A group for each of the chosen modules, `units`, and groups of the modules called between them.
 
@@ -107,9 +104,6 @@ def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
             )
 
 
-# ---------------------------------------------------------------- from bytes
-
-
 def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
     """Groups of about `target_bytes` of parameters each, in execution order.
 
@@ -124,9 +118,6 @@ def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
     tied = {module for part in parts for module in part if len(part) > 1}
     # Tied ones stay alone, so that they do not hold others from their first module to their last.
     return _in_runs(order, parts, lambda group: tied.isdisjoint(group) and sum(sizes[m] for m in group) <= target_bytes)
-
-
-# ---------------------------------------------------------------- both
 
 
 def _in_runs(order: ExecutionOrder, parts: Iterable[Group], is_group: Callable[[Group], bool]) -> Grouping:

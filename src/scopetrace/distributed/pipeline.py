@@ -241,7 +241,11 @@ def _trained(tape: ProgramTape) -> dict[str, list[int]]:
 
 def _possible_cuts(tape: ProgramTape, alive: Alive, places: Places, *, in_ties: bool = False) -> list[Cut]:
     """The possible cuts in order; with `in_ties`, those between uses of a trained parameter too."""
-    crossing = _crossing(alive, sorted(places))
+    ordered = sorted(places)
+    crossing: dict[int, list[Value]] = {place: [] for place in ordered}  # what is made before it, and read after it
+    for value, (start, stop) in alive.items():
+        for place in ordered[bisect.bisect_right(ordered, start) : bisect.bisect_right(ordered, stop)]:
+            crossing[place].append(value)
     results = {id(v) for v in leaves(tape.outputs, Value)}
     trained = [] if in_ties else [(uses[0], uses[-1]) for uses in _trained(tape).values()]
     return [
@@ -298,15 +302,6 @@ def _alive(tape: ProgramTape) -> Alive:
         last |= {v: i for v in op.inputs() if v in last}
     last |= {v: len(tape.ops) for v in leaves(tape.outputs, Value) if v in last}
     return {v: (start, last[v]) for v, start in first.items()}
-
-
-def _crossing(alive: Alive, places: Sequence[int]) -> dict[int, list[Value]]:
-    """For each place, the values made before it and read at or after it."""
-    crossing: dict[int, list[Value]] = {place: [] for place in places}
-    for value, (start, stop) in alive.items():
-        for place in places[bisect.bisect_right(places, start) : bisect.bisect_right(places, stop)]:
-            crossing[place].append(value)
-    return crossing
 
 
 def _with_what_is_sent(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut]) -> list[Cut]:

@@ -4,6 +4,7 @@ Data flow:
     model and order -> groups of modules (groups.py)
     groups -> simulated as FSDP2 runs them (schedule.py); a use of a freed parameter merges groups, or is refused
     groups in execution order -> prefetch lists for forward and backward -> Plan, which applies them
+    orders and plans of all ranks -> compared: where two differ, collectives do not match, and the job would hang
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from scopetrace.distributed.agreement import check_groups, check_order
 from scopetrace.distributed.groups import (
     ROOT,
     Group,
@@ -31,7 +32,7 @@ from scopetrace.distributed.groups import (
     without_ties,
 )
 from scopetrace.distributed.schedule import BackwardEvent, Pass, Schedule, backward_events, backward_gathers
-from scopetrace.errors import PlanError
+from scopetrace.errors import OrderMismatchError, PlanError
 from scopetrace.formatting import Printed, amount, columns
 from scopetrace.ir.guards import MODULE_TABLES
 from scopetrace.ir.registered import Registered
@@ -199,8 +200,12 @@ def order_of(model: torch.nn.Module, order: ExecutionOrder) -> ExecutionOrder:
     """
     number = call_of(model, order)
     if number:
-        _refuse_use_outside(order, number)
-        order = order.of_call(number)
+        fqn, inner = order.calls[number].fqn or "", order.of_call(number)
+        params, inside = order.registered.inside(fqn), range(number, number + len(inner.calls))
+        for step in [step for step in order.steps if step.call not in inside]:
+            for name in [name for name in step.params if name in params]:
+                raise PlanError(f"{name} is used outside of the call of {fqn}, where it is not gathered: use it inside")
+        order = inner
     if len(order.backwards) > 1:
         raise PlanError(f"the traced function differentiates {len(order.backwards)} times: trace one with one backward")
     return order
@@ -219,16 +224,6 @@ def call_of(model: torch.nn.Module, order: ExecutionOrder) -> int:
 
 def _names(registered: Registered) -> list[list[tuple[str, ...]]]:
     return [[x.names for x in entries.values()] for entries in (registered.modules, registered.params)]
-
-
-def _refuse_use_outside(order: ExecutionOrder, number: int) -> None:
-    fqn = order.calls[number].fqn or ""
-    params = order.registered.inside(fqn)
-    inside = range(number, number + len(order.of_call(number).calls))
-    for step in order.steps:
-        used = [name for name in step.params if name in params]
-        if used and step.call not in inside:
-            raise PlanError(f"{used[0]} is used outside of the call of {fqn}, where it is not gathered: use it inside")
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
@@ -441,3 +436,43 @@ def _payload(model: torch.nn.Module, grouping: Grouping) -> dict[Group, list[str
     for name in itertools.chain.from_iterable(grouping.groups):
         visit(model.get_submodule(name))
     return {group: list(names) for group, names in params.items()}
+
+
+# ---------------------------------------------------------------- equal on all ranks
+
+
+def check_order(order: ExecutionOrder, group: Any = None) -> None:
+    """Compare the orders of all ranks of a process group. Every rank must call it.
+
+    Args:
+        order: this rank's order.
+        group: a `torch.distributed` process group; None for the default one.
+
+    Raises OrderMismatchError, on every rank, that names the first rank whose order differs from rank 0's and the step
+    in which it does.
+    """
+    digests = _of_all_ranks(order.digest, group)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        orders = _of_all_ranks(order, group)
+        difference = orders[0].first_difference(orders[other])
+        raise OrderMismatchError(f"ranks 0 and {other} run in different orders: {difference}")
+
+
+def check_groups(groups: Sequence[Any], group: Any = None) -> None:
+    """Compare the groups of a plan on all ranks: modules, parameters and prefetch lists. As `check_order` otherwise."""
+    plans = _of_all_ranks(list(groups), group)
+    for rank, other in enumerate(plans):
+        for i, pair in enumerate(itertools.zip_longest(plans[0], other)):
+            if pair[0] != pair[1]:
+                first, second = (", ".join(x[0]) or "the root's" if x else "missing" for x in pair)
+                raise OrderMismatchError(
+                    f"ranks 0 and {rank} have different plans: group {i} is {first}, in the other {second}"
+                    + (" with other parameters or prefetch lists" if first == second else "")
+                )
+
+
+def _of_all_ranks(x: Any, group: Any) -> list[Any]:
+    objects = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, x, group)
+    return objects

@@ -132,9 +132,6 @@ def simulate(
     return Simulation(ranks, tuple(rank.transfers), rank.done / flops, forward, backward, memory, padding)
 
 
-# ---------------------------------------------------------------- sizes
-
-
 Shard = tuple[int, int, torch.dtype]
 """The part of a parameter that a rank has: its rows, elements of a row, dtype. Dimension 0 is sharded, with padding."""
 
@@ -150,21 +147,16 @@ def _memory(
     owned = sum(rows * width * dtype.itemsize for rows, width, dtype in shards)
     tape = program_of(tr).tape
     results = zip(tape.ops, op_results(tape), strict=True)
+    events = [(at, 0, sizes[g]) for g, at in plan.gathers[0]]
+    events += [(p.stop, 1, -sizes[p.group]) for p in plan.schedule.passes if p.group != ROOT]
     return {
         "sharded parameters": owned,
         "sharded gradients": owned,
         "optimizer": sum(rows * width * optimizer_bytes for rows, width, _ in shards),
-        "gathered parameters, at most": _peak(plan, sizes),
+        "gathered parameters, at most": max(itertools.accumulate((n for _, _, n in sorted(events)), initial=0)),
         "gradients of a group, at most": max(sizes.values(), default=0),
         "results of ops, without recomputation": sum(n for op, n in results if op.phase is None),
     }
-
-
-def _peak(plan: Plan, sizes: Mapping[Group, int]) -> int:
-    """The largest number of bytes gathered at one time in a forward."""
-    events = [(at, 0, sizes[g]) for g, at in plan.gathers[0]]
-    events += [(p.stop, 1, -sizes[p.group]) for p in plan.schedule.passes if p.group != ROOT]
-    return max(itertools.accumulate((change for _, _, change in sorted(events)), initial=0))
 
 
 # ---------------------------------------------------------------- time
@@ -217,15 +209,12 @@ class _Rank:
                 exposed += max(arrives - self._time, 0.0)
                 self._time = max(arrives, self._time)
             else:
-                self._send(kind, group)
+                start = max(self._free, self._time)
+                self._free = self._arrives[group] = start + self._latency + self._sizes[group] / self._bandwidth
+                self.transfers.append(Transfer(kind, group, self._sizes[group], self._time, start, self._free))
+            if kind == "reduce-scatter":  # which frees the group's parameters
+                del self._arrives[group]
         return exposed
-
-    def _send(self, kind: str, group: Group) -> None:
-        start = max(self._free, self._time)
-        self._free = self._arrives[group] = start + self._latency + self._sizes[group] / self._bandwidth
-        self.transfers.append(Transfer(kind, group, self._sizes[group], self._time, start, self._free))
-        if kind == "reduce-scatter":  # which frees the group's parameters
-            del self._arrives[group]
 
 
 def _forward(plan: Plan, before: Sequence[int]) -> Iterator[_Event]:

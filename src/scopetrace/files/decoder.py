@@ -208,7 +208,6 @@ class Decoder:
 
 
 def _expect(kind: Any, *values: Any) -> None:
-    """Raise TypeError for values of another class."""
     for value in values:
         if not isinstance(value, kind):
             raise TypeError(f"{value!r} is no {kind}")

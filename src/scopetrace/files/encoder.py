@@ -241,7 +241,7 @@ class Encoder:
         elif (
             not (self._only_shown or isinstance(x, (list, tuple, dict)))
             and is_plain_object(x)
-            and all(map(_is_describable, vars(x).values()))
+            and all(is_plain(item) or isinstance(item, (list, dict, tuple)) for item in vars(x).values())
         ):
             return {"object": [self.class_row(type(x)), self.data(vars(x)), short_repr(x)]}
         return self._no_form(x)
@@ -259,10 +259,6 @@ class Encoder:
             raise NoForm(x)
         self._foreign.append(x)
         return {"foreign": len(self._foreign) - 1}
-
-
-def _is_describable(x: Any) -> bool:
-    return is_plain(x) or isinstance(x, (list, dict, tuple))
 
 
 def _by_name(stack: dict[str, Any]) -> dict[str, Any]:

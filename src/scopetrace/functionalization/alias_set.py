@@ -186,11 +186,9 @@ class AliasSet:
         meta, parent = self.views[old], self.same(self.views[old].parent)
         if meta.slot is None and not (meta.func in _NEEDS_STRIDES and not alike(base, parent)):
             if meta.func is not _aten.as_strided.default:
-                view_value: Value = emit(meta.func, base, *meta.args, **meta.kwargs)
-                return view_value
+                return emit(meta.func, base, *meta.args, **meta.kwargs)
         elif meta.slot is not None and self._find_function(old, parent) is None:
-            part: Value = emit(meta.func, base, *meta.args, **meta.kwargs)[meta.slot]
-            return part
+            return emit(meta.func, base, *meta.args, **meta.kwargs)[meta.slot]
         taken: Value = self._function(old, parent, reader).forward(emit, base)
         if taken is base and base.requires_grad and not old.op.grad:
             taken = emit(_aten.alias.default, base)  # without autograd, a view of the whole is a leaf
@@ -355,8 +353,7 @@ class AliasSet:
 def with_history(emit: Callable[..., Any], old: Value, new: Value) -> Value:
     """`new`, with a gradient of zero for `old`, which has its size or one element."""
     never = emit(_aten.full.default, [], False, dtype=torch.bool, device=new.fake.device)
-    led: Value = emit(_aten.where.self, never, old, new)
-    return led
+    return emit(_aten.where.self, never, old, new)
 
 
 def became(sets: dict[int, AliasSet], value: Value) -> Iterator[tuple[Value, Op]]:

@@ -20,10 +20,10 @@ import torch
 
 from scopetrace._compat.ops import is_op, is_random, schema_of
 from scopetrace._compat.shape_env import Origin
+from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, alike, last_of
-from scopetrace.functionalization.bodies import as_laid_out, in_order_of, laid_out
 from scopetrace.functionalization.emitter import Emitter, TapeRewriter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import schedule
@@ -42,7 +42,7 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ops.higher_order import FORMS, written_inputs
 from scopetrace.ops.history import OVERWRITE
-from scopetrace.ops.view_inverses import by_geometry, geometry_of
+from scopetrace.ops.view_inverses import Emit, by_geometry, geometry_of
 from scopetrace.ops.views import is_contiguous
 
 _aten = torch.ops.aten
@@ -67,7 +67,12 @@ class TapeCopier(TapeRewriter, abc.ABC):
 
     def __init__(self, old: RecordedTape | BodyTape, around: TapeCopier | None = None) -> None:
         super().__init__(old, around)
-        self.new = _started(old)
+        empty: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": dict(old.attributes)}
+        if isinstance(old, BodyTape):
+            self.new = dataclasses.replace(old, **empty)
+        else:
+            of_program = {"written": old.written_storages(), "uses_absolute_offset": set(old.uses_absolute_offset)}
+            self.new = FunctionalTape.of(old, **empty, **of_program, modules=dict(old.modules), attribute_writes=[])
         self.grad = any(op.grad for op in old.ops if op.kind != "get_attr")
         self.emitter = Emitter(self.new, self.storages, has_grad=self.grad, calls=self.calls)
         self.sets = {storage: AliasSet(self.emitter, self._bring) for storage in _written(old.ops)}
@@ -108,8 +113,7 @@ class TapeCopier(TapeRewriter, abc.ABC):
 
             self.new.outputs = tuple(map_structure(result, outputs, Value))
         self._schedule(leaves(self.new.outputs, Value))
-        body: BodyTape = self.new
-        return body
+        return self.new
 
     def read(self, old: Value, reader: Op) -> Value:
         """The present value of one of the old tape."""
@@ -143,8 +147,7 @@ class TapeCopier(TapeRewriter, abc.ABC):
         """As `read`, at the boundary of a call. What is derived for it belongs to `call`."""
         aliases = self.sets.get(old.storage)
         if aliases is None:
-            replacement: Value = self.replacements[old]
-            return replacement
+            return self.replacements[old]
         return aliases.current(old) or aliases.read(old, self.at_edge(call))
 
     def at_edge(self, call: Call | None) -> Op:
@@ -424,20 +427,6 @@ def _written(ops: list[Op]) -> dict[int, None]:
     return dict.fromkeys(v.storage for op in ops for v in op.writes)
 
 
-def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
-    empty: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": dict(old.attributes)}
-    if isinstance(old, BodyTape):
-        return dataclasses.replace(old, **empty)
-    return FunctionalTape.of(
-        old,
-        **empty,
-        modules=dict(old.modules),
-        attribute_writes=[],
-        written=old.written_storages(),
-        uses_absolute_offset=set(old.uses_absolute_offset),
-    )
-
-
 def _values(op: Op, x: Any) -> list[Value]:
     return leaves(x, Value) if op.kind == "call_module" else values_in(x)
 
@@ -457,3 +446,46 @@ def _holds(base: Value, view: Value) -> bool:
         return by_geometry(a, b) is not None
     (first, last), (start, end) = a.span(), b.span()
     return is_contiguous(base.fake) and first <= start and end <= last
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+
+def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
+    """`new` with the strides of `old`. Raises FunctionalizationError where its memory has gaps or repeats."""
+    turned = laid_out(emit, new, old)
+    if turned is new:
+        return new
+    sizes = zip(turned.fake.size(), turned.fake.stride(), old.stride(), strict=True)
+    if any(to_expr(n) != 1 and to_expr(a) != to_expr(b) for n, a, b in sizes):
+        raise refusal("a tensor that goes into or out of a body has gaps in its memory", turned.op)
+    return turned
+
+
+def laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
+    """`new` with the strides of `old`; dense where the memory of `old` has gaps or repeats."""
+    if old.layout is not torch.strided or to_expr(new.fake.stride()) == to_expr(old.stride()):
+        return new
+    turned = in_order_of(emit, new, old)
+    is_like_old = to_expr(turned.fake.stride()) == to_expr(old.stride())
+    return turned if is_like_old else emit(_aten.clone.default, turned)
+
+
+def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:
+    """`new`, with its dimensions in memory in the order of `old`."""
+    if old.layout is not torch.strided or old.dim() < 2 or _order(new.fake) == _order(old):
+        return new
+    order = _order(old, all_dims=True)
+    turned = emit(_aten.permute.default, new, order)
+    dense = emit(_aten.clone.default, turned, memory_format=torch.contiguous_format)
+    return emit(_aten.permute.default, dense, [order.index(d) for d in range(len(order))])
+
+
+def _order(t: torch.Tensor, *, all_dims: bool = False) -> list[int]:
+    """The dimensions of more than one element, or all, slowest in memory first; of an expanded tensor as in a copy."""
+    strides = [example(s) for s in t.stride()]
+    if 0 in strides:
+        sizes = [example(n) for n in t.size()]
+        strides = list(torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride())
+    dims = [d for d in range(t.dim()) if all_dims or example(t.size(d)) != 1]
+    return sorted(dims, key=lambda d: -strides[d])

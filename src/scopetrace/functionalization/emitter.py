@@ -191,14 +191,6 @@ def _with_slots(value: Callable[[Any, int], Any], x: Any, slot: int) -> Any:
     return value(x, slot)
 
 
-def copied_calls(tape: Tape) -> dict[Call, Call]:
-    """By call of a tape, and of the bodies in it, a copy in the copy of the call around it."""
-    copies: dict[Call, Call] = {}
-    for call in sorted({c for inner in tape.walk() for c in inner.calls}, key=lambda c: c.position):
-        copies[call] = call.replace(parent=None if call.parent is None else copies[call.parent])
-    return copies
-
-
 def new_storages(tape: Tape) -> Iterator[int]:
     """Numbers of storages that neither a tape has nor a body in it, which is asked when the first one is taken."""
     used = (v.storage for inner in tape.walk() for op in inner.ops for v in op.values())
@@ -221,8 +213,11 @@ class TapeRewriter:
         self.op: Op | None = None
         self.new: Any = dataclasses.replace(old, ops=[], calls=[], attributes=dict(old.attributes))
         self.replacements: dict[Any, Any] = {} if around is None else around.replacements
-        self.calls: dict[Call, Call] = copied_calls(old) if around is None else around.calls
         self.storages: Iterator[int] = new_storages(old) if around is None else around.storages
+        self.calls: dict[Call, Call] = {} if around is None else around.calls
+        outer_first = sorted({c for tape in old.walk() for c in tape.calls}, key=lambda c: c.position)
+        for call in outer_first if around is None else ():
+            self.calls[call] = call.replace(parent=None if call.parent is None else self.calls[call.parent])
 
     def run(self) -> Any:
         """The new tape."""

@@ -22,8 +22,7 @@ from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
-from scopetrace.functionalization.bodies import as_laid_out
-from scopetrace.functionalization.copier import TapeCopier
+from scopetrace.functionalization.copier import TapeCopier, as_laid_out
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.tape import (
     AttributeWrite,
@@ -84,8 +83,7 @@ class Functionalizer(TapeCopier):
         if self.old.backwards:
             write_back.leave_out_freed_history(self.old, self.new)
         verify_pure(self.new)
-        tape: FunctionalTape = self.new
-        return tape
+        return self.new
 
     def end(self, call: Call) -> None:
         """The root ends after the write-back is made."""
@@ -510,11 +508,8 @@ class Functionalizer(TapeCopier):
             raise refusal("memory is resized that is read later, or that others hold", op)
 
     def _read_after(self, op: Op) -> Iterator[Value]:
-        """The operands of the ops that come after `op`, and their results."""
         after = self.old.ops[self.old.ops.index(op) + 1 :]
         return (v for o in after for v in (*o.inputs(), *o.values()))
-
-    # ---------------------------------------------------------------- refusals
 
     def _is_outside(self, aliases: AliasSet) -> bool:
         return any(map(_is_outside, aliases.roots))

@@ -56,13 +56,17 @@ def mutations(tape: ProgramTape) -> list[Mutation]:
     """The writes to what came from outside, in the order of the program."""
     outside = _outside(tape)
     writes: list[Mutation] = []
-    for op in tape.ops:
-        seen: set[str] = set()
+    for op in [op for op in tape.ops if op.writes]:
+        seen, what = set[str](), "data"
+        if is_op(op.target) and torch.Tag.inplace_view in op.target.tags:
+            what = "metadata"
+        elif is_op(op.target) and schema_of(op.target).name in ("aten::set_", "aten::resize_", "aten::resize_as_"):
+            what = "storage"
         for value in op.writes:
             for name, kind, owner in outside.get(value.storage, ()):
                 if name not in seen and spans_meet(owner, value):
                     seen.add(name)
-                    writes.append(_mutation(name, kind, _what(op), op))
+                    writes.append(_mutation(name, kind, what, op))
     for write in tape.attribute_writes:
         kind, what = ("buffer", "binding") if write.of is None else ("gradient", "sum" if write.adds else "binding")
         writes.append(_mutation(write.path, kind, what, write.value.op))
@@ -85,18 +89,14 @@ def _outside(tape: ProgramTape) -> dict[int, list[tuple[str, str, Value]]]:
     return outside
 
 
-def _what(op: Op) -> str:
-    if not is_op(op.target):
-        return "data"
-    if torch.Tag.inplace_view in op.target.tags:
-        return "metadata"
-    return "storage" if schema_of(op.target).name in ("aten::set_", "aten::resize_", "aten::resize_as_") else "data"
-
-
 def aliases(tape: ProgramTape) -> list[Alias]:
     """One entry for each tensor of the result."""
-    by_storage, first = _outside(tape), _reshaped(tape)
-    entries: list[Alias] = []
+    by_storage, entries = _outside(tape), list[Alias]()
+    first: dict[int, int] = {}  # by the id of a fake tensor that `transpose_` and its kind left: that of the first one
+    for op in tape.ops:
+        if op.writes and torch.Tag.inplace_view in getattr(op.target, "tags", ()) and isinstance(op.outputs, Value):
+            before = id(op.writes[0].fake)
+            first.setdefault(id(op.outputs.fake), first.get(before, before))
     for path, leaf in leaves_with_path(tape.result):
         if isinstance(leaf, Value):
             known = by_storage.setdefault(leaf.storage, [])
@@ -107,13 +107,3 @@ def aliases(tape: ProgramTape) -> list[Alias]:
             entries.append(Alias(path, kind, same if same is not None else view))
             known.append((f"result{path}", "result", leaf))
     return entries
-
-
-def _reshaped(tape: ProgramTape) -> dict[int, int]:
-    """By the id of a fake tensor that an op such as `transpose_` left: the id of what it was at first."""
-    first: dict[int, int] = {}
-    for op in tape.ops:
-        if op.writes and torch.Tag.inplace_view in getattr(op.target, "tags", ()) and isinstance(op.outputs, Value):
-            before = id(op.writes[0].fake)
-            first.setdefault(id(op.outputs.fake), first.get(before, before))
-    return first

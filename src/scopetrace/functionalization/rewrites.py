@@ -101,15 +101,13 @@ def part_of(func: Any, base: torch.Tensor, args: tuple[Any, ...]) -> Part | None
             n = base.size(dim)
             return Part(func, dim, (index + n if _are_ints(index, n) and index < 0 else to_expr(index),))
         case views.Slice(dim, start, end, step):
-            return Part(_aten.slice.Tensor, dim, _bounds(start, end, step, base.size(dim)))
+            n = base.size(dim)
+            bounds = to_expr(start), to_expr(n if _are_ints(end) and end == views.TO_THE_END else end), to_expr(step)
+            if _are_ints(start, end, step, n):
+                indices = range(*slice(start, end, step).indices(n))
+                bounds = indices.start, (indices[-1] + 1 if indices else indices.start), step
+            return Part(_aten.slice.Tensor, dim, bounds)
     return None
-
-
-def _bounds(start: Any, end: Any, step: Any, n: Any) -> tuple[Any, Any, Any]:
-    if _are_ints(start, end, step, n):
-        indices = range(*slice(start, end, step).indices(n))
-        return indices.start, (indices[-1] + 1 if indices else indices.start), step
-    return to_expr(start), to_expr(n if type(end) is int and end == views.TO_THE_END else end), to_expr(step)
 
 
 def _are_ints(*numbers: Any) -> bool:
@@ -234,7 +232,9 @@ def schedule(ops: list[Op], calls: list[Call], removable: set[Op], results: list
     """
     if not removable:
         return ops
-    items = list(_merged(ops, calls))
+    places = boundaries(calls)
+    items: list[Item] = [item for i, op in enumerate(ops) for item in (*places.get(i, ()), op)]
+    items += places.get(len(ops), ())
     around = list(_around(items))
     first_reader = dict.fromkeys(results, len(items) - 1)
     placed: dict[int, list[Op]] = collections.defaultdict(list)
@@ -255,14 +255,6 @@ def schedule(ops: list[Op], calls: list[Call], removable: set[Op], results: list
         for value in _read(item):
             first_reader[value] = min(place, first_reader.get(value, place))
     return _in_order(items, placed, removable)
-
-
-def _merged(ops: list[Op], calls: list[Call]) -> Iterator[Item]:
-    places = boundaries(calls)
-    for i, op in enumerate(ops):
-        yield from places.get(i, ())
-        yield op
-    yield from places.get(len(ops), ())
 
 
 def _around(items: list[Item]) -> Iterator[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -324,25 +324,17 @@ def leave_out_freed_history(old: RecordedTape, new: FunctionalTape) -> None:
         target = update.target
         return update.grad is not False and (isinstance(target, ViewOf) or outside[target.name].currently_requires_grad)
 
-    kept = {source.index for source in _taken(write_back, freed, gets_history)}
+    sources: list[ValueSource | None] = [*write_back.bound]  # what the write-back takes, but for results that are freed
+    sources += [u.value for u in write_back.updates if isinstance(u, SetTo)]
+    sources += [u.value for u in write_back.updates if isinstance(u, CopyInto) and gets_history(u)]
+    results = zip(write_back.results, freed, strict=True)
+    sources += [s for s, is_freed in results if not (is_freed and isinstance(s, FromGraph))]
+    kept = {base.index for base in map(base_of, sources) if isinstance(base, FromGraph)}
     for i, (source, is_freed) in enumerate(zip(write_back.results, freed, strict=True)):
         if is_freed and isinstance(source, FromGraph) and source.index not in kept:
             write_back.results[i] = dataclasses.replace(source, freed=True)
     live = [returned[i] for i in kept] + [w.value for w in new.attribute_writes]
     _switch_off(new, {v for v in live if isinstance(v, Value)})
-
-
-def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[CopyInto], bool]) -> Iterator[FromGraph]:
-    """What the write-back takes from the graph, but for results that are freed."""
-    sources: list[ValueSource | None] = [*write_back.bound]
-    sources += [u.value for u in write_back.updates if isinstance(u, SetTo)]
-    sources += [u.value for u in write_back.updates if isinstance(u, CopyInto) and gets_history(u)]
-    results = zip(write_back.results, freed, strict=True)
-    sources += [s for s, is_freed in results if not (is_freed and isinstance(s, FromGraph))]
-    for source in sources:
-        base = base_of(source)
-        if isinstance(base, FromGraph):
-            yield base
 
 
 def _switch_off(new: FunctionalTape, needed: set[Value]) -> None:

@@ -39,8 +39,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.errors import InferenceError
 from scopetrace.infer import rules
-from scopetrace.infer.assignments import Number, assignments
-from scopetrace.infer.rules import Identity, OutputMeta, Outputs, instances, replaced
+from scopetrace.infer.rules import Identity, Number, OutputMeta, Outputs, assignments, instances, replaced
 from scopetrace.ir.tape import Value, checks_enabled, flat, map_argument
 from scopetrace.ops import views
 from scopetrace.ops.views import VIEW_OPS, Int, view_arguments

@@ -17,30 +17,26 @@ The strides are those of CPU, CUDA and meta tensors (`DEVICE_TYPES`); what is on
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.questions import grad_enabled
+from scopetrace._compat.shape_env import WatchedShapeEnv, evaluated
 from scopetrace._compat.symbols import example, is_static, row_major_strides, surely_equal, to_expr
-from scopetrace._compat.tensors import (
-    FakeMaker,
-    FakeTensor,
-    is_symbolic,
-    offset_of,
-    requires_grad_of,
-    storage_id,
-)
-from scopetrace.infer.assignments import Number, without_ones
+from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, offset_of, requires_grad_of, storage_id
 from scopetrace.ir.tape import Value, flat, map_argument
 from scopetrace.ops import views
 from scopetrace.ops.views import Int, Sizes, ViewArguments
 
 _aten = torch.ops.aten
 T = TypeVar("T")
+Number = Callable[[Any], int]
+"""Gives the plain number of a symbolic one."""
 DEVICE_TYPES = frozenset({"cpu", "cuda", "meta"})
 """The devices whose strides the rules were compared with."""
 
@@ -110,8 +106,13 @@ def outputs_by_rule(
         return _steps(fakes, *args)
     rule = RULES.get(func, _elementwise if is_elementwise(func) else None)
     size = None if rule is None else rule(*args, **kwargs)
-    number = None if size is None else without_ones(maker, fakes, tuple(size), (args, kwargs))
-    if size is None or number is None:
+    if size is None:
+        return None
+    # the stride of a dimension of size 1 says nothing of where the dimension lies in memory at other sizes
+    symbolic = [n for t in fakes for n in (*t.size(), *size) if isinstance(n, torch.SymInt)]
+    numbers = assignments(maker, fakes, (args, kwargs))
+    number = next((number for number in numbers if all(number(n) != 1 for n in symbolic)), None)
+    if number is None:
         return None
     values = {key: Value(t, 0, storage_id(t), None) for key, t in instances(maker, inputs, number).items()}
     outputs = of_plain(func, *replaced((args, kwargs), values, number), [values[id(v)] for v in inputs])
@@ -145,9 +146,6 @@ def _new_tensor(
     """A result of these inputs that starts at the beginning of its memory and fills it."""
     grad = grad_enabled() and (dtype.is_floating_point or dtype.is_complex) and any(map(requires_grad_of, fakes))
     return OutputMeta(size, stride, 0, dtype, fakes[0].device, grad, math.prod(size) * dtype.itemsize)
-
-
-# ---------------------------------------------------------------- views
 
 
 def view_of(base: torch.Tensor, view: ViewArguments) -> Outputs | None:
@@ -188,7 +186,36 @@ def replaced(x: Any, fakes: Mapping[int, Any], number: Callable[[Any], int]) -> 
     return map_argument(plain, x)
 
 
-# ---------------------------------------------------------------- dtypes of results
+def assignments(maker: FakeMaker, tensors: list[torch.Tensor], args: Any) -> Iterator[Number]:
+    """The example's sizes, and up to three others that the guards of the trace allow."""
+    yield example
+    symbols: set[Any] = set()
+    facts = [(*t.size(), *t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in tensors]
+    for n in itertools.chain(flat(args), *facts):
+        if isinstance(n, torch.SymInt):
+            symbols |= to_expr(n).free_symbols
+    env = maker.mode.shape_env
+    if not symbols or not isinstance(env, WatchedShapeEnv):
+        return
+    hints = {s: int(n) for s, n in env.backed_var_to_val.items()}
+    if not symbols <= hints.keys():
+        return  # a size depends on data
+    order = sorted(symbols, key=str)
+    for values in (
+        {s: 2 * hints[s] for s in order},
+        {s: 3 * hints[s] for s in order},
+        {s: hints[s] + 1 + i for i, s in enumerate(order)},
+    ):
+        values = hints | values
+        in_range = all(env.var_to_range[s].lower <= n <= env.var_to_range[s].upper for s, n in values.items())
+        guards = [guard.expr for guard in env.guards if guard.expr.free_symbols <= values.keys()]
+        if in_range and all(evaluated(expr, values) for expr in guards):
+            yield _at(values)
+
+
+def _at(values: dict[Any, int]) -> Number:
+    return lambda n: int(evaluated(n.node.expr, values)) if isinstance(n, torch.SymInt) else int(n)
+
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INDICES = frozenset({torch.int64, torch.int32})
@@ -385,8 +412,6 @@ def _index(x: Value, indices: Sequence[Value | None]) -> Sizes | None:
     return [*shape, *[n for d, n in enumerate(size) if d not in dims]]
 
 
-# ---------------------------------------------------------------- recurrent layers
-
 _STEPPED = frozenset({_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input})
 
 
@@ -411,9 +436,6 @@ def _to_steps(numbers: Sequence[Int], batch_first: bool) -> tuple[Int, ...]:
     """The first two of three swapped, if the batch comes first."""
     a, b, c = numbers
     return (b, a, c) if batch_first else (a, b, c)
-
-
-# ---------------------------------------------------------------- the table
 
 
 _UNTAGGED = frozenset(

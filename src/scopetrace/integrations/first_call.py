@@ -43,12 +43,6 @@ def log_first_call(
     return handle
 
 
-def is_waiting(handle: RemovableHandle) -> bool:
-    """Whether the module has not been called yet."""
-    hooks = handle.hooks_dict_ref()
-    return hooks is not None and handle.id in hooks
-
-
 def _report(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], folder: Path, depth: int | None
 ) -> tuple[dict[str, float], str]:

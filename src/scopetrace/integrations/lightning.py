@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from scopetrace.errors import IntegrationDependencyError
-from scopetrace.integrations.first_call import is_waiting, log_first_call
+from scopetrace.integrations.first_call import log_first_call
 
 try:
     from lightning.pytorch import Callback
@@ -52,7 +52,8 @@ class ModelReport(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say so where the module was not called."""
-        if self._handle is not None and is_waiting(self._handle):
-            self._handle.remove()
+        handle = self._handle
+        if handle is not None and handle.id in (handle.hooks_dict_ref() or ()):
+            handle.remove()
             name = self._module or "the LightningModule itself"
             _logger.warning('scopetrace: training_step never called %s; write ModelReport("NAME_OF_SUBMODULE")', name)

@@ -141,7 +141,6 @@ class _ExampleInputs:
         return [size for _, size in self._symbols.values()]
 
     def with_gradients(self, followed: frozenset[int]) -> list[Any]:
-        """Sizes and operands, of which these operands require gradients."""
         tensors = [x.detach() if isinstance(x, torch.Tensor) else x for x in self._fakes]
         return [*self.sizes, *(x.requires_grad_() if i in followed else x for i, x in enumerate(tensors))]
 

@@ -55,8 +55,7 @@ def _lowered(op: Any, form: Callable[..., torch.Tensor], *args: Any, **kwargs: A
     if not is_flat:
         return form(base, _aten.unsqueeze.default(src, dim) if op is _select else src, dim, indices)
     flat = [_aten.reshape.default(x, [-1]) for x in (base, src)]
-    lowered: torch.Tensor = _aten.reshape.default(form(*flat, 0, indices), list(base.shape))
-    return lowered
+    return _aten.reshape.default(form(*flat, 0, indices), list(base.shape))
 
 
 def _block(indices: torch.Tensor) -> tuple[int, int] | None:

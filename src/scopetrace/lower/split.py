@@ -170,21 +170,16 @@ def split_backward(
     for node in joint.module.graph.find_nodes(op="call_function", target=set_grad_enabled):
         joint.module.graph.erase_node(node)
     forward, backward = partition_fn(joint.module, joint.examples, num_fwd_outputs=joint.results)
-    _erase_needless_forward(backward)
+    for node in reversed(backward.graph.nodes):  # what partitioners leave, as random ops and checks, has run in forward
+        if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == "is_forward":
+            backward.graph.erase_node(node)
+    backward.recompile()
     after = {n.name: i for i, n in reversed([*enumerate(_outputs(forward.graph))])}
     names = (str(n.target) for n in backward.graph.find_nodes(op="placeholder"))  # a node's name has no capitals
     taken = [name for name in names if not name.startswith("tangents_")]
     nodes, places = {n.name: n for n in forward.graph.nodes}, tuple(map(after.__getitem__, taken))
     saved = tuple(Saved.among(map(nodes.__getitem__, taken)))
     return SplitProgram(forward, backward, joint.primals, joint.results, joint.gradients, saved, program, joint, places)
-
-
-def _erase_needless_forward(backward: torch.fx.GraphModule) -> None:
-    """Erase what partitioners leave of the forward where nothing reads it: random ops and checks have run there."""
-    for node in reversed(backward.graph.nodes):
-        if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == "is_forward":
-            backward.graph.erase_node(node)
-    backward.recompile()
 
 
 class _Joint(NamedTuple):

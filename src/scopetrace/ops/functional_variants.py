@@ -131,22 +131,17 @@ def functional_variant(func: Any) -> FunctionalVariant | None:
 
 def _candidates(schema: Schema) -> Iterator[Any]:
     """The overloads of the same base name that write nothing."""
-    namespace = schema.name.partition("::")[0]
-    if namespace in _NAMESPACES:
-        for name in _variant_names(schema.op_name):
-            packet = getattr(getattr(torch.ops, namespace), name, None)
-            overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-            yield from (op for op in overloads if not schema_of(op).written)
-
-
-def _variant_names(name: str) -> tuple[str, ...]:
-    """The names under which torch has the functional variant of an op."""
-    if name in _OTHER_NAMES:
-        return (_OTHER_NAMES[name],)
-    if name.endswith("__"):  # __iadd__, __lshift__
-        return (f"__{name[3:]}" if name.startswith("__i") else name,)
+    namespace, name = schema.name.partition("::")[0], schema.op_name
     base = name.removesuffix("_out") if name.endswith("_out") else name.removesuffix("_")
-    return base, f"{base}_functional"
+    names: tuple[str, ...] = base, f"{base}_functional"
+    if name in _OTHER_NAMES:
+        names = (_OTHER_NAMES[name],)
+    elif name.endswith("__"):  # __iadd__, __lshift__
+        names = (f"__{name[3:]}" if name.startswith("__i") else name,)
+    for other in names if namespace in _NAMESPACES else ():
+        packet = getattr(getattr(torch.ops, namespace), other, None)
+        overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+        yield from (op for op in overloads if not schema_of(op).written)
 
 
 def _signature(schema: Schema) -> tuple[frozenset[tuple[str, str]], tuple[str, ...]]:
@@ -156,17 +151,14 @@ def _signature(schema: Schema) -> tuple[frozenset[tuple[str, str]], tuple[str, .
     the order of arguments does not matter.
     """
     taken = (a for a in schema.arguments if not is_out_argument(a))
-    arguments = frozenset((_canonical(a), _without_optional(a.type)) for a in taken)
+    # TorchScript has overloads of some ops that take lists without None, for which there is no variant
+    optional, without = "List[Optional[Tensor]]", "List[Tensor]"
+    arguments = frozenset((_canonical(a), a.type.replace(optional, without)) for a in taken)
     options = {(name, type) for name, type in arguments if name in _FACTORY_OPTIONS}
     if len(options) == len(_FACTORY_OPTIONS):
         arguments -= options
     returned = tuple(r.type for r in schema.returns) + _MORE_RESULTS.get(schema.op_name, ())
     return arguments, returned + tuple(a.type for a in _not_returned(schema))
-
-
-def _without_optional(type: str) -> str:
-    """TorchScript has overloads of some ops that take lists without None, for which there is no variant."""
-    return type.replace("List[Optional[Tensor]]", "List[Tensor]")
 
 
 def _not_returned(schema: Schema) -> list[Argument]:
@@ -182,7 +174,6 @@ def _returned_as(schema: Schema, argument: Argument) -> int | None:
 
 
 def _describe(func: Any, op: Any) -> FunctionalVariant:
-    """`op` as the functional variant of `func`."""
     schema = schema_of(func)
     first = len(schema.returns) + len(_MORE_RESULTS.get(schema.op_name, ()))
     places = {a.name: first + i for i, a in enumerate(_not_returned(schema))}

@@ -252,8 +252,6 @@ def index_in(base: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
     return first if bool((base[first] == wanted).all()) else None
 
 
-# By op --------------------------------------------------------------------------------------------------------------
-
 _SAME_ORDER = {
     _aten.reshape.default,
     _aten.view.default,

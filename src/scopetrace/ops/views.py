@@ -261,9 +261,6 @@ def strides_in_order_of(strides: Sizes, size: Sizes, number: Callable[[Any], int
     return tuple(new)
 
 
-# ---------------------------------------------------------------- the same memory in another shape
-
-
 def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | None:
     """The strides of `t` seen in another size; None where it cannot be seen so, or that is not known for all sizes."""
     is_fixed = is_static((*t.size(), *t.stride(), *size))
@@ -339,9 +336,6 @@ def _place_expanded(old_size: tuple[Int, ...], old_stride: tuple[Int, ...], view
         elif not _is(old, 1) or (type(size[d]) is int and size[d] < 1):
             return None
     return Placement(tuple(size), tuple(stride), 0)
-
-
-# ---------------------------------------------------------------- numbers
 
 
 def _is(n: Any, value: int) -> bool:

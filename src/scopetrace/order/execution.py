@@ -305,7 +305,18 @@ class ExecutionOrder(Printed):
             users = _by(self, first), _by(self, self.param_last_use[name])
             rows.append((str(i), str(known[name]), name, shape, *users))
         total = f"{len(self.calls)} module calls, {len(rows) - 1} of {len(known)} parameters used"
-        return "\n".join([columns(rows), "", total, *_odd(self)])
+        outside = [
+            f"{name} by {', '.join(dict.fromkeys(_by(self, use) for use in uses))}"
+            for name, uses in self.outside_uses.items()
+        ]
+        lines = {
+            "shared": [" = ".join(names) for names in self.shared_params.values()],
+            "used outside their module": outside,
+            "never used": _folded(self.unused_params),
+            "never called": _folded(self.uncalled_modules),
+        }
+        odd = [f"{what}: {'; '.join(texts)}" for what, texts in lines.items() if texts]
+        return "\n".join([columns(rows), "", total, *odd])
 
     def __repr__(self) -> str:
         root = self.calls[0].type_name
@@ -371,16 +382,3 @@ def _folded(names: list[str]) -> list[str]:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         by_pattern.setdefault(pattern, []).append(name)
     return [f"{key} ({len(same)} times)" if len(same) > 1 else same[0] for key, same in by_pattern.items()]
-
-
-def _odd(order: ExecutionOrder) -> list[str]:
-    outside = {
-        name: ", ".join(dict.fromkeys(_by(order, use) for use in uses)) for name, uses in order.outside_uses.items()
-    }
-    lines = {
-        "shared": [" = ".join(names) for names in order.shared_params.values()],
-        "used outside their module": [f"{name} by {who}" for name, who in outside.items()],
-        "never used": _folded(order.unused_params),
-        "never called": _folded(order.uncalled_modules),
-    }
-    return [f"{what}: {'; '.join(texts)}" for what, texts in lines.items() if texts]

@@ -29,7 +29,11 @@ def execution_order(tape: ProgramTape) -> ExecutionOrder:
     reader.use(tape.calls[0], [v for v in leaves(tape.outputs, Value) if v in params.names], params)
     changed = {v.storage for part in tape.walk() for op in part.ops if op.phase is None for v in op.writes}
     written = dict.fromkeys(name for value, name in params.names.items() if value.storage in changed)
-    return reader.building.order(tuple(written), _gradient_steps(tape, reader.numbers))
+    if not isinstance(tape, RecordedTape) or not tape.backwards:
+        return reader.building.order(tuple(written))
+    position = {value: i for i, op in enumerate(tape.ops) for value in op.values()}
+    backwards = tuple(_Backward(tape, nodes, position).steps(reader.numbers) for nodes in tape.backwards)
+    return reader.building.order(tuple(written), backwards)
 
 
 def _writers(tape: ProgramTape) -> set[Call]:
@@ -51,7 +55,6 @@ class _Params:
         self._by_storage: dict[int, list[str]] = {}
 
     def add(self, value: Value, name: str) -> None:
-        """Note that a value is a parameter."""
         self.names[value] = name
         self._by_storage.setdefault(value.storage, []).append(name)
 
@@ -151,14 +154,6 @@ class _Reader:
 # Backward ------------------------------------------------------------------------------------------------------------
 
 
-def _gradient_steps(tape: ProgramTape, numbers: Mapping[Call, int]) -> tuple[tuple[GradientStep, ...], ...]:
-    """For each backward of a RecordedTape what happens in it, in order; `numbers` are the indices of the calls."""
-    if not isinstance(tape, RecordedTape) or not tape.backwards:
-        return ()
-    position = {value: i for i, op in enumerate(tape.ops) for value in op.values()}
-    return tuple(_Backward(tape, nodes, position).steps(numbers) for nodes in tape.backwards)
-
-
 _At = tuple[int, int, tuple[int, int]]
 """When something happens: the number of the node before which it does; first what is at the arguments of calls, then at
 results, then regions that run again; of arguments the call that began last first, of results that which ended first."""
@@ -178,16 +173,12 @@ class _Backward:
         self._first = {op: n for n, op in reversed([*enumerate(self._op_of)])}
 
     def steps(self, numbers: Mapping[Call, int]) -> tuple[GradientStep, ...]:
-        """What happens, in order."""
         steps = [(at, kind, call) for call in self._calls for at, kind in self._of_call(call)]
         steps += [(at, "again", call) for region in self._tape.checkpointed for at, call in self._again(*region)]
         steps.sort(key=operator.itemgetter(0))
-        return tuple(GradientStep(kind, numbers[call], self._ops_before(at[0])) for at, kind, call in steps)
-
-    def _ops_before(self, node: int) -> int:
-        if node:
-            return self._nodes[node - 1].stop
-        return next((i for i, op in enumerate(self._tape.ops) if op.phase is not None), len(self._tape.ops))
+        before = next((i for i, op in enumerate(self._tape.ops) if op.phase is not None), len(self._tape.ops))
+        ops = [before, *(node.stop for node in self._nodes)]  # by number of nodes, the ops that run before
+        return tuple(GradientStep(kind, numbers[call], ops[at[0]]) for at, kind, call in steps)
 
     def _of_call(self, call: Call) -> Iterator[tuple[_At, str]]:
         arguments = {v for v in leaves((call.args, call.kwargs), Value) if v.requires_grad}

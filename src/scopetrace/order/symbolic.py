@@ -134,7 +134,8 @@ class ExecutionInfo:
 
     def node(self, node: torch.fx.Node, root: torch.nn.Module) -> None:
         """Called for each new node; `root` is the module that the graph's attributes belong to."""
-        if _reads_metadata(node):
+        asked = node.args[1] if node.target is getattr else node.target if node.op == "call_method" else None
+        if asked in _METADATA:
             return
         read = [_parameter(root, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
         if node.op == "call_module":
@@ -148,12 +149,6 @@ def _parameter(root: torch.nn.Module, path: Any) -> torch.nn.Parameter | None:
     """A parameter by path, read without `getattr`, which gives a proxy during tracing."""
     owner, _, name = path.rpartition(".")
     return parameters_of(root.get_submodule(owner)).get(name)
-
-
-def _reads_metadata(node: torch.fx.Node) -> bool:
-    if node.op == "call_function" and node.target is getattr:
-        return node.args[1] in _METADATA
-    return node.op == "call_method" and node.target in _METADATA
 
 
 class ExecOrderTracer:

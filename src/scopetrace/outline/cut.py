@@ -137,7 +137,6 @@ class Outlining(TapeRewriter):
     def _close(
         self, call: Call, interface: Interface, outputs: tuple[FunctionOutput, ...], results: list[Value]
     ) -> OutlinedBody:
-        """The function of a call, whose ops are all in the body."""
         tape, count = self.new, len(interface.operands)
         tape.outputs = tuple(self._returned(call, results))
         grad = is_grad_on(tape.ops[count:]) if tape.ops[count:] else torch.is_grad_enabled()
@@ -162,19 +161,14 @@ class Outlining(TapeRewriter):
         returned: list[Value] = []
         for v in map(self.replacements.__getitem__, results):
             if v.storage in taken:
-                v = self._clone(v, call)
+                source, v = v, Value(v.fake, 0, next(self.storages), None)
+                place = call.scope, self.calls[call], call.frames
+                self.new.ops.append(Op("call_function", _aten.clone.default, (source,), {}, v, *place, self._grad))
             taken.add(v.storage)
             returned.append(v)
         return returned
 
-    def _clone(self, v: Value, call: Call) -> Value:
-        clone = Value(v.fake, 0, next(self.storages), None)
-        place = call.scope, self.calls[call], call.frames
-        self.new.ops.append(Op("call_function", _aten.clone.default, (v,), {}, clone, *place, self._grad))
-        return clone
-
     def _invoke(self, call: Call, interface: Interface, function: OutlinedBody, results: list[Value]) -> None:
-        """Append a call of a function in the place of a module call."""
         new, values = self.calls[call], self.replacements
         args = (function.tape, function.identifier, *renamed(interface.operands, values))
         outputs = tuple([Value(v.fake, i, v.storage, None) for i, v in enumerate(results)])

@@ -90,7 +90,6 @@ class Interfaces:
         return numbers
 
     def _make(self, call: Call) -> Interface:
-        """The interface of a call."""
         ops, steps = list[Op](), [0]
         for op in self.tape.ops[call.start : call.stop]:
             ops += [] if op.kind in ("placeholder", "get_attr") else [op]
@@ -105,7 +104,10 @@ class Interfaces:
                 taken = {str(i): x for i, x in enumerate(each.args)} | each.kwargs
                 parts = [*argument_leaves(taken, used), *result_leaves(each.outputs, used)]
                 read |= dict.fromkeys(leaves([part.leaf for part in parts], Value))
-        passed = self._in_order(call, argument_leaves(self._arguments(call), used))
+        passed = argument_leaves(self._arguments(call), used)
+        places = [leaf.place for leaf in passed]  # in the order of the first call that has these: keywords come in any
+        order = self._orders.setdefault((call.group, frozenset(places)), places)
+        passed = passed if order == places else sorted(passed, key=lambda leaf: order.index(leaf.place))
         inputs, operands = self._inputs(call, passed, [v for v in read if v not in produced])
         if self._has_symbols:
             segment = TapeSegment("", call.scope, None, 0, ops, list(inner), [])
@@ -148,12 +150,6 @@ class Interfaces:
 
     # ---------------------------------------------------------------- what it takes
 
-    def _in_order(self, call: Call, passed: list[ArgumentLeaf]) -> list[ArgumentLeaf]:
-        """The arguments in the order of the first call that has the same ones: keywords may come in any order."""
-        places = [leaf.place for leaf in passed]
-        order = self._orders.setdefault((call.group, frozenset(places)), places)
-        return passed if order == places else sorted(passed, key=lambda leaf: order.index(leaf.place))
-
     def _inputs(
         self, call: Call, passed: list[ArgumentLeaf], read: list[Value]
     ) -> tuple[list[FunctionInput], list[Any]]:
@@ -190,7 +186,6 @@ class Interfaces:
     # ---------------------------------------------------------------- what it gives
 
     def _outputs(self, call: Call, produced: Collection[Value]) -> Iterator[tuple[FunctionOutput, Value]]:
-        """What forward returns, and the new values of what it changes."""
         known = set()
         inside = {v for v in leaves(call.outputs, Value) if self.readers.makes(call, v)}
         for leaf in result_leaves(call.outputs, inside):
@@ -213,7 +208,10 @@ class Interfaces:
                 if first is not v:
                     same[v] = first
                 if first in produced and first not in returned:
-                    captured[first] = self._attribute_of(call, first)
+                    name = self._bound.get(first, "")  # of the attribute of a module in the call that it is bound to
+                    kind = "mutated" if name in self.tape.attributes else "captured"
+                    is_inside = bool(name) and name.startswith(call.prefix)
+                    captured[first] = FunctionOutput(name.removeprefix(call.prefix), kind) if is_inside else None
         return captured, same
 
     def _same_tensor(self, v: Value, call: Call) -> Value:
@@ -224,13 +222,6 @@ class Interfaces:
                 break
             v = operand
         return v
-
-    def _attribute_of(self, call: Call, v: Value) -> FunctionOutput | None:
-        """The output that a value is where it is bound to an attribute of the module, or of one inside it."""
-        name = self._bound.get(v, "")
-        if not name.startswith(call.prefix) or not name:
-            return None
-        return FunctionOutput(name.removeprefix(call.prefix), "mutated" if name in self.tape.attributes else "captured")
 
 
 class Readers:

@@ -4,11 +4,13 @@ Data flow:
     arguments of the trace -> templates, and an ExpectedTensor for each tensor
     these, and what else a call compares -> one function, which says of most calls that all is as it was
     a call of which it does not -> the tables, row by row -> an error that names what is not
+    entries of dicts and `**kwargs` in another order -> that of the trace, if the forward records one program with both
     template of the result -> one expression
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import operator
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_structure
 
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import passes_its_class
@@ -31,14 +34,18 @@ from scopetrace.containers.structure import (
     open_container,
     with_given,
 )
-from scopetrace.errors import InputMismatchError
-from scopetrace.ir.tape import ProgramTape, Value
+from scopetrace.errors import InputMismatchError, ScopetraceError
+from scopetrace.ir.scopes import tracing_state
+from scopetrace.ir.tape import ProgramTape, RecordedTape, Value
+from scopetrace.session import Arguments, record
+from scopetrace.watch.programs import is_same_program
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 MISMATCHES = (InputMismatchError, AttributeError, LookupError, TypeError, ValueError)
 """What code of a call raises where arguments or state are not as in the trace."""
 _MOST_TERMS = 20
 """With more, Python takes longer to compile the code than many calls of it take less."""
+_DICTS = (dict, collections.OrderedDict)
 
 
 class TensorSlot:
@@ -165,8 +172,7 @@ class CallCode:
         """A function of these parameters; `body` has its lines."""
         text = "\n    ".join([f"def call({parameters}):", *body])
         exec(compile(text, f"{__file__}, a call", "exec"), self.constants)
-        function: Callable[..., Any] = self.constants.pop("call")
-        return function
+        return self.constants.pop("call")
 
     def terms(self, expected: ExpectedArguments) -> tuple[list[str], list[str], list[str]]:
         """What holds where `args` and `kwargs` are as expected, and the names that tensors and numbers have then.
@@ -237,3 +243,65 @@ class CallCode:
             return f"{self.constant(close_instance)}({self.constant(x)}, [{items}])"
 
         return expression(template)
+
+
+# Entries in another order ---------------------------------------------------------------------------------------------
+
+
+class EntryOrder:
+    """Puts entries of arguments into the order of the trace, where the forward computes the same in both."""
+
+    def __init__(self, forward: Callable[..., Any] | None, expected: ExpectedArguments, more: list[str]) -> None:
+        """`more` are the names in `**kwargs`, in the order of the trace."""
+        self._forward, self._expected, self._more = forward, expected, more
+        self._traced = self._sorted(tuple(expected.args), expected.kwargs)
+        self._matters: dict[Any, bool] = {}
+        """By the order of all entries, what was seen."""
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Those of a call as they are, where the order may matter. The first call in an order runs the forward twice.
+
+        Of a trace from a file, and in a forward that is traced, it may. Raises InputMismatchError for `**kwargs`.
+        """
+        called = self._sorted(args, kwargs)
+        ordered = _ordered(self._traced, called)
+        order = tree_structure(called)
+        if order != tree_structure(ordered) and self._forward is not None and tracing_state() is None:
+            if order not in self._matters:
+                self._matters[order] = self._is_another_program(ordered, called)
+            if not self._matters[order]:
+                return ordered
+        more = [name for name in kwargs if name in self._more]
+        if more != self._more and len(more) == len(self._more):
+            orders = f"{self._more} when traced and {more} now"
+            raise InputMismatchError(f"the order of **kwargs was {orders}; pass them in that of the trace")
+        return args, kwargs
+
+    def _sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """With keywords that are parameters by name, before those in `**kwargs`: their order never matters."""
+        parameters = sorted(kwargs.keys() - self._more)
+        return args, {name: kwargs[name] for name in (*parameters, *(name for name in kwargs if name in self._more))}
+
+    def _is_another_program(self, ordered: Arguments, called: Arguments) -> bool:
+        def recorded(form: Arguments) -> RecordedTape:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = _ordered(form, (args, kwargs))
+                return self._forward(*args, **kwargs)  # type: ignore[misc]
+
+            return record(forward, *ordered)
+
+        try:
+            self._expected.match(*ordered)
+            return not is_same_program(recorded(ordered), recorded(called))
+        except ScopetraceError:  # the call says what does not fit
+            return True
+
+
+def _ordered(form: Any, x: Any) -> Any:
+    """`x` with entries of dicts in the order that they have in `form`."""
+    kind = type(form)
+    if kind is type(x) and kind in _DICTS and form.keys() == x.keys():
+        return kind({key: _ordered(form[key], x[key]) for key in form})
+    if kind is type(x) and kind in (list, tuple) and len(form) == len(x):
+        return kind([_ordered(*pair) for pair in zip(form, x, strict=True)])
+    return x

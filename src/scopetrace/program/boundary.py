@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.gradients import Leaf
 from scopetrace._compat.ops import in_transform
 from scopetrace._compat.questions import MISSING
-from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
+from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import Effect, Given, Returned, apply_effects, effect_targets, leaves, match
 from scopetrace.errors import InputMismatchError, StateMismatchError
@@ -33,12 +34,18 @@ from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef, resolved
 from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry
-from scopetrace.program.arguments import MISMATCHES, CallCode, ExpectedArguments, SizeSlot, TensorSlot, output_template
-from scopetrace.program.entry_order import EntryOrder
+from scopetrace.program.arguments import (
+    MISMATCHES,
+    CallCode,
+    EntryOrder,
+    ExpectedArguments,
+    SizeSlot,
+    TensorSlot,
+    output_template,
+)
 from scopetrace.program.mismatches import layout_for, mismatch, not_as_traced
 from scopetrace.program.outputs import other_count
 from scopetrace.program.sharing import Sharing
-from scopetrace.program.state import give_gradient, put_tensor, submodule, table_of, tensor_in
 from scopetrace.record.model import argument_names, more_keywords
 
 _NUMBERS = (bool, int, float, str, type(None))
@@ -123,12 +130,7 @@ class CallBoundary:
         is_as_traced = inputs is not None
         if inputs is None:
             args, kwargs = self._order.arguments(*self.in_traced_form(args, kwargs))
-            tensors, numbers = self.expected.match(args, kwargs)
-            inputs = [*tensors, *numbers]
-            if self.tape.sizes is not None:
-                self.tape.sizes.check(tensors, numbers)
-        for i in self.made_leaves:
-            inputs[i].requires_grad_()
+            inputs = self._matched(args, kwargs)
         if self._asks:
             self._compare(args, kwargs, inputs)
         if not is_as_traced:
@@ -141,9 +143,17 @@ class CallBoundary:
             inputs.objects = dict(zip([part.path for part in self._objects], objects, strict=True))
         if self._sharing is not None:
             self._sharing.check(inputs, self.state.held)
+        for i in self.made_leaves:
+            inputs[i].requires_grad_()
         if (recorder := running_recorder()) is not None:
             recorder.on_trace(self.tape.guards, inputs)
         return inputs
+
+    def _matched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        tensors, numbers = self.expected.match(args, kwargs)
+        if self.tape.sizes is not None:
+            self.tape.sizes.check(tensors, numbers)
+        return [*tensors, *numbers]
 
     @functools.cached_property
     def _order(self) -> EntryOrder:
@@ -373,15 +383,9 @@ class LiveState:
         held = code.constant([b.table for b in bound]), code.constant([b.owner[1] for b in bound])
         last, same, get = map(code.constant, (self._last, operator.is_, operator.getitem))
         kind, kinds = code.constant(_kind), code.constant([b.traced for b in bound])
-        refreshed = code.constant(self._is_refreshed)
-        is_as_last = f"(all(map({same}, map({get}, {', '.join(held)}), {last})) or {refreshed}())"
+        refresh = code.constant(self.refresh)  # which raises one of MISMATCHES
+        is_as_last = f"(all(map({same}, map({get}, {', '.join(held)}), {last})) or {refresh}() is None)"
         return [is_as_last, f"[*map({kind}, {last})] == {kinds}"] if bound else []
-
-    def _is_refreshed(self) -> bool:
-        with contextlib.suppress(StateMismatchError):  # which is raised again where all is compared
-            self.refresh()
-            return True
-        return False
 
     def refresh(self) -> None:
         """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there.
@@ -447,7 +451,11 @@ class LiveState:
                 write.place.put(tensor.item())
                 self._tape.attributes[write.path].copy_(tensor)  # from which a loaded trace goes on
             elif write.of is not None:
-                give_gradient(outside(write.of), tensor, adds=write.adds)
+                t = outside(write.of)
+                if write.adds:
+                    Leaf.grad(t, tensor)  # as autograd does
+                else:
+                    t.grad = tensor
             elif write.buffer is None:
                 put_tensor(module, write.name, tensor)
             else:  # it may be new: the forward registered it
@@ -480,3 +488,35 @@ def without_autocast() -> contextlib.AbstractContextManager[Any, Any]:
 def _may_overlap(t: torch.Tensor) -> bool:
     """Whether several of its elements may be one in memory: most ops refuse to write it, or write it in some order."""
     return t.layout is torch.strided and not is_symbolic(t) and Geometry.of(t, 0).overlaps_itself()
+
+
+# Where modules have their tensors -------------------------------------------------------------------------------------
+
+
+def submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """A submodule of a loaded trace, which has no model; an empty one for attributes that the graph does not read."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return torch.nn.Module()
+
+
+def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
+    """Where a module has a tensor of this name; None where it has none."""
+    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
+    return next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
+
+
+def tensor_in(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """A tensor of a module, or the gradient of one, `weight.grad`."""
+    if name.endswith(".grad"):
+        t = getattr(module, name.removesuffix(".grad"), None)
+        return None if t is None else Leaf.grad(t)
+    table = table_of(module, name)
+    return None if table is None else table[name]
+
+
+def put_tensor(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor where the module has one of this name, else into its attributes."""
+    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
+    next((table for table in tables if name in table), module.__dict__)[name] = tensor

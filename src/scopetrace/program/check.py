@@ -1,9 +1,10 @@
-"""`compare_with_model`: runs a program and its model on the same inputs and compares.
+"""`compare_with_model` runs a program and its model on the same inputs and compares; `lint` checks a program alone.
 
 Data flow:
     copies of the inputs, one random seed, the model's state saved -> model -> `Outcome`: results, inputs, state, and
     what tensors of the result share memory with -> state restored
     the same with the program -> differences in words -> CheckError; or what was compared
+    tape, graph, scopes and module calls -> a line of text for each disagreement -> LintError
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.fx
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.tensors import buffers_of, default_tolerances, storage_id
 from scopetrace.containers.contents import Contents
-from scopetrace.containers.structure import STATEFUL, leaves_with_path, match, tensor_holders
-from scopetrace.errors import CheckError, InputMismatchError, ScopetraceError
+from scopetrace.containers.structure import STATEFUL, leaves, leaves_with_path, match, tensor_holders
+from scopetrace.errors import CheckError, InputMismatchError, InvalidTapeError, LintError, ScopetraceError
+from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import ProgramTape, Value
-from scopetrace.program.state import tensor_in
-from scopetrace.program.traced import TracedProgram
+from scopetrace.ir.verify import verify
+from scopetrace.program.boundary import tensor_in
+from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record.model import ModuleSnapshot
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, range, torch.dtype, torch.device, torch.layout)
@@ -79,7 +84,10 @@ class _State:
     """What a run may change: attributes and buffers of the model's modules, tensors that are written, and gradients."""
 
     def __init__(self, tape: ProgramTape, model: Callable[..., Any]) -> None:
-        modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
+        held = [call.module for call in tape.calls] + [module for module, _ in tape.owners.values()]
+        held += [write.module for write in tape.attribute_writes]
+        others = dict.fromkeys(module for module in held if module is not None)
+        modules = model.modules() if isinstance(model, torch.nn.Module) else others
         self._objects = Contents()
         self._modules = [ModuleSnapshot("", module, self._objects) for module in modules]
         self._writes, written = tape.attribute_writes, tape.written_storages()
@@ -130,12 +138,6 @@ class _State:
 
 def _copy(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.detach().clone()
-
-
-def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
-    called = [call.module for call in tape.calls if call.module is not None]
-    others = [module for module, _ in tape.owners.values()] + [write.module for write in tape.attribute_writes]
-    return list(dict.fromkeys([*called, *(module for module in others if module is not None)]))
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> Outcome:
@@ -308,3 +310,53 @@ def _strides(t: torch.Tensor) -> list[int] | None:
     if t.layout is not torch.strided or not t.numel():
         return None
     return [stride for size, stride in zip(t.size(), t.stride(), strict=True) if size != 1]
+
+
+# Tape, graph, scopes and calls ----------------------------------------------------------------------------------------
+
+
+def lint(program: TracedProgram) -> None:
+    """Raise LintError that lists every disagreement between the tape, the graph, the scopes and the calls."""
+    calls, problems = program.all_calls, list[str]()
+    try:
+        verify(program.tape, "tracing")
+    except InvalidTapeError as error:
+        problems.append(str(error))
+    try:
+        program.graph_module.graph.lint()
+    except RuntimeError as error:
+        problems.append(f"graph: {str(error).splitlines()[0]}")
+    for inner in program.lowering.walk():
+        problems += _node_problems(inner, calls, program.scopes)
+        problems += _call_problems(inner.graph, [call for call in calls if call.lowering is inner])
+    if problems:
+        raise LintError("\n".join(problems))
+
+
+def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
+    table = {call.record.position: call for call in calls}
+    for node in program.graph.nodes:
+        path, position = scope_path(node), call_position(node)
+        if path is None and position is None:
+            continue  # made by a user's pass
+        if path not in scopes:
+            yield f"{node.name}: its scope {path!r} is not in the trace"
+        elif position not in table:
+            yield f"{node.name}: its call {position} is not in the trace"
+        elif table[position].scope not in scopes[path].ancestors():
+            yield f"{node.name}: its scope {path} is not inside its call's, {table[position].scope}"
+        if node.op in ("placeholder", "get_attr") and node_value(node) is None and node.target not in program.bodies:
+            yield f"{node.name}: it has no meta['val']"
+
+
+def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[str]:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for call in calls:
+        for kind, structure in (("argument", call.argument_templates), ("output", call.output_template)):
+            for node in leaves(structure, torch.fx.Node):
+                if node not in order:
+                    yield f"{call}: its {kind} {node.name} is not in the graph"
+        first = min((order[n] for n in call.nodes if n.op != "get_attr" and n in order), default=None)
+        for node in leaves(call.argument_templates, torch.fx.Node):
+            if first is not None and order.get(node, -1) > first:
+                yield f"{call}: its argument {node.name} is made after its first op"

@@ -20,7 +20,7 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.errors import CompiledGraphError
-from scopetrace.ir.tape import Op, ProgramTape, Value, flat, values_in
+from scopetrace.ir.tape import ProgramTape, Value, flat, values_in
 from scopetrace.ir.write_back import (
     FromGraph,
     GraphInput,
@@ -120,7 +120,9 @@ class GraphValues:
             return None
         if op.writes:  # it wrote, and gives back what it wrote to
             return outside if base.fake is value.fake else None
-        if _depends(op):
+        others = flat([*op.args[1:], op.kwargs])  # other tensors, functions, numbers that depend on data
+        numbers = [to_expr(x) for x in others if isinstance(x, Symbolic)]
+        if values_in(others) or op.bodies() or any(map(has_unbacked, numbers)):
             return None
         slot = None if isinstance(op.outputs, Value) else value.slot
         grad = None if op.grad == self._grad else op.grad
@@ -149,13 +151,6 @@ class _Layout(NamedTuple):
     def start(self) -> int:
         """In bytes."""
         return self.geometry.offset * self.dtype.itemsize
-
-
-def _depends(op: Op) -> bool:
-    """Whether an op takes other tensors than the first, numbers that depend on data, or functions."""
-    others = flat([*op.args[1:], op.kwargs])
-    numbers = [to_expr(x) for x in others if isinstance(x, Symbolic)]
-    return bool(values_in(others) or op.bodies() or any(map(has_unbacked, numbers)))
 
 
 def _check(i: int, layout: _Layout, value: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from scopetrace._compat.ops import building, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import DATA_DEPENDENT, run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
-from scopetrace.functionalization.bodies import as_laid_out
+from scopetrace.functionalization.copier import as_laid_out
 from scopetrace.functionalization.emitter import Emitter, TapeRewriter
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.scopes import source_of
@@ -76,13 +76,15 @@ class _TapeDecomposer(TapeRewriter):
         self.emitter = Emitter(self.new, self.storages, has_grad=has_grad, calls=self.calls)
 
     def inner(self, body: BodyTape) -> TapeRewriter:
-        """What decomposes a body."""
         return _TapeDecomposer(body, self, self.rule_of)
 
     def step(self, op: Op) -> None:
-        """An op of the table becomes other ops."""
         has_gradient = op.target in (*_ZERO_GRADIENT, *_BY_STATISTICS) and any(v.requires_grad for v in op.values())
-        stays = bool(op.unbacked) or has_gradient or (op.target is _aten.detach.default and self._may_cut(op))
+        # a detach may keep a gradient out, in a call with gradients of a trace made without too
+        may_cut = op.target is _aten.detach.default and (
+            op.grad or not (self.old.outer_grad or op.tensor(0).op.target is _aten.lift_fresh_copy.default)
+        )
+        stays = bool(op.unbacked) or has_gradient or may_cut
         rule = self.rule_of(op.target) if is_op(op.target) and not stays else None
         is_torchs = _is_torchs(rule)
         if is_torchs and op.target in _KEPT_BESIDE_TORCHS:
@@ -92,10 +94,6 @@ class _TapeDecomposer(TapeRewriter):
             raise _error(op, "leaves the dropout between its layers out", hint)
         if rule is None or not self._decompose(op, rule):
             self.copy(op)
-
-    def _may_cut(self, op: Op) -> bool:
-        """Whether a detach may keep a gradient out, in a call with gradients of a trace made without too."""
-        return op.grad or not (self.old.outer_grad or op.tensor(0).op.target is _aten.lift_fresh_copy.default)
 
     # ---------------------------------------------------------------- an op of the table
 
@@ -227,8 +225,7 @@ class _Body:
         return after
 
     def _alias(self, fake: torch.Tensor) -> torch.Tensor:
-        alias: torch.Tensor = run_fake(self.fakes.mode, _aten.detach.default, (fake,), {})
-        return alias
+        return run_fake(self.fakes.mode, _aten.detach.default, (fake,), {})
 
     def _origin(self, grad: bool = True) -> Op:
         return Op("call_function", self.op.target, (), {}, None, self.op.scope, None, self.op.frames, grad)

@@ -101,8 +101,6 @@ class Reading(TapeRewriter):
         if around is None and checks_enabled():
             verify(self.new, "reading an edited graph")
 
-    # ---------------------------------------------------------------- the whole
-
     def _read_graph(self) -> None:
         self._read_placeholders()
         self._matching = Matching(self._traced, self._graph, self.calls, {s.path: s for s in self.program.scopes()})

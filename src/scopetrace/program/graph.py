@@ -295,7 +295,11 @@ class FxLowering:
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
         key = id(op.scope), id(op.call), id(op.phase)
         if key not in self._places:
-            self._places[key] = self._place_of(op)
+            place = place_of(op.scope.path, 0 if op.call is None else op.call.position, op.phase)
+            stack = self._module_stack(op.call)
+            if op.call is not None and op.scope is not op.call.scope:
+                stack = stack | _modules_within(op, op.call)
+            self._places[key] = place, stack
         place, stack = self._places[key]
         node.meta["custom"] = {KEY: place.copy()}
         if op.kind != "placeholder":
@@ -303,14 +307,6 @@ class FxLowering:
         if op.meta is not None:
             node.meta.update({key: dict(x) for key, x in op.meta.items() if key != "custom"})
             node.meta["custom"] = {**op.meta.get("custom", {}), **node.meta["custom"]}
-
-    def _place_of(self, op: Op) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-        """What `custom` and `nn_module_stack` say of the nodes of an op, and of all with its scope, call and phase."""
-        place = place_of(op.scope.path, 0 if op.call is None else op.call.position, op.phase)
-        stack = self._module_stack(op.call)
-        if op.call is not None and op.scope is not op.call.scope:
-            stack = stack | _modules_within(op, op.call)
-        return place, stack
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
@@ -384,18 +380,14 @@ class FxLowering:
     def _may_require_grad(self, v: Value) -> bool:
         """Whether a value requires grad, or would in a call whose inputs did, where such calls are not refused."""
         if self._history is None:
-            ops = self.tape.ops if self._takes_gradients() else []
+            tape = self.tape  # inputs may require grad in a call that did not in the trace: not where it writes
+            writes = isinstance(tape, ProgramTape) and bool(tape.written_storages())
+            is_condition = isinstance(tape, BodyTape) and tape.is_condition
+            is_forward = all(op.phase is None for op in tape.ops)
+            ops = tape.ops if is_forward and not (writes or is_condition) else []
             inputs = [v for op in ops if op.kind == "placeholder" for v in op.values() if can_require_grad(v)]
             self._history = History(ops, dict.fromkeys(inputs, 1), assumed=True)
         return v.ever_requires_grad or self._history.of(v) > 0
-
-    def _takes_gradients(self) -> bool:
-        """Whether inputs may require grad in a call that did not in the trace: not in a program that writes."""
-        tape = self.tape
-        if isinstance(tape, ProgramTape) and tape.written_storages():
-            return False
-        is_condition = isinstance(tape, BodyTape) and tape.is_condition
-        return not is_condition and all(op.phase is None for op in tape.ops)
 
     def _switch(self, grad: bool, autocast: Autocast | None = None) -> None:
         """Switch to these modes. In blocks of both, autocast is the inner one."""

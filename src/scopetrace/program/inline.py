@@ -72,8 +72,7 @@ def has_regions(tape: Tape) -> bool:
 
 def without_regions(tape: FunctionalTape) -> FunctionalTape:
     """The program with the ops of its regions in their places."""
-    program: FunctionalTape = _Inliner(tape).run()
-    return program
+    return _Inliner(tape).run()
 
 
 class _Inliner(TapeRewriter):
@@ -83,7 +82,6 @@ class _Inliner(TapeRewriter):
         self._depth = 0  # how many regions are around the op
 
     def step(self, op: Op) -> None:
-        """The ops of a region in the place of its op."""
         if op.target in _REGIONS:
             self._inline(op)
         elif op.kind != "placeholder" or not self._depth:

@@ -127,15 +127,13 @@ class Matching:
         for node in self._graph.nodes:
             if node in new and node not in places:
                 group = _reached([node], lambda n: [m for m in (*n.all_input_nodes, *n.users) if m in new])
-                gone = _reached([old for n in group for old in replaced[n]], self._gone_operands)
+                first = [old for n in group for old in replaced[n]]
+                gone = _reached(first, lambda n: [m for m in _arguments(self._gone[n]) if m in self._gone])
                 around = gone or [m for n in group for m in (*n.all_input_nodes, *n.users) if m.op not in _OUTSIDE]
                 known = [place for n in around if (place := self._of_meta(n)) is not None]
                 after = [self._positions[self._old.op_of[n]] for n in gone if n in self._old.op_of]
                 places |= dict.fromkeys(group, self._common(known)._replace(after=max(after, default=-1)))
         return places
-
-    def _gone_operands(self, node: Node) -> list[Node]:
-        return [n for n in _arguments(self._gone[node]) if n in self._gone]
 
     def _common(self, places: list[Position]) -> Position:
         """The innermost call around all of `places`, and the scope in it."""
@@ -182,7 +180,8 @@ class Matching:
             return passed, wanted
         running = [self._running[i] for i in span]
         outer = [] if wanted.call is None else wanted.call.ancestors()
-        call = next((call for call in outer if call in running), None) or min(running, key=_depth)
+        call = next((call for call in outer if call in running), None)
+        call = call or min(running, key=lambda c: 0 if c is None else len([*c.ancestors()]))
         inside = [i for i in span if self._running[i] is call]
         place = wanted if call is wanted.call else Position(call, self._old.tape.root if call is None else call.scope)
         return next((i for i in inside if i >= before), inside[-1]), place
@@ -222,7 +221,3 @@ def _ascending(items: list[tuple[list[int], float]]) -> Iterator[int]:
     while chain[2] is not None:
         yield chain[1]
         chain = chain[2]
-
-
-def _depth(call: Call | None) -> int:
-    return 0 if call is None else len([*call.ancestors()])

@@ -102,9 +102,7 @@ class Sharing:
             return pair.isdisjoint(replaced) and not pair.isdisjoint(changed)
 
         def place(i: int) -> MemoryRange:
-            if i in self._whole:
-                return WHOLE
-            return memory_range(traced[i].fake, traced[i].offset)
+            return WHOLE if i in self._whole else memory_range(traced[i].fake, traced[i].offset)
 
         self._matters = matters
         traced = [*values, *(state[name] for name in self._state)]

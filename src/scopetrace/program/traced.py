@@ -172,8 +172,8 @@ class ModuleCall:
 
     @property
     def lowering(self) -> FxLowering:
-        """The graph, or the subgraph of a higher-order op, that has the call's nodes."""
-        return self.program.lowering_of(self.record)
+        """The graph, or the subgraph of a higher-order op, that has the call's nodes; the outermost for a dead body."""
+        return self.program.lowerings.get(self.record, self.program.lowering)
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
@@ -182,7 +182,8 @@ class ModuleCall:
         For a call inside a body of `torch.cond` or another higher-order op, the nodes of the body's graph. A call that
         contains a cond has the cond's node, and not those of its bodies.
         """
-        return self.program.nodes_between(self.lowering, self.record.position, self._stop)
+        placed, positions = self.program.placed_nodes[self.lowering], range(self.record.position, self._stop)
+        return [n for position, n in placed if position in positions and not was_erased(n)]
 
     @property
     def backward_nodes(self) -> list[torch.fx.Node]:
@@ -316,9 +317,8 @@ class TracedProgram:
 
     def _is_edited(self) -> bool:
         """Whether a graph is not as it was lowered, or the GraphModule holds other tensors or modules."""
-        return self.lowering.is_edited(self.graph_module) or self._is_refilled()
-
-    def _is_refilled(self) -> bool:
+        if self.lowering.is_edited(self.graph_module):
+            return True
         held, tape = self._held_tensors(), self.tape
         known: tuple[Mapping[str, object], ...] = (tape.attributes, held.current, held.bound, tape.modules)
         names = {str(s.target) for s in self.lowering.states if s.op in ("get_attr", "call_module")}
@@ -417,26 +417,19 @@ class TracedProgram:
         return [call for call in self.all_calls if call.record.is_module]
 
     @_built
-    def _lowerings(self) -> dict[Call, FxLowering]:
+    def lowerings(self) -> dict[Call, FxLowering]:
+        """By call, the graph or subgraph that holds its nodes."""
         lowerings = reversed([*self.lowering.walk()])  # several higher-order ops may share a body: the first one counts
         return {record: lowering for lowering in lowerings for record in lowering.tape.calls}
 
-    def lowering_of(self, call: Call) -> FxLowering:
-        """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
-        return self._lowerings.get(call, self.lowering)
-
     @_built
-    def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
+    def placed_nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
         """The nodes of each graph that a module call made, with the position of the innermost one."""
         positions: dict[FxLowering, list[tuple[int, torch.fx.Node]]] = {}
         for lowering in self.lowering.walk():
             nodes = [(call_position(n), n) for n in lowering.graph.nodes if n.op not in ("placeholder", "output")]
             positions[lowering] = [(position, n) for position, n in nodes if position is not None]
         return positions
-
-    def nodes_between(self, lowering: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
-        """The nodes of a graph or subgraph whose innermost call has a position from `start` to before `stop`."""
-        return [n for position, n in self._nodes[lowering] if start <= position < stop and not was_erased(n)]
 
     @functools.cached_property
     def scopes(self) -> dict[str, Scope]:
@@ -462,9 +455,8 @@ class TracedProgram:
             if problem is not None:
                 raise ScopetraceError(problem)
             return self.__dict__["plain_call"](args, kwargs)
-        if running_recorder() is not None:
-            return self.run(self.graph_module, *args, **kwargs)
-        return self._call(args, kwargs)
+        is_recorded = running_recorder() is not None
+        return self.run(self.graph_module, *args, **kwargs) if is_recorded else self._call(args, kwargs)
 
     @_built
     def _call(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:

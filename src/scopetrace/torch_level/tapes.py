@@ -10,7 +10,10 @@ ATen ops, which functionalization makes pure, and `names` calls as the node did 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from scopetrace.functionalization.emitter import TapeRewriter
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value, checks_enabled, flat
 from scopetrace.ir.verify import verify
+from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.graph import plain
 from scopetrace.program.traced import functional_tape
 from scopetrace.record.builder import Assumptions
@@ -66,9 +70,16 @@ def tapes_of(
 ) -> tuple[RecordedTape, FunctionalTape]:
     """The recorded tape of `gm(*args)` in ATen ops, and the functional one, at torch level with `TorchTarget`s as well.
 
-    Raises FunctionalizationError for a mutation without a functional form.
+    Ops have the scopes and the stack traces of the nodes. Raises what recording raises, FunctionalizationError for a
+    mutation without a functional form.
     """
-    tape, nodes = _record_nodes(gm, args)
+
+    def attempt(assumptions: Assumptions) -> tuple[RecordedTape, list[_NodeRecord]]:
+        recording = Recording(Model(gm), assumptions)
+        interpreter = _RecordingInterpreter(gm, recording)
+        return recording.run(interpreter.run, args, {}).tape, interpreter.nodes
+
+    tape, nodes = retraced(attempt)
     return tape, functional_tape(_Lifter(tape, nodes).run() if torch_level else tape)
 
 
@@ -92,20 +103,6 @@ class _NodeRecord:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: Any = None
-
-
-def _record_nodes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, list[_NodeRecord]]:
-    """The ATen tape of `gm(*args)`, and its nodes. Raises what recording raises.
-
-    Its ops have the scopes and the stack traces of the nodes.
-    """
-
-    def attempt(assumptions: Assumptions) -> tuple[RecordedTape, list[_NodeRecord]]:
-        recording = Recording(Model(gm), assumptions)
-        interpreter = _RecordingInterpreter(gm, recording)
-        return recording.run(interpreter.run, args, {}).tape, interpreter.nodes
-
-    return retraced(attempt)
 
 
 class _RecordingInterpreter(NodeRunner):
@@ -192,18 +189,16 @@ class _Lifter(TapeRewriter):
         if any(self._born[v.storage] < s.start for op in ops for v in op.writes):
             return False
         outs = leaves(s.outputs, Value)
-        if not outs or not self._reads_only_arguments(s, ops):
+        known = {v for op in ops for v in op.values()} | set(leaves((s.args, s.kwargs), Value))
+        # a module may read a buffer of its own
+        others = {v.storage for op in ops for v in op.inputs() if v not in known}
+        if not outs or not others.isdisjoint(self.written):
             return False
         parts = s.outputs if isinstance(s.outputs, (list, tuple)) else [s.outputs]
         if s.node.op != "call_module" and not all(isinstance(p, Value) or p is None for p in parts):
             return False
         shared = [v.storage for v in outs if v.storage in self.written]
         return len(set(shared)) == len(shared) and all(self._born[v] >= s.start for v in shared)
-
-    def _reads_only_arguments(self, s: _NodeRecord, ops: list[Op]) -> bool:
-        """Whether every written tensor that the node reads is an argument: a module may read a buffer of its own."""
-        known = {v for op in ops for v in op.values()} | set(leaves((s.args, s.kwargs), Value))
-        return all(v in known or v.storage not in self.written for op in ops for v in op.inputs())
 
     def _needed(self, chosen: list[_NodeRecord]) -> set[Value]:
         """The values that ops of other nodes, arguments of chosen nodes and results use."""
@@ -246,3 +241,55 @@ class _Lifter(TapeRewriter):
             outputs = tuple(outputs) if isinstance(outputs, tuple) else outputs
         op = ops[0].replace(scope=s.scope, grad=s.grad, writes=(), unbacked=None)
         self._add(op.replace(kind=kind, target=new_target, args=s.args, kwargs=s.kwargs, outputs=outputs))
+
+
+# Inputs that stand for numbers ---------------------------------------------------------------------------------------
+
+# Under `dynamic=True` Dynamo gives a float of the model, such as an `eps`, as a tensor of which the graph, or the body
+# of a checkpointed region or a branch in it, takes the `item`.
+
+
+def number_inputs(gm: torch.fx.GraphModule) -> list[int]:
+    """The positions of the inputs of which the graph reads nothing but the number."""
+    readers = [{(n.op, n.target) for n in _readers(gm, node)} for node in gm.graph.find_nodes(op="placeholder")]
+    return [i for i, calls in enumerate(readers) if calls == {("call_method", "item")}]
+
+
+def with_numbers(gm: torch.fx.GraphModule, tensors: Mapping[int, torch.Tensor]) -> torch.fx.GraphModule:
+    """The graph with constants for inputs, by their positions: recording knows the `item` of a constant."""
+    if not tensors:
+        return gm
+    new = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    inputs = list(new.graph.find_nodes(op="placeholder"))
+    for i, tensor in tensors.items():
+        with new.graph.inserting_after(inputs[-1]):
+            kwargs: dict[str, Any] = {"dtype": tensor.dtype, "device": "cpu"}
+            inputs[i].replace_all_uses_with(new.graph.call_function(torch.tensor, (tensor.item(),), kwargs))
+    new.recompile()
+    return new
+
+
+def _readers(gm: torch.fx.GraphModule, node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What reads a node; in place of a higher-order op, what reads it in the bodies that take it as it is."""
+    for user in node.users:
+        inner = [*_in_bodies(gm, user, node)]
+        for body, placeholder in inner:
+            yield from _readers(body, placeholder)
+        if not inner:
+            yield user
+
+
+def _in_bodies(
+    gm: torch.fx.GraphModule, call: torch.fx.Node, operand: torch.fx.Node
+) -> Iterator[tuple[torch.fx.GraphModule, torch.fx.Node]]:
+    """The bodies of a higher-order op that take `operand` as it is, and what stands for it there."""
+    form = FORMS.get(call.target)
+    if form is None or not form.takes_all or not form.runs_once:
+        return
+    gathered = form.gathered(call.args)
+    operands = list(itertools.chain.from_iterable(gathered[i] for i in form.operands))
+    for position, _, _ in form.bodies:
+        body: Any = gm.get_submodule(call.args[position].target)  # type: ignore[union-attr, arg-type]
+        for other, placeholder in zip(operands, body.graph.find_nodes(op="placeholder"), strict=True):
+            if other is operand:
+                yield body, placeholder

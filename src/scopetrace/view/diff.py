@@ -209,7 +209,6 @@ class _Side:
         return (f"{_NAME.sub('', target)} = " if line.what == "op" else "") + self.with_numbers(text)
 
     def with_numbers(self, text: str) -> str:
-        """A text with numbers in the place of names."""
         return _NAME.sub(lambda name: self.names.get(name[0], name[0]), text)
 
     def set_number(self, line: _Line, number: int) -> None:
@@ -258,13 +257,10 @@ def _line_of(item: OpItem | Section) -> _Line:
         return _Line("op", callee_text(item.node), op_line(item, named), "", list(map(_line_of, item.bodies)))
     text = item.label
     if item.kind in ("call", "body"):
-        inputs = map(named, item.inputs) if item.kind == "body" else _arguments(item)
+        passed = item.inputs.items() if item.kind == "call" else ()
+        inputs = [f"{key}={value_text(x, named)}" for key, x in passed] or map(named, item.inputs)
         text = f"{text}({', '.join(inputs)}) -> {value_text(item.outputs, named)}"
     return _Line("call", item.label, text, item.path, list(map(_line_of, item.items)))
-
-
-def _arguments(call: Section) -> list[str]:
-    return [f"{key}={value_text(x, named)}" for key, x in call.inputs.items()]
 
 
 def _of_text(text: str) -> _Side:
@@ -320,7 +316,6 @@ class _Comparison:
             self.differences.append(Difference(kind, what, scope, before, after))
 
     def _lines(self, before: _Line, after: _Line) -> None:
-        """Compare what is inside two lines."""
         old, new = ([line.label for line in around.items] for around in (before, after))
         blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
         for tag, i, stop, j, end in blocks if old != new else [("equal", 0, len(old), 0, len(new))]:

@@ -87,7 +87,8 @@ class _Drawing:
         is_small = box.kind == "call" and len(box.children) == 1 and box.children[0].kind == "op"
         if box.children and not is_small and depth > 0:
             return self._open(box, depth - (box.kind == "call"), level)[0]
-        label = "\n".join([box.label, *(_short(text) for _, text in box.notes())])
+        notes = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…" for _, text in box.notes()]
+        label = "\n".join([box.label, *notes])
         pen = ', color="#cf222e"' if box.writes else ""
         node = self._node(f'label={_quoted(label)}, fillcolor="{_FILL[box.kind]}"{pen}')
         self._connect(box.inputs, node)
@@ -114,10 +115,6 @@ class _Drawing:
         outside |= {port.node: self._makers[s.node] for port, s in sources if s.node in self._makers}
         self._makers = outside
         return drawn
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _quoted(text: str) -> str:

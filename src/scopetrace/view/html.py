@@ -77,7 +77,8 @@ def document(roots: Sequence[Box]) -> dict[str, Any]:
             "children": [positions[child] for child in box.children],
         }
         if box.kind == "call":
-            record["attributes"] = _attributes(box)
+            texts = [(name, value_text(x, named)) for name, x in box.call.attributes.items()]
+            record["attributes"] = [[n, t if len(t) <= _LONGEST else f"{t[:_LONGEST]}…"] for n, t in texts]
         if box.kind == "op":
             record["parameters"] = [[port.name, port.type] for port in box.parameters]
         else:
@@ -86,11 +87,6 @@ def document(roots: Sequence[Box]) -> dict[str, Any]:
             record["source"] = sources.setdefault(box.source, len(sources))
         records.append(record)
     return {"version": 2, "boxes": records, "sources": list(sources)}
-
-
-def _attributes(box: Box) -> list[list[str]]:
-    texts = ((name, value_text(x, named)) for name, x in box.call.attributes.items())
-    return [[name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"] for name, text in texts]
 
 
 def facts_of(box: Box) -> list[list[str]]:

@@ -151,7 +151,9 @@ class Memory(Tabular):
         rows: list[tuple[str, ...]] = [("module", "made", "freed", "saved", "peak")]
         for row in self.rows:
             sizes = (row.made, row.freed, row.saved, row.peak)
-            rows.append(("  " * row.depth + _label(row), *(amount(n, "B") if n else "-" for n in sizes)))
+            label = "  " * row.depth + (f"{row.type}[{row.fqn}]" if row.fqn else row.type)
+            label += f" call {row.index + 1}" if row.index and row.fqn else ""
+            rows.append((label, *(amount(n, "B") if n else "-" for n in sizes)))
         return rows
 
     def _notes(self) -> Iterator[str]:
@@ -164,11 +166,6 @@ class Memory(Tabular):
         if self.saved_bytes:
             yield f"{amount(self.saved_bytes, 'B')} saved for backward"
         yield f"{amount(self.held_bytes, 'B')} of parameters, buffers and inputs besides"
-
-
-def _label(row: CallMemory) -> str:
-    index = f" call {row.index + 1}" if row.index else ""
-    return f"{row.type}[{row.fqn}]{index}" if row.fqn else row.type
 
 
 def forward_calls(op: Op, tape: Tape) -> Iterable[Call]:

@@ -68,7 +68,9 @@ class Summary(Tabular):
         self._root = self._meter.of(self._tree.root)
         self._row_of: dict[Section, Row] = {}
         self.rows = list(self._rows(self._tree.root, 0))
-        self.unused = _unused(program.model, tensors_of(program, self._tree.root))
+        params = program.model.named_parameters() if isinstance(program.model, torch.nn.Module) else ()
+        used = set(map(id, tensors_of(program, self._tree.root)))
+        self.unused = {name: p.numel() for name, p in params if id(p) not in used}
 
     def to_dict(self) -> dict[str, Any]:
         """The rows and the totals as plain data, for JSON. Sizes are elements or bytes."""
@@ -77,8 +79,6 @@ class Summary(Tabular):
 
     def __repr__(self) -> str:
         return f"<Summary of {self.rows[0].path}: {len(self.rows)} rows>"
-
-    # ---------------------------------------------------------------- rows
 
     def _rows(self, section: Section, depth: int) -> Iterator[Row]:
         self._row_of[section] = self._row(section, depth, self._meter.of(section))
@@ -102,8 +102,6 @@ class Summary(Tabular):
             writes=self._marks.writes(section),
             shares=self._marks.shares(section),
         )
-
-    # ---------------------------------------------------------------- text
 
     def _table(self) -> list[tuple[str, ...]]:
         """The last column only where a line has something in it."""
@@ -165,10 +163,3 @@ def _types(x: Any) -> tuple[str, ...]:
 def _cell(types: tuple[str, ...]) -> str:
     more = f", … {len(types) - _SHOWN} more" if len(types) > _SHOWN else ""
     return ", ".join(types[:_SHOWN]) + more if types else "-"
-
-
-def _unused(model: Any, read: list[torch.Tensor]) -> dict[str, int]:
-    if not isinstance(model, torch.nn.Module):
-        return {}
-    used = set(map(id, read))
-    return {name: p.numel() for name, p in model.named_parameters() if id(p) not in used}

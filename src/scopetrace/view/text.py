@@ -68,9 +68,11 @@ class _Writer:
         self._program, self._tape = program, program.tape
 
     def lines(self, selection: Selection | None) -> Iterator[str]:
-        """The lines of the text, in order."""
         root = self._tree.root
-        yield self._summary(root)
+        parameters = [t for t in tensors_of(self._program, root) if isinstance(t, torch.nn.Parameter)]
+        counts = (root.op_count, "op"), (len(self._tree.calls), "module call"), (len(parameters), "parameter")
+        elements = f" ({sum(t.numel() for t in parameters):,} elements)" if parameters else ""
+        yield f"{root.path}: {', '.join(_count(*each) for each in counts)}{elements}"
         if selection is None:
             yield from self._section(root, "", 0, root.label)
             specializations = self._tape.specializations
@@ -81,16 +83,6 @@ class _Writer:
         refuse_unnamed(root.call.scope, self._tree.calls, selection)
         items = [*outermost(root, selection)]
         yield from self._items(items, "", 0, lambda s: s.path if s.name else s.path + index_of(s.call), named)
-
-    def _summary(self, root: Section) -> str:
-        parameters = [t for t in tensors_of(self._program, root) if isinstance(t, torch.nn.Parameter)]
-        counts = [
-            _count(root.op_count, "op"),
-            _count(len(self._tree.calls), "module call"),
-            _count(len(parameters), "parameter"),
-        ]
-        elements = f" ({sum(t.numel() for t in parameters):,} elements)" if parameters else ""
-        return f"{root.path}: {', '.join(counts)}{elements}"
 
     # ---------------------------------------------------------------- sections
 
@@ -116,12 +108,7 @@ class _Writer:
         yield from self._items(section.items, indent + _INDENT, depth, operator.attrgetter("label"), name)
 
     def _items(
-        self,
-        items: Sequence[OpItem | Section],
-        indent: str,
-        depth: int,
-        label: Callable[[Section], str],
-        name: Namer,
+        self, items: Sequence[OpItem | Section], indent: str, depth: int, label: Callable[[Section], str], name: Namer
     ) -> Iterator[str]:
         shown: dict[int, str] = {}  # by signature, the label of the section that is shown in full
         for item in self._tree.runs(items):

@@ -222,20 +222,16 @@ class Tree:
                 around.items.append(sections[item])
             else:
                 section = sections.get(self._by_position.get(item.position, self.calls[0]), top)
-                is_backward = item.forward is not None
-                self._add_op(item, self._backward(section, item) if is_backward else _in_scope(section, item.path))
+                source, slot = _part_of(item.node)
+                if source in self.ops:
+                    op = self.ops[source][0]
+                    op.parts[slot] = item.node
+                else:
+                    op, is_backward = OpItem(item.node), item.forward is not None
+                    around = self._backward(section, item) if is_backward else _in_scope(section, item.path)
+                    around.items.append(op)
+                self.ops[item.node] = (op, slot)
                 self._add_bodies(item.node, lowering)
-
-    def _add_op(self, place: _NodePlace, section: Section) -> None:
-        """Add a node as an op, or as a result of an op before it."""
-        source, slot = _part_of(place.node)
-        if source in self.ops:
-            op = self.ops[source][0]
-            op.parts[slot] = place.node
-        else:
-            op = OpItem(place.node)
-            section.items.append(op)
-        self.ops[place.node] = (op, slot)
 
     def _add_bodies(self, node: torch.fx.Node, lowering: FxLowering) -> None:
         for read in node.all_input_nodes:
@@ -520,9 +516,7 @@ def value_text(x: Any, name: Namer, limit: int | None = None) -> str:
     if type(x) is slice:
         return f"slice({', '.join(value_text(part, name, limit) for part in (x.start, x.stop, x.step))})"
     children = open_container(x)
-    if children is None:
-        return _object_text(x)
-    return _container_text(x, children, name, limit)
+    return _object_text(x) if children is None else _container_text(x, children, name, limit)
 
 
 def _container_text(x: Any, children: list[tuple[str, Any]], name: Namer, limit: int | None) -> str:

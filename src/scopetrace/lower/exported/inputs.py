@@ -179,17 +179,11 @@ def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list
         return State(InputKind.BUFFER, name, tensor, persistent=True)
     if attribute in buffers_of(module):
         return State(InputKind.BUFFER, name, tensor, attribute in persistent_buffers_of(module))
-    return State(InputKind.CONSTANT_TENSOR, name, tensor, aliases=tuple(_other_names(tape, name, tensor)))
-
-
-def _other_names(tape: FunctionalTape, name: str, tensor: torch.Tensor) -> Iterator[str]:
-    """The further attributes of the model that are this tensor."""
     root = tape.calls[0].module
-    for fqn, module in root.named_modules(remove_duplicate=False) if root is not None else ():
-        for attribute, value in vars(module).items():
-            path = f"{fqn}.{attribute}" if fqn else attribute
-            if value is tensor and path != name:
-                yield path
+    modules = root.named_modules(remove_duplicate=False) if root is not None else ()
+    held = ((f"{fqn}.{a}" if fqn else a, value) for fqn, inner in modules for a, value in vars(inner).items())
+    aliases = tuple([path for path, value in held if value is tensor and path != name])
+    return State(InputKind.CONSTANT_TENSOR, name, tensor, aliases=aliases)
 
 
 class Lifted:
@@ -272,12 +266,13 @@ class Lifted:
         of_modules = (node for state, node in self.state.values() if state.kind is InputKind.USER_INPUT)
         spec: Any
         for path, leaf in arguments:
+            plain = leaf.value if isinstance(leaf, enum.Enum) and isinstance(leaf, (int, str)) else leaf
             if isinstance(leaf, (Value, torch.SymInt, torch.Tensor)):
                 is_input, is_number = isinstance(leaf, Value), isinstance(leaf, torch.SymInt)
                 node = next(tensors if is_input else numbers if is_number else of_modules)
                 node.target = node.name  # torch.export knows arguments by their targets
                 spec = argument_of(node)
-            elif type(plain := _enum_value(leaf)) in PLAIN:
+            elif type(plain) in PLAIN:
                 node = self._placeholder(identifier(path, set()), plain)
                 spec = ConstantArgument(node.name, plain)
             elif (kind := opaque_name(leaf)) is not None:
@@ -294,8 +289,3 @@ class Lifted:
                 )
             self.specs.append(InputSpec(InputKind.USER_INPUT, spec, None))
             yield node
-
-
-def _enum_value(x: Any) -> Any:
-    """The number or text that an Enum of these is; other objects as they are."""
-    return x.value if isinstance(x, enum.Enum) and isinstance(x, (int, str)) else x

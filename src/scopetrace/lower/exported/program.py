@@ -8,6 +8,7 @@ Data flow:
     write-back program -> outputs: new values of parameters, buffers and inputs, then the results (outputs.py)
     module calls -> `module_call_graph` (calls.py)
     both -> TracedExportedProgram, whose `run_decompositions` keeps the signatures of module calls
+    a DynamicShapeError of ours -> torch.export of the same model -> ours, which ends with torch's text (`explain`)
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ import ast
 import collections
 import dataclasses
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx
-from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export import Dim, ExportedProgram, ModuleCallEntry, ModuleCallSignature, export
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, TensorArgument
+from torch.utils._pytree import tree_map
 
 from scopetrace._compat import export as compat
 from scopetrace._compat.ops import building, is_op, outside_modes, schema_of
-from scopetrace._compat.shape_env import source_of_input
+from scopetrace._compat.shape_env import source_of_input, source_of_size
+from scopetrace._compat.symbols import python_text
 from scopetrace.containers.structure import identifier, instantiate
-from scopetrace.errors import ArgumentError, ExportError
+from scopetrace.errors import ArgumentError, DynamicShapeError, ExportError
+from scopetrace.ir.conditions import DynamicInput, SizeRules
 from scopetrace.ir.selection import matches, near_text
-from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, flat, renamed
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, ProgramTape, Value, flat, renamed
 from scopetrace.lower.exported.calls import ModuleCallFrame, ModuleCalls, frames_of, is_cast, place_nodes, with_marks
-from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.outline.key import tape_key
@@ -237,20 +242,18 @@ _T = TypeVar("_T", FunctionalTape, BodyTape)
 def _without_casts(tape: _T) -> _T:
     """The tape, and its bodies, with ops reading what autocast has cast for them."""
     source = {op.result: op.tensor(0) for op in tape.ops if _is_autocasts(op)}
-    ops = [_uncast(op, source) for op in tape.ops]
+    ops: list[Op] = []
+    for op in tape.ops:
+        new: dict[Any, Any] = {body: _without_casts(body) for body in op.bodies()}
+        if op.autocast is not None and op.autocast.casts and not _is_autocasts(op):
+            new |= {v: source[v] for v in op.inputs() if v in source}
+        ops.append(op.replace(args=renamed(op.args, new), kwargs=renamed(op.kwargs, new)) if new else op)
     read = {v for op in ops for v in op.inputs()} | {v for v in tape.graph_outputs() if isinstance(v, Value)}
     return dataclasses.replace(tape, ops=[op for op in ops if not _is_autocasts(op) or op.result in read])
 
 
 def _is_autocasts(op: Op) -> bool:
     return op.autocast is not None and op.autocast.casts and is_cast(op)
-
-
-def _uncast(op: Op, source: dict[Value, Value]) -> Op:
-    new: dict[Any, Any] = {body: _without_casts(body) for body in op.bodies()}
-    if op.autocast is not None and op.autocast.casts and not _is_autocasts(op):
-        new |= {v: source[v] for v in op.inputs() if v in source}
-    return op.replace(args=renamed(op.args, new), kwargs=renamed(op.kwargs, new)) if new else op
 
 
 _ALIAS, _COPY = torch.ops.aten.alias.default, torch.ops.aten.copy.default
@@ -335,3 +338,59 @@ def _rename(program: ExportedProgram, names: dict[str, str]) -> None:
     for x in (*_tensors_of_calls(program), *(spec.arg for spec in program.graph_signature.output_specs)):
         x.name = names.get(x.name, x.name)
     program.graph_module.recompile()
+
+
+# Dynamic shapes in the words of torch.export --------------------------------------------------------------------------
+
+
+def size_guards(sizes: SizeRules) -> list[str]:
+    """Guards for what ranges do not say of derived Dims: the size that is the root itself, and which sizes are whole.
+
+    Where no size is the root, torch writes the guard between two sizes that are derived from it.
+    """
+    plain = {d.expr: _symbol_of(d) for d in reversed(sizes.dynamic) if d.expr.is_Symbol}
+    guards = []
+    for d, root in sizes.derived():
+        factor, offset = d.expr.diff(root), d.expr.subs(root, 0)
+        size = _symbol_of(d)
+        if root not in plain:
+            guards.append(sympy.Eq(sympy.Mod(size - offset, factor), 0))
+        elif factor == 1:
+            guards.append(sympy.Eq(plain[root], size - offset))
+        else:
+            guards.append(sympy.Eq(factor * plain[root] + offset, size))
+    return [python_text(condition) for condition in guards if condition is not sympy.true]
+
+
+def _symbol_of(size: DynamicInput) -> sympy.Symbol:
+    return sympy.Symbol(source_of_size(size.path, size.dim), integer=True)
+
+
+def refuse_narrowed(tape: ProgramTape, model: Callable[..., Any] | None) -> None:
+    """Raise DynamicShapeError where the model holds for a part of the range of a named Dim only.
+
+    A trace says so in `range_constraints` and checks its calls; torch.export refuses, and says which Dim to write.
+    """
+    narrowed = tape.sizes.narrowed() if tape.sizes is not None else []
+    if narrowed and tape.example_inputs is not None and tape.sizes is not None:
+        error = DynamicShapeError(narrowed[0], hint="give the Dim this range, or write Dim.AUTO")
+        explain(error, model, *tape.example_inputs, tape.sizes.dynamic_shapes)
+        raise error
+
+
+def explain(error: DynamicShapeError, model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
+    """Add what torch.export says of the same model and arguments to an error of ours, and its class.
+
+    Code that was written for torch.export goes on catching it, and `refine_dynamic_shapes_from_suggested_fixes` reads
+    it. That runs the model again, under torch.export.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            named = tree_map(lambda d: Dim(d) if isinstance(d, str) else d, dynamic_shapes)  # those of torch.onnx
+            export(model, args, kwargs, dynamic_shapes=named)
+        except Exception as theirs:
+            if "torch" in type(theirs).__module__ or isinstance(theirs, (ValueError, RuntimeError)):
+                error.stands_for(theirs, str(theirs).partition("\n\nThe error above occurred")[0])

@@ -34,9 +34,9 @@ from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_ba
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.views import is_contiguous
+from scopetrace.program.boundary import tensor_in
 from scopetrace.program.graph import FxLowering, node_value
 from scopetrace.program.outlined import Function
-from scopetrace.program.state import tensor_in
 
 Operand = torch.fx.Node | bool | int | float | complex
 """An operand or output in the combined graph."""
@@ -118,19 +118,16 @@ class CombinedGraph:
         self.outputs = self._close()
 
     def _add(self, subgraph: Subgraph) -> None:
+        nodes = subgraph.program.graph.nodes
         if subgraph.function is not None and self._is_left_out(subgraph.function):
-            self._leave_out(subgraph)
+            subgraph.inputs = [self._input(subgraph, node_value(n)) for n in nodes if n.op == "placeholder"]
+            results = pytree.tree_leaves(subgraph.program.output.args[0])
+            subgraph.unknown = [self._input(subgraph, node_value(n)) for n in results]
+            subgraph.outputs = list(subgraph.unknown)
         else:
-            for node in subgraph.program.graph.nodes:
+            for node in nodes:
                 self._copy(subgraph, node)
         self.subgraphs.append(subgraph)
-
-    def _leave_out(self, subgraph: Subgraph) -> None:
-        nodes = subgraph.program.graph.nodes
-        subgraph.inputs = [self._input(subgraph, node_value(n)) for n in nodes if n.op == "placeholder"]
-        results = pytree.tree_leaves(subgraph.program.output.args[0])
-        subgraph.unknown = [self._input(subgraph, node_value(n)) for n in results]
-        subgraph.outputs = list(subgraph.unknown)
 
     def _copy(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
@@ -189,7 +186,10 @@ class CombinedGraph:
     def _attribute(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         name, program = str(node.target), subgraph.program
         if name in program.tape.attributes:
-            self._nodes[node] = self._held(subgraph, name, subgraph.tensor(name), node_value(node))
+            name = self._tensors.setdefault((subgraph, _identity(subgraph.tensor(name))), name)  # tied weights have one
+            if name not in subgraph.held:
+                subgraph.held[name] = self._input(subgraph, node_value(node))
+            self._nodes[node] = subgraph.held[name]
         elif name in program.bodies and any(user.target is not INVOKE for user in node.users):
             self._nodes[node] = self._branch(program.bodies[name])  # of a cond, which torch.onnx translates
         elif name not in program.bodies and (user := next(iter(node.users))).op == "call_function":
@@ -198,13 +198,6 @@ class CombinedGraph:
                 user,
                 "trace the model before it is quantized, or name the module in plugins=",
             )
-
-    def _held(self, subgraph: Subgraph, name: str, tensor: torch.Tensor, value: Any) -> torch.fx.Node:
-        """The placeholder of a tensor; tied weights have one."""
-        name = self._tensors.setdefault((subgraph, _identity(tensor)), name)
-        if name not in subgraph.held:
-            subgraph.held[name] = self._input(subgraph, value)
-        return subgraph.held[name]
 
     def held_name(self, name: str) -> str | None:
         """The name of a tensor among those that the main program holds; None for one that nobody reads."""

@@ -28,7 +28,7 @@ from scopetrace._compat.onnx import optimize
 from scopetrace._compat.ops import building
 from scopetrace.errors import ArgumentTypeError, FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.ir.selection import near_text
-from scopetrace.lower.exported.constraints import refuse_narrowed
+from scopetrace.lower.exported.program import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, ExternalData, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
@@ -98,26 +98,21 @@ def read_attributes(attributes: CallAttributes) -> Callable[[ModuleCall], dict[s
     """Gives the ONNX attributes of a module call: plain Python attributes of its module, or what a function says."""
     if isinstance(attributes, str):
         raise OnnxOptionError(f"attributes={attributes!r}: write attributes=[{attributes!r}], or True for all")
-    if callable(attributes):
-        return lambda call: _said_by(attributes, call)
-    wanted = None if attributes is True else set(attributes or ())
 
     def of(call: ModuleCall) -> dict[str, Any]:
-        plain = {n: v for n, v in call.attributes.items() if is_onnx_attribute(v)}
-        return {n: v for n, v in plain.items() if wanted is None or n in wanted}
+        if not callable(attributes):
+            plain = {n: v for n, v in call.attributes.items() if is_onnx_attribute(v)}
+            return {n: v for n, v in plain.items() if attributes is True or n in (attributes or ())}
+        said = dict(attributes(call))
+        for name, value in said.items():
+            if not isinstance(value, torch.Tensor) and not is_onnx_attribute(value):
+                raise OnnxOptionError(
+                    f"attributes gives {name}={value!r} for {call.fqn}: an ONNX attribute is an int, float, str, bool, "
+                    "a list of one of these, or a tensor"
+                )
+        return said
 
     return of
-
-
-def _said_by(attributes: Callable[[ModuleCall], Mapping[str, Any]], call: ModuleCall) -> dict[str, Any]:
-    said = dict(attributes(call))
-    for name, value in said.items():
-        if not isinstance(value, torch.Tensor) and not is_onnx_attribute(value):
-            raise OnnxOptionError(
-                f"attributes gives {name}={value!r} for {call.fqn}: an ONNX attribute is an int, float, str, bool, a "
-                "list of one of these, or a tensor"
-            )
-    return said
 
 
 def is_onnx_attribute(value: Any) -> bool:

@@ -32,6 +32,7 @@ from scopetrace._compat.onnx import (
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace._compat.symbols import to_expr
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
+from scopetrace.ir.scopes import source_of
 from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.onnx import Table
 from scopetrace.lower.onnx.forms import OpFunctions, forms
@@ -158,7 +159,9 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     if missing:
         return without_form(missing)
     said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
-    node = next((n for n in ops if n.name == name or (name is None and _is_in(n, str(causes[-1])))), None)
+    text = str(causes[-1])  # which may quote a source line; several ops may have the same
+    quoted = (n for n in ops if name is None and (source := (n.stack_trace or "").strip()) and source in text)
+    node = next((n for n in ops if n.name == name), None) or next(quoted, None)
     problem = f"torch.onnx failed{f' at {name}' if name else ''}: {type(causes[-1]).__name__}: {said}"
     if node is None:
         return OnnxExportError(problem)
@@ -170,25 +173,15 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
 
 def without_form(nodes: Iterable[torch.fx.Node]) -> OnnxOpError:
     """The error for nodes whose ops have no ONNX form."""
-    return OnnxOpError(list(dict.fromkeys((_op(n), scope_path(n), _source(n)) for n in nodes)))
+    return OnnxOpError(list(dict.fromkeys((_op(n), scope_path(n), source_of(n.stack_trace or ())) for n in nodes)))
 
 
 def refusal(problem: str, node: torch.fx.Node, hint: str | None) -> OnnxExportError:
     """The error for what a node of a program says."""
-    return OnnxExportError(problem, op=_op(node), module=scope_path(node), source=_source(node), hint=hint)
-
-
-def _is_in(node: torch.fx.Node, text: str) -> bool:
-    """Whether an error message quotes the source line of a node; several ops may have the same."""
-    source = (node.meta.get("stack_trace") or "").strip()
-    return bool(source) and source in text
+    source = source_of(node.stack_trace or ())
+    return OnnxExportError(problem, op=_op(node), module=scope_path(node), source=source, hint=hint)
 
 
 def _op(node: torch.fx.Node) -> str:
     """The op that the model called, before torch.onnx decomposed it."""
     return str(node.meta.get("original_aten", node.target))
-
-
-def _source(node: torch.fx.Node) -> str | None:
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    return ": ".join(lines[-2:]) or None

@@ -65,27 +65,20 @@ def _examples(tape: ProgramTape) -> Iterator[_Example]:
     """
     for seed in range(_SEEDS):
         yield _example(tape, seed, example)
-    other = _other_sizes(tape)
-    if other is not None:
-        yield _example(tape, _SEEDS, other)
-
-
-def _other_sizes(tape: ProgramTape) -> Size | None:
-    """Other values of all dynamic sizes: the first of a few changes that the trace accepts; None without one."""
-    if tape.sizes is None:
-        return None
     changes: list[Callable[[int], int]] = [lambda n: n + 1, lambda n: 2 * n, lambda n: n - 1, lambda n: 3 * n]
-    for change in changes:
-        values = {s: change(int(tape.sizes.env.backed_var_to_val[s])) for s in tape.sizes.specs}
+    rules = tape.sizes
+    for change in changes if rules is not None else ():  # of all dynamic sizes: the first that the trace accepts
+        assert rules is not None
+        values = {s: change(int(rules.env.backed_var_to_val[s])) for s in rules.specs}
 
         def size(n: Any, values: dict[Any, int] = values) -> int:
             return int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
 
         with contextlib.suppress(InputMismatchError, RuntimeError):
-            inputs = _example(tape, 0, size)
-            tape.sizes.check(inputs.tensors, inputs.numbers)
-            return size
-    return None
+            inputs = _example(tape, _SEEDS, size)
+            rules.check(inputs.tensors, inputs.numbers)
+            yield inputs
+            return
 
 
 def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
@@ -211,7 +204,10 @@ class _Comparison:
         worst, compared = 0.0, 0
         refused: Exception | None = None
         for i, inputs in enumerate(_examples(self.program.tape)):
-            if self._goes_another_way(inputs):
+            try:  # whether the specializations of the trace hold on these inputs
+                if self.program.tape.specializations:
+                    run_once(self.program, inputs.tape, *inputs.arguments(), lambda result, tensors: None)
+            except InputMismatchError:
                 continue
             self.say(f"comparing with the model, inputs {i + 1}")
             try:
@@ -237,15 +233,6 @@ class _Comparison:
 
     def _feed(self, inputs: _Example) -> list[torch.Tensor]:
         return [*inputs.tensors, *map(torch.tensor, inputs.numbers), *self.exported.weight_inputs]
-
-    def _goes_another_way(self, inputs: _Example) -> bool:
-        """Whether a specialization of the trace does not hold on these inputs."""
-        try:
-            if self.program.tape.specializations:
-                run_once(self.program, inputs.tape, *inputs.arguments(), lambda result, tensors: None)
-        except InputMismatchError:
-            return True
-        return False
 
     def _eager(self, inputs: _Example, seed: int = 0) -> list[torch.Tensor]:
         model = (not self.program.tape.edited and self.program.model) or self.program

@@ -184,15 +184,12 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
                 if next(_references(Path(path), place), None) is not None:
                     raise OnnxOptionError(f"{place} has weights of other models, too: write this one with to_onnx anew")
                 files[place] = stack.enter_context((new / place).open("wb"))
-            _write(files[place], reference, onnx_tensor(tensors[str(reference.name)]))
+            tensor: Any = onnx_tensor(tensors[str(reference.name)])
+            now, was = (f"{t.dtype}{list(t.shape)}" for t in (tensor, reference))
+            if now != was:
+                raise OnnxOptionError(f"{reference.name} is {now}, and the file has {was}")
+            files[place].seek(reference.offset or 0)
+            tensor.tofile(files[place])
         for name, file in files.items():
             file.close()
             (new / name).replace(folder / name)
-
-
-def _write(file: BinaryIO, reference: ir.ExternalTensor, tensor: Any) -> None:
-    new, old = [(t.dtype, tuple(t.shape)) for t in (tensor, reference)]
-    if new != old:
-        raise OnnxOptionError(f"{reference.name} is {new[0]}{list(new[1])}, and the file has {old[0]}{list(old[1])}")
-    file.seek(reference.offset or 0)
-    tensor.tofile(file)

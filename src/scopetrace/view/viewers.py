@@ -1,23 +1,33 @@
-"""A program as a graph collection, which Model Explorer (https://ai.google.dev/edge/model-explorer) opens.
+"""A program as files of other viewers: Model Explorer (https://ai.google.dev/edge/model-explorer), and a timeline.
 
 Data flow:
     Box -> a graph, and one for each body of a higher-order op
     box of an op -> node: namespace from the boxes around it, edges from its inputs, types of its outputs
     any other box -> group: what `to_html` says of it, and its arguments
+    ops as they ran -> Tree: sections and ops -> one event each; an op takes a microsecond, since a trace has no times
+    Memory -> a counter of the bytes in use
 
+The timeline has the trace event format, which Perfetto and chrome://tracing open. For Model Explorer, a program is a
+graph collection.
 Its own adapter for ExportedPrograms merges calls of equal names and numbers outputs wrongly, so we write its JSON
 ourselves; class Graph in its graph_builder.py is the schema.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch.fx
 
 from scopetrace.program.graph import named
+from scopetrace.program.traced import TracedProgram
 from scopetrace.view.boxes import Box, Port
 from scopetrace.view.html import facts_of
+from scopetrace.view.measures import Measures, Meter
+from scopetrace.view.memory import Memory
+from scopetrace.view.text import op_line
+from scopetrace.view.tree import OpItem, Section, Tree, callee_text
 
 _LONGEST = 300  # characters of an attribute
 
@@ -78,3 +88,41 @@ class _Graph:
 
 def _attributes(facts: dict[str, str]) -> list[dict[str, str]]:
     return [{"key": key, "value": text[:_LONGEST]} for key, text in facts.items() if text]
+
+
+def chrome_trace(program: TracedProgram) -> dict[str, Any]:
+    """`{"traceEvents": [...]}`; the time of an op is its number in microseconds."""
+    program = program.with_tape(program.as_run)
+    tree, meter = Tree(program), Meter(program)
+    return {"traceEvents": [*_events(tree.root, meter), *_memory(tree, program)], "displayTimeUnit": "ns"}
+
+
+def _events(section: Section, meter: Meter) -> Iterator[dict[str, Any]]:
+    cost = meter.of(section)
+    facts = {"path": section.path, "ops": cost.ops, "parameters": cost.parameters, **_cost(cost)}
+    yield _event(section.label, section.first, section.op_count, facts)
+    for item in section.items:
+        if isinstance(item, OpItem):
+            facts = {"op": op_line(item, named), **_cost(meter.of(item))}
+            yield _event(callee_text(item.node), item.first, 1, facts)
+        for inner in item.bodies if isinstance(item, OpItem) else [item]:
+            yield from _events(inner, meter)
+
+
+def _cost(cost: Measures) -> dict[str, int]:
+    return {"flops": cost.flops, "activation bytes": cost.activation_bytes}
+
+
+def _event(name: str, start: int, length: int, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "pid": 0, "tid": 0, "ts": start, "dur": length, "args": facts}
+
+
+def _memory(tree: Tree, program: TracedProgram) -> Iterator[dict[str, Any]]:
+    """The bytes in use while each op runs, with those of ops just before it whose results nobody reads."""
+    ops = {program.lowering.op_of.get(op.node): op for op, _ in tree.ops.values()}
+    most = 0
+    for ran, in_use in zip(program.tape.ops, Memory(program).timeline, strict=True):
+        most = max(most, in_use)
+        if ran in ops:
+            yield {"name": "memory", "ph": "C", "pid": 0, "ts": ops[ran].first, "args": {"bytes": most}}
+            most = 0
