@@ -316,3 +316,58 @@ def test_a_specialized_backward_has_no_numbers_of_what_forward_saved():
     y = st.trace(forward, (x,), specialize=True)(x)
     with pytest.raises(st.errors.UnsupportedOpError, match="made in the forward of a torch"):
         y.sum().backward()
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+REVERSALS = {
+    "of a tensor": lambda h, other: Reversed.apply(h.relu_()),
+    "of a part": lambda h, other: (h[:, 0].zero_(), Reversed.apply(h[:, 1:]) * 2),
+    "of a reversal": lambda h, other: Reversed.apply(Reversed.apply(h.relu_())),
+    "before a write to another": lambda h, other: (Reversed.apply(h.relu_()), other.relu_()),
+    "and the tensor": lambda h, other: (h.relu_(), Reversed.apply(h)[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+@pytest.mark.parametrize("name", REVERSALS)
+def test_a_gradient_reversal_of_what_was_written(name, is_step):
+    """As after `nn.ReLU(inplace=True)`: the view that `forward` gives has what was written before."""
+    layer, twin = nn.Linear(4, 4), nn.Linear(4, 4)
+    twin.load_state_dict(layer.state_dict())
+
+    def run(layer, x):
+        layer.zero_grad()
+        results = REVERSALS[name](layer(x), layer(x * 2))
+        if is_step:
+            sum(t.sum() for t in torch.utils._pytree.tree_leaves(results)).backward()
+        return results
+
+    x = torch.rand(3, 4)
+    found, wanted = st.trace(lambda x: run(layer, x), (x,))(x), run(twin, x)
+    torch.testing.assert_close(found, wanted)
+    if not is_step:
+        for results in (found, wanted):
+            sum(t.sum() for t in torch.utils._pytree.tree_leaves(results)).backward()
+    torch.testing.assert_close(layer.weight.grad, twin.weight.grad)
+
+
+def test_a_reversal_of_what_is_written_later_is_refused():
+    """Eager refuses its gradient."""
+
+    def forward(x):
+        h = x * 2
+        result = Reversed.apply(h)
+        h.zero_()
+        return result
+
+    with pytest.raises(st.errors.FunctionalizationError, match="a view of memory that is written after it"):
+        st.trace(forward, (torch.rand(3, requires_grad=True),))
