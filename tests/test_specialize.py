@@ -365,6 +365,7 @@ def test_a_list_of_a_buffer_that_decides():
         (lambda x: torch.as_tensor([x[:1].double(), True]), [1.0, 1.0], [2.0, 1.0]),
         (lambda x: torch.tensor([(x > 1).any(), x.sum().long()]), [0, 3], [1, 6]),
         (lambda x: torch.tensor([x.sum().item(), x.sum()]), [3.0, 3.0], [6.0, 6.0]),
+        (lambda x: torch.tensor([x.sum()], requires_grad=False, pin_memory=False), [3.0], [6.0]),
     ],
 )
 def test_a_tensor_made_of_tensors_is_a_stack(forward, first, second):

@@ -107,7 +107,7 @@ def _stack(ask: Callable[..., Any], x: Any, items: list[Any], dtype: Any = None,
     """The tensor of a list with tensors of one element in it, for whose data C++ would ask."""
     dtypes = [a.dtype if isinstance(a, torch.Tensor) else type_to_dtype(number_type(a)) for a in items]
     common = functools.reduce(torch.promote_types, dtypes)
-    if kw or not torch.can_cast(common, dtype or common):
+    if any(kw.values()) or not torch.can_cast(common, dtype or common):
         return ask(x, dtype=dtype, device=device, **kw)
     if isinstance(x, (list, tuple)):
         return torch.stack([_stack(ask, item, items, dtype, device) for item in x])

@@ -299,10 +299,8 @@ class TapeCopier(TapeRewriter, abc.ABC):
             raise refusal("a body writes to elements of a tensor that no view op of torch takes", op)
         shared = {v.storage for v in op.inputs()}.intersection(v.storage for v in op.values())
         if not takes_all and not shared.isdisjoint(self.sets):
-            later = self.old.ops[self.old.ops.index(op) + 1 :]
-            if not shared.isdisjoint(
-                _written(later)
-            ):  # before it, as by a ReLU in place, the view has what was written
+            later = _written(self.old.ops[self.old.ops.index(op) + 1 :])
+            if not shared.isdisjoint(later):  # what was written before it, as by a ReLU in place, the view has
                 raise refusal(f"{op.target} gives a view of memory that is written after it", op)
         emit = self.emitter.bound(op)
 

@@ -215,8 +215,8 @@ class TapeRewriter:
         self.replacements: dict[Any, Any] = {} if around is None else around.replacements
         self.storages: Iterator[int] = new_storages(old) if around is None else around.storages
         self.calls: dict[Call, Call] = {} if around is None else around.calls
-        outer_first = sorted({c for tape in old.walk() for c in tape.calls}, key=lambda c: c.position)
-        for call in outer_first if around is None else ():
+        tapes = old.walk() if around is None else ()
+        for call in sorted({c for tape in tapes for c in tape.calls}, key=lambda c: c.position):  # outer ones first
             self.calls[call] = call.replace(parent=None if call.parent is None else self.calls[call.parent])
 
     def run(self) -> Any:

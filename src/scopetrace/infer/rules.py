@@ -109,7 +109,7 @@ def outputs_by_rule(
     if size is None:
         return None
     # the stride of a dimension of size 1 says nothing of where the dimension lies in memory at other sizes
-    symbolic = [n for t in fakes for n in (*t.size(), *size) if isinstance(n, torch.SymInt)]
+    symbolic = [n for n in itertools.chain(size, *(t.size() for t in fakes)) if isinstance(n, torch.SymInt)]
     numbers = assignments(maker, fakes, (args, kwargs))
     number = next((number for number in numbers if all(number(n) != 1 for n in symbolic)), None)
     if number is None:

@@ -8,9 +8,8 @@ Data flow:
     Memory -> a counter of the bytes in use
 
 The timeline has the trace event format, which Perfetto and chrome://tracing open. For Model Explorer, a program is a
-graph collection.
-Its own adapter for ExportedPrograms merges calls of equal names and numbers outputs wrongly, so we write its JSON
-ourselves; class Graph in its graph_builder.py is the schema.
+graph collection. Its own adapter for ExportedPrograms merges calls of equal names and numbers outputs wrongly, so we
+write its JSON ourselves; class Graph in its graph_builder.py is the schema.
 """
 
 from __future__ import annotations
