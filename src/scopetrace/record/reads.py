@@ -182,6 +182,7 @@ class ReadRecorder:
             if real is not None and (owner := self._model.owner(real)) is not None:
                 source, name = OfTensor(*owner[1:], "requires_grad"), f"{owner[0]}.requires_grad"
                 if source not in self._known:
+                    self._known.add(source)
                     self._guards.append(Guard(name, requires_grad_of(real), source, op.frames, op.scope.path))
 
     def on_autocast(self, entered: bool) -> None:

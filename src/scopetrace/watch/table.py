@@ -213,7 +213,7 @@ class StateReads:
                 self._read[id(saved.module), "forward"] = saved.module, "forward", ((), saved.name)
             is_open = not saved.is_watched
             tables = MODULE_TABLES[:2] if is_open and not _BY_TABLE.isdisjoint(self._reach.names) else ()
-            for key in saved.module.__dict__.keys() & {*tables, *self._reach.names}:  # scripted modules have no tables
+            for key in [key for key in saved.module.__dict__ if key in self._reach.names or key in tables]:
                 is_skipped = key in _SKIPPED or key in saved.hooks or lists_weights(saved.module, key)
                 if (is_open or hasattr(saved.kind, key)) and not is_skipped:
                     self._read.setdefault((id(saved.module), key), (saved.module, key, ((), saved.name)))
