@@ -318,35 +318,25 @@ def test_a_specialized_backward_has_no_numbers_of_what_forward_saved():
         y.sum().backward()
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-REVERSALS = {
-    "of a tensor": lambda h, other: Reversed.apply(h.relu_()),
-    "of a part": lambda h, other: (h[:, 0].zero_(), Reversed.apply(h[:, 1:]) * 2),
-    "of a reversal": lambda h, other: Reversed.apply(Reversed.apply(h.relu_())),
-    "before a write to another": lambda h, other: (Reversed.apply(h.relu_()), other.relu_()),
-    "and the tensor": lambda h, other: (h.relu_(), Reversed.apply(h)[:, 1:]),
+VIEWS_OF_WRITTEN = {
+    "of a tensor": lambda h, other: ViewAs.apply(h.relu_()),
+    "of a part": lambda h, other: (h[:, 0].zero_(), ViewAs.apply(h[:, 1:]) * 2),
+    "of a view of it": lambda h, other: ViewAs.apply(ViewAs.apply(h.relu_())),
+    "before a write to another": lambda h, other: (ViewAs.apply(h.relu_()), other.relu_()),
+    "and the tensor": lambda h, other: (h.relu_(), ViewAs.apply(h)[:, 1:]),
 }
 
 
 @pytest.mark.parametrize("is_step", [False, True])
-@pytest.mark.parametrize("name", REVERSALS)
-def test_a_gradient_reversal_of_what_was_written(name, is_step):
-    """As after `nn.ReLU(inplace=True)`: the view that `forward` gives has what was written before."""
+@pytest.mark.parametrize("name", VIEWS_OF_WRITTEN)
+def test_a_view_of_what_was_written(name, is_step):
+    """As a gradient reversal after `nn.ReLU(inplace=True)`: the view has what was written before."""
     layer, twin = nn.Linear(4, 4), nn.Linear(4, 4)
     twin.load_state_dict(layer.state_dict())
 
     def run(layer, x):
         layer.zero_grad()
-        results = REVERSALS[name](layer(x), layer(x * 2))
+        results = VIEWS_OF_WRITTEN[name](layer(x), layer(x * 2))
         if is_step:
             sum(t.sum() for t in torch.utils._pytree.tree_leaves(results)).backward()
         return results
@@ -360,12 +350,12 @@ def test_a_gradient_reversal_of_what_was_written(name, is_step):
     torch.testing.assert_close(layer.weight.grad, twin.weight.grad)
 
 
-def test_a_reversal_of_what_is_written_later_is_refused():
+def test_a_view_of_what_is_written_later_is_refused():
     """Eager refuses its gradient."""
 
     def forward(x):
         h = x * 2
-        result = Reversed.apply(h)
+        result = ViewAs.apply(h)
         h.zero_()
         return result
 

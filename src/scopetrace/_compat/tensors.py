@@ -439,15 +439,15 @@ _ROW_MAJOR = frozenset(
         *("native_layer_norm_backward", "native_group_norm_backward", "nll_loss2d_forward"),
     )
 ) | {_aten.isin.Tensor_Tensor, _aten.pow.Scalar, _aten.normal.Tensor_Tensor}
+_GRADIENT_FIRST = frozenset({_aten.batch_norm_backward.default, _aten.native_batch_norm_backward.default})
 _AS_SUGGESTED = frozenset(
     getattr(_aten, name).default
     for name in (
         *("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
         *("_native_batch_norm_legit_no_training", "_batch_norm_impl_index", "_batch_norm_with_update"),
         *("_batch_norm_with_update_functional", "_batch_norm_no_update", "roll", "channel_shuffle", "max_unpool2d"),
-        *("batch_norm_backward", "native_batch_norm_backward"),
     )
-) | {_aten._native_batch_norm_legit.no_stats}
+) | {_aten._native_batch_norm_legit.no_stats, *_GRADIENT_FIRST}
 
 
 def _as_on_cpu(func: Any, args: Any, out: Any) -> Any:
@@ -459,7 +459,7 @@ def _as_on_cpu(func: Any, args: Any, out: Any) -> Any:
         return out
     if func in _ROW_MAJOR:
         return tree_map_only(torch.Tensor, torch.Tensor.contiguous, out)
-    x = args[1 if "backward" in func.__name__ else 0]  # a backward has the gradient before the input
+    x = args[func in _GRADIENT_FIRST]
     first, *others = (out,) if isinstance(out, torch.Tensor) else out
     first = first if first is None else first.contiguous(memory_format=suggest_memory_format(x))
     return first if isinstance(out, torch.Tensor) else type(out)((first, *others))

@@ -140,7 +140,7 @@ def _is_leaf(v: Value, examples: Mapping[Value, torch.Tensor]) -> bool:
 def note_leaves(values: ValueTable, reads: ReadRecorder) -> None:
     """Let a call be compared with it that inputs and parameters do not require grad, where it matters.
 
-    That the forward made an input require grad is a side effect: no call of the trace does it.
+    That the forward made an input require grad is a side effect, which a call has where no op took the input before.
     """
     tape = values.builder.tape
     for leaf, op in _without_hidden_gradients(tape):

@@ -159,7 +159,10 @@ class AutogradRecorder:
         self._builder.hooked[number] = error
 
     def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
-        """The forward sets `requires_grad`. An input that did not require grad may: its gradients stay inside."""
+        """The forward sets `requires_grad`.
+
+        Of an input that did not require grad: where no op took it before, as if it had; else its gradients stay inside.
+        """
         if unwrapped(t) is not t:
             return  # a transform such as torch.func.grad sets it, of the tensor that it made of its argument
         if not isinstance(t, FakeTensor):
