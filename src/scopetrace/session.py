@@ -40,11 +40,12 @@ from scopetrace.containers.structure import (
     map_structure,
     object_classes,
     tensor_holders,
+    with_shared,
 )
 from scopetrace.errors import DynamicShapeError, InputMismatchError, RandomStateError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.guards import ArgumentNumber, numbers_read
+from scopetrace.ir.guards import ArgumentNumber, CallInputs, Guard, WhichContainers, numbers_read
 from scopetrace.ir.segment import CHECKPOINT, keep_regions
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
@@ -333,13 +334,15 @@ class Recording:
 
     def _run_forward(self, fn: Callable[..., Any], effects: EffectWatch, reads: StateReads) -> Arguments:
         """Run `fn` on fake tensors, with everything on the tape that it does. Gives (args, kwargs) after it."""
-        tape, object_types = self.tape, self.object_types
+        tape, object_types, examples = self.tape, self.object_types, self.tape.example_inputs
+        assert examples is not None
         fakes: Any = None
         containers: Watch | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal fakes, containers
-            fakes = instantiate(lambda v: v.fake, (args, kwargs), Value)  # registered classes may compute here
+            copies = instantiate(lambda v: v.fake, (args, kwargs), Value)  # registered classes may compute here
+            fakes = with_shared(copies, examples, object_types)
             containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             if not effects.reach.names.isdisjoint(("step", "param_groups")):
                 autograd.gradients.begin()
@@ -376,6 +379,10 @@ class Recording:
             assert containers is not None
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
+            if changed:  # which may be read in another place
+                which, call = WhichContainers(), CallInputs(*examples, (), object_types)
+                name = "which containers among the arguments are one object"
+                tape.guards.append(Guard(name, which.current(call), which, module=tape.root.path))
             tape.given = containers.argument_parts(out)
             for x, where in ((out, "the result"), (fakes, "the arguments")):
                 for path, leaf in leaves_with_path(x, where, object_types):

@@ -29,7 +29,7 @@ import math
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -552,7 +552,8 @@ class Watch:
         self._object_types = object_types
         ids = set(map(id, inputs))
         walked = [(path, x, children) for path, x, children in walk(arguments, object_types) if children is not None]
-        self._before = [container for container in walked if not isinstance(container[1], tuple)]
+        changeable = {id(c[1]): c for c in reversed(walked) if not isinstance(c[1], tuple)}
+        self._before = [*reversed(changeable.values())]
         parts = [((*path, key), child) for path, _, children in walked for key, child in children]
         # objects that a caller may know again, rather than numbers, texts or tensors
         others = (torch.Tensor, *_NUMBERS, *_NOT_PLAIN, *_PLAIN)
@@ -584,16 +585,60 @@ class Watch:
 
 def with_given(template: Any, given_parts: list[GivenPart], leaf: Leaf) -> Any:
     """A template in which each part that is an object among the arguments is a Given."""
-    parts = dict(given_parts)
+    parts = [(path, given, leaves(_at(template, path), leaf)) for path, given in given_parts]
+    return with_parts(template, {path: Given(given, len(inside)) for path, given, inside in parts})
+
+
+def with_parts(
+    x: Any, parts: Mapping[tuple[str, ...], Any], close: Callable[[Any, list[Any]], Any] = close_container
+) -> Any:
+    """A container with other parts at these places; `close` makes those around them."""
 
     def put(x: Any, path: tuple[str, ...]) -> Any:
         if path in parts:
-            return Given(parts[path], len(leaves(x, leaf)))
+            return parts[path]
         if not any(part[: len(path)] == path for part in parts):
             return x
-        return close_container(x, [put(child, (*path, key)) for key, child in open_container(x) or []])
+        items = [put(child, (*path, key)) for key, child in open_container(x, (type(x),)) or []]
+        return close(x, items)
 
-    return put(template, ()) if parts else template
+    return put(x, ()) if parts else x
+
+
+def _at(x: Any, path: Sequence[str]) -> Any:
+    """The part of a container at a place."""
+    for key in path:
+        x = dict(open_container(x, (type(x),)) or [])[key]
+    return x
+
+
+def shared_parts(x: Any, object_types: Collection[type] = ()) -> list[GivenPart]:
+    """The containers in several places, tuples apart: each of these places, and the first one that holds the same."""
+    first: dict[int, tuple[Any, tuple[str, ...]]] = {}
+
+    def repeated(x: Any, path: tuple[str, ...]) -> Iterator[GivenPart]:
+        children = open_container(x, object_types)
+        known = first.get(id(x))
+        if known is not None:
+            yield path, known[1]
+        elif children is not None:
+            if not isinstance(x, tuple):
+                first[id(x)] = x, path
+            for key, child in children:
+                yield from repeated(child, (*path, key))
+
+    return list(repeated(x, ()))
+
+
+def with_shared(new: Any, old: Any, object_types: Collection[type] = ()) -> Any:
+    """`new`, a copy of `old` with other leaves, in which containers are one object where they are in that."""
+
+    def close(x: Any, items: list[Any]) -> Any:
+        return close_instance(close_container(x, items), items)
+
+    for path, first in shared_parts(old, object_types):
+        new = with_parts(new, {path: _at(new, first)}, close)
+    return new
 
 
 def _same(x: Any, before: Any) -> bool:
@@ -602,13 +647,7 @@ def _same(x: Any, before: Any) -> bool:
 
 def effect_targets(effects: Sequence[Any], arguments: Any) -> list[Any]:
     """The caller's objects at the `path` of each effect in (args, kwargs), which have been compared with the trace."""
-    targets = []
-    for effect in effects:
-        x = arguments
-        for key in effect.path:
-            x = dict(open_container(x, (type(x),)) or [])[key]
-        targets.append(x)
-    return targets
+    return [_at(arguments, effect.path) for effect in effects]
 
 
 def apply_effects(effects: list[Effect], containers: list[Any]) -> None:

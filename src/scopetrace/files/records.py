@@ -49,7 +49,7 @@ _INLINE: tuple[type, ...] = (
     *(write_back.StridedStep, write_back.ViewOf, write_back.SameAs, write_back.CopyInto, write_back.ChangeShape),
     write_back.SetTo,
     *(guards.Guard, Missing, guards.OfInput, guards.GradientOfInput, SideEffect),
-    *(guards.Flag, guards.WhichInputs, guards.HasGradient),
+    *(guards.Flag, guards.WhichInputs, guards.WhichContainers, guards.HasGradient),
     *BINDING_KEYS,
 )
 

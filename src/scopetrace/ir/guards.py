@@ -44,7 +44,7 @@ from scopetrace.containers.contents import (
     slots_of,
     snapshot,
 )
-from scopetrace.containers.structure import effect_targets, is_plain_object, open_container, weak_cache
+from scopetrace.containers.structure import effect_targets, is_plain_object, open_container, shared_parts, weak_cache
 from scopetrace.errors import FixedValueWarning, InputMismatchError
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.sources import NOT_THE_MODEL
@@ -58,6 +58,8 @@ class CallInputs:
     kwargs: dict[str, Any]
     tensors: Sequence[torch.Tensor]
     """The tensors among the arguments, in the order of `ProgramTape.inputs`."""
+    object_types: Collection[type] = ()
+    """The classes of objects among the arguments that hold tensors."""
 
 
 NO_CALL = CallInputs((), {}, ())
@@ -283,6 +285,22 @@ class WhichInputs(Source):
     def current(self, call: CallInputs) -> Any:
         ids = list(map(id, call.tensors))
         return tuple(map(ids.index, ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class WhichContainers(Source):
+    """Which lists, dicts and objects among the arguments are one, where the forward changes some."""
+
+    kind, stays = "input", True
+
+    def current(self, call: CallInputs) -> Any:
+        parts = shared_parts((call.args, call.kwargs), call.object_types)
+        return frozenset(f"{''.join(path[1:])} is {''.join(first[1:])}" for path, first in parts)
+
+    def words(self, traced: frozenset[str], current: frozenset[str]) -> tuple[str, str, str]:
+        """What it is called, and what it was and is."""
+        was, is_now = [" and ".join(sorted(x)) or "none" for x in (traced, current)]
+        return "arguments, or parts of them, that are one list, dict or object, which the model changes", was, is_now
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,17 @@ from scopetrace._compat.ops import in_transform
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
-from scopetrace.containers.structure import Effect, Given, Returned, apply_effects, effect_targets, leaves, match
+from scopetrace.containers.structure import (
+    Effect,
+    Given,
+    Returned,
+    apply_effects,
+    container_type,
+    effect_targets,
+    leaves,
+    match,
+    walk,
+)
 from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.guards import At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
 from scopetrace.ir.scopes import running_recorder
@@ -161,6 +171,10 @@ class CallBoundary:
         return EntryOrder(forward, self.expected, self.more_keywords)
 
     @functools.cached_property
+    def _object_types(self) -> frozenset[type]:
+        return frozenset(container_type(x) for _, x, children in walk(self.tape.args) if children is not None)
+
+    @functools.cached_property
     def _compared(self) -> Callable[..., list[Any] | None]:
         condition, inputs = self._condition
         return self._code.function("args, kwargs", [f"return [{inputs}] if {condition} else None"])
@@ -238,7 +252,7 @@ class CallBoundary:
         check_numbers(tape.argument_numbers, (args, kwargs))
         if not self.facts:
             return
-        call, number = CallInputs(args, kwargs, inputs), self.number(inputs)
+        call, number = CallInputs(args, kwargs, inputs, self._object_types), self.number(inputs)
         for guard in self.facts:
             source, was, now = guard.source, resolved(guard.value, number), guard.source.current(call)
             if isinstance(source, OfInput) and source.fact == "layout":
