@@ -212,6 +212,18 @@ def test_forward_called_directly_is_a_call():
     ]
 
 
+def test_a_forward_that_is_a_static_method_is_a_call():
+    class Swish(nn.Module):
+        @staticmethod
+        def forward(x):
+            return x * torch.sigmoid(x)
+
+    net, x = nn.Sequential(Swish(), Swish()), torch.randn(2)
+    tr = st.trace(net, (x,))
+    assert [(c.fqn, [*c.arguments]) for c in tr.calls] == [("", ["input"]), ("0", ["x"]), ("1", ["x"])]
+    assert torch.equal(tr(x), net(x))
+
+
 def test_super_forward_is_the_same_call():
     class Double(nn.Linear):
         def forward(self, x):

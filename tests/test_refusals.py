@@ -101,6 +101,17 @@ def test_it_is_refused_with_op_and_line(message, run, args):
     st.trace(run, args, functional=False)
 
 
+@pytest.mark.parametrize("new", [lambda: torch.tensor(0.0), lambda: torch.tensor([]), lambda: torch.empty(0)])
+def test_out_resizes_a_tensor_of_its_own_also_twice(new):
+    def forward(x):
+        out = new()
+        torch.exp(x, out=out)
+        return torch.cat([x, x], out=out) + 1, out
+
+    x = torch.randn(3)
+    assert_like_eager(forward, st.trace(forward, (x,)), (x,))
+
+
 def test_memory_that_grows_while_nobody_else_reads_it():
     fn = lambda x: (x + 1)[None].resize_(12)[:3] * 2  # noqa: E731
     torch.testing.assert_close(st.trace(fn, (torch.ones(3),))(torch.ones(3)), torch.full((3,), 4.0))

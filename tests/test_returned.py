@@ -222,6 +222,64 @@ def test_a_file_keeps_which_parts_are_the_caller_s(tmp_path):
     assert torch.equal(given["new"], torch.full((2,), 2.0))
 
 
+class Holder:
+    def __init__(self, items, more=None):
+        self.items, self.more = items, more
+
+
+def row():
+    return [torch.ones(2), torch.zeros(2)]
+
+
+def to_list(a, b):
+    a.append(b[0] + 1)
+    return b[-1]
+
+
+def to_inner(a, b):
+    b["k"]["n"] = a["x"] + 1
+    return a.get("n", a["x"])
+
+
+def to_holder(a, b):
+    a.items.append(b.items[0] + 1)
+    return b.items[-1]
+
+
+def to_attribute(a, b):
+    a.items.append(a.more[0] + 1)
+    return b[0][0][-1]
+
+
+ONE_OBJECT = [  # a forward that changes one argument, and arguments of which parts are one, and are others
+    (to_list, lambda: [row()] * 2, lambda: [row(), row()]),
+    (
+        to_inner,
+        lambda: (d := {"x": torch.ones(2)}, {"k": d}),
+        lambda: ({"x": torch.ones(2)}, {"k": {"x": torch.ones(2)}}),
+    ),
+    (to_holder, lambda: [Holder(row())] * 2, lambda: [Holder(row()), Holder(row())]),
+    (to_holder, lambda: [Holder(x) for x in [row()] * 2], lambda: [Holder(row()), Holder(row())]),
+    (to_attribute, lambda: (Holder(x := row(), x), ((x, x),)), lambda: (Holder(row(), x := row()), ((x, x),))),
+]
+
+
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["traced", "loaded"])
+@pytest.mark.parametrize(("forward", "one", "others"), ONE_OBJECT, ids=range(len(ONE_OBJECT)))
+def test_what_is_one_object_in_several_arguments_is_one_in_the_forward(forward, one, others, is_loaded, tmp_path):
+    for traced, other in ((one, others), (others, one)):
+        tr = st.trace(forward, tuple(traced()))
+        if is_loaded:
+            tr.save(tmp_path / "saved.st")
+            tr = st.load(tmp_path / "saved.st")
+        ours, eager = traced(), traced()
+        assert torch.equal(tr(*ours), forward(*eager))
+        sizes = [[len(x.items if type(x) is Holder else x) for x in arguments] for arguments in (ours, eager)]
+        assert sizes[0] == sizes[1]
+        with pytest.raises(st.InputMismatchError, match="that are one list, dict or object"):
+            tr(*other())
+
+
 def test_results_that_share_memory_as_another_dtype_in_another_layout_are_refused():
     def run(x):
         x.copy_(torch.arange(6).view(3, 2))

@@ -185,7 +185,7 @@ def _forward_of(kind: type, observer: Any, is_observed: Condition, method: str) 
     """The `forward` of a class, if it can be replaced, which is mostly reported where it was not called itself."""
     base = next((base for base in kind.__mro__ if "forward" in vars(base)), torch.nn.Module)
     forward: Any = vars(base).get("forward")
-    is_bound = hasattr(forward, "__get__") and not isinstance(forward, functools.partial)
+    is_bound = hasattr(forward, "__get__") and not isinstance(forward, (functools.partial, staticmethod))
     is_method = callable(forward) and is_bound and not issubclass(kind, torch.jit.ScriptModule)
     if not is_method or base is torch.nn.Module:
         return {}

@@ -297,8 +297,8 @@ class Functionalizer(TapeCopier):
             new = self.emitter.run(op, _aten._to_copy.default, (new,), {"dtype": target.fake.dtype})
         returned = [v for v in op.values() if v.storage == target.storage and v.fake is not target.fake]
         if any(to_expr(v.fake.size()) != to_expr(target.fake.size()) for v in returned):
-            others = {aliases.same(v) for v in (*aliases.roots, *aliases.views)} - {aliases.same(target)}
-            if others or self._is_outside(aliases):
+            others = {aliases.same(v) for v in (*aliases.roots, *aliases.views) if v.fake is not target.fake}
+            if others - {aliases.same(target)} or self._is_outside(aliases):
                 raise refusal("out= resizes a tensor that others share memory with", op)
             for value in returned:
                 aliases.link(value, ViewMeta(aliases.same(target)))
