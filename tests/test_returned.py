@@ -280,6 +280,40 @@ def test_what_is_one_object_in_several_arguments_is_one_in_the_forward(forward, 
             tr(*other())
 
 
+class Holds(torch.nn.Module):
+    def __init__(self, held, forward):
+        super().__init__()
+        self.held, self.run = held, forward
+
+    def forward(self, c, x):
+        return self.run(self, c, x)
+
+
+HELD = [
+    ([torch.ones(2)], lambda m, c, x: (c.append(x + 1), m.held[-1] * 2)[1]),
+    ([torch.ones(2)], lambda m, c, x: (m.held.append(x + 1), c[-1] * 2)[1]),
+    ({"a": torch.ones(2)}, lambda m, c, x: (c.update(k=x + 1), m.held["k"] * 2)[1]),
+    ({"n": 1}, lambda m, c, x: (m.held.update(n=5), x * c["n"])[1]),
+]
+
+
+@pytest.mark.parametrize(("held", "forward"), HELD, ids=range(len(HELD)))
+def test_an_argument_that_the_model_holds_too_may_not_change(held, forward):
+    net = Holds(held, forward)
+    with pytest.raises(st.UnsupportedOpError, match=r"the argument c is (self\.)?held too"):
+        st.trace(net, (held, torch.ones(2)))
+
+
+def test_a_call_with_what_the_model_holds_is_compared_where_the_forward_changes_it():
+    net, x = Holds([torch.ones(2)], lambda m, c, x: (c.append(x + 1), m.held[-1] * 2)[1]), torch.ones(2)
+    tr = st.trace(net, ([x], x))
+    assert torch.equal(tr([x], x), torch.full((2,), 2.0))
+    with pytest.raises(st.InputMismatchError, match=r"none when traced and \[0\] is held now"):
+        tr(net.held, x)
+    reads = Holds(net.held, lambda m, c, x: m.held[0] * x + c[0])
+    assert torch.equal(st.trace(reads, (net.held, x))(net.held, x), torch.full((2,), 2.0))
+
+
 def test_results_that_share_memory_as_another_dtype_in_another_layout_are_refused():
     def run(x):
         x.copy_(torch.arange(6).view(3, 2))

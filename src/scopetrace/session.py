@@ -29,10 +29,11 @@ from scopetrace.autograd.checkpoints import refuse_recomputed
 from scopetrace.autograd.history import note_leaves, refuse_lost_history
 from scopetrace.autograd.optimizers import begun
 from scopetrace.autograd.recorder import AutogradRecorder
-from scopetrace.containers.contents import Change, same, snapshot
+from scopetrace.containers.contents import Attributes, Change, same, snapshot
 from scopetrace.containers.structure import (
     Returned,
     Watch,
+    effect_targets,
     identifier,
     instantiate,
     leaves,
@@ -209,6 +210,10 @@ class Recording:
         try:
             with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
+        except Exception as error:
+            if not isinstance(error, TraceError):
+                effects.refuse_held()
+            raise
         finally:
             bound = {id(v.fake): v for op in self.tape.ops for v in op.values()}
             changes += effects.restore()
@@ -218,6 +223,7 @@ class Recording:
                     table.update(before)
         self.reads.drop_inner_flags()
         guards = reads.guards(fn, changes)
+        guards += self._of_containers((args, kwargs), effects, {id(change.place.owner) for change in changes}, guards)
         tape.guards += guards
         entries = bind_entries(self.values, changes, first) if changes else frozenset()
         changes = self._without_bound([c for c in changes if c.place.id not in entries], reads)
@@ -235,6 +241,18 @@ class Recording:
         if checks_enabled():
             verify(tape, "recording")
         return Run(tape, changes, bound, reads.was_read, self._differs, self._data_of, self.builder.first_states)
+
+    def _of_containers(
+        self, arguments: Arguments, effects: EffectWatch, changed: set[int], guards: list[Guard]
+    ) -> Iterator[Guard]:
+        """Where the forward changes containers among the arguments: which are one, or what it reads elsewhere."""
+        targets = effect_targets(getattr(self.tape.outputs, "effects", ()), arguments)
+        effects.refuse_held({*map(id, targets), *changed}, guards)
+        if targets:
+            held = [(guard.name, guard.source) for guard in guards if type(guard.value) in (list, dict, Attributes)]
+            which, name = WhichContainers(tuple(held)), "which containers among the arguments are one object"
+            shared = which.current(CallInputs(*arguments, (), self.object_types))
+            yield Guard(name, shared, which, module=self.tape.root.path)
 
     def _argument_numbers(
         self, before: Arguments, after: Arguments, positional: list[str], names: frozenset[str] | None
@@ -379,10 +397,6 @@ class Recording:
             assert containers is not None
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
-            if changed:  # which may be read in another place
-                which, call = WhichContainers(), CallInputs(*examples, (), object_types)
-                name = "which containers among the arguments are one object"
-                tape.guards.append(Guard(name, which.current(call), which, module=tape.root.path))
             tape.given = containers.argument_parts(out)
             for x, where in ((out, "the result"), (fakes, "the arguments")):
                 for path, leaf in leaves_with_path(x, where, object_types):

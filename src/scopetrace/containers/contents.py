@@ -555,6 +555,10 @@ class Contents:
         """The objects of a class."""
         return [saved.owner for saved in self._saved.values() if isinstance(saved.owner, kind)]
 
+    def name_of(self, x: Any) -> str:
+        """What an object with content is called; nothing for one that is not saved."""
+        return self._saved[id(x)].name if id(x) in self._saved else ""
+
     def places_of(self, x: Any) -> list[Place]:
         """Where others hold an object, as far as these have keys."""
         return self._saved[id(x)].places if id(x) in self._saved else []

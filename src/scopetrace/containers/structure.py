@@ -612,14 +612,18 @@ def _at(x: Any, path: Sequence[str]) -> Any:
     return x
 
 
-def shared_parts(x: Any, object_types: Collection[type] = ()) -> list[GivenPart]:
-    """The containers in several places, tuples apart: each of these places, and the first one that holds the same."""
-    first: dict[int, tuple[Any, tuple[str, ...]]] = {}
+def shared_parts(
+    x: Any, object_types: Collection[type] = (), outside: Iterable[tuple[str, Any]] = ()
+) -> list[GivenPart]:
+    """The containers in several places, tuples apart: each of these places, and the first one that holds the same.
+
+    `outside` are objects with names, which stand in the place of that: `("", name)`.
+    """
+    first: dict[int, tuple[Any, tuple[str, ...]]] = {id(held): (held, ("", name)) for name, held in outside}
 
     def repeated(x: Any, path: tuple[str, ...]) -> Iterator[GivenPart]:
-        children = open_container(x, object_types)
-        known = first.get(id(x))
-        if known is not None:
+        children, known = open_container(x, object_types), first.get(id(x))
+        if children is not None and known is not None:
             yield path, known[1]
         elif children is not None:
             if not isinstance(x, tuple):

@@ -86,6 +86,7 @@ LEFT_OUT: dict[type, tuple[str, ...]] = {
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
     guards.GradientOfInput: ("gradient",),
+    guards.WhichContainers: ("held",),
     **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "example_inputs", "settled")),
     BodyTape: _OF_A_TAPE,
 }

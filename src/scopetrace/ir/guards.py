@@ -289,12 +289,16 @@ class WhichInputs(Source):
 
 @dataclasses.dataclass(frozen=True)
 class WhichContainers(Source):
-    """Which lists, dicts and objects among the arguments are one, where the forward changes some."""
+    """Which lists, dicts and objects among the arguments are one, or the model's, where the forward changes some."""
+
+    held: tuple[tuple[str, Source], ...] | None = None
+    """What the forward reads elsewhere, with its names. A loaded trace knows nothing of it."""
 
     kind, stays = "input", True
 
     def current(self, call: CallInputs) -> Any:
-        parts = shared_parts((call.args, call.kwargs), call.object_types)
+        outside = [(name, source.current(NO_CALL)) for name, source in self.held or ()]
+        parts = shared_parts((call.args, call.kwargs), call.object_types, outside)
         return frozenset(f"{''.join(path[1:])} is {''.join(first[1:])}" for path, first in parts)
 
     def words(self, traced: frozenset[str], current: frozenset[str]) -> tuple[str, str, str]:

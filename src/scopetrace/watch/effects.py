@@ -27,6 +27,7 @@ from scopetrace._compat.tensors import FakeTensor, parameters_of, tags_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
     Change,
+    Contents,
     Place,
     changed_attributes,
     form_of,
@@ -36,10 +37,10 @@ from scopetrace.containers.contents import (
     snapshot,
 )
 from scopetrace.containers.stand_ins import plain
-from scopetrace.containers.structure import leaves_with_path, object_classes, parts_of
+from scopetrace.containers.structure import leaves_with_path, object_classes, parts_of, walk
 from scopetrace.errors import OpaqueOutputError, UnsupportedOpError
 from scopetrace.guards.reach import Reach
-from scopetrace.ir.guards import MODULE_TABLES
+from scopetrace.ir.guards import MODULE_TABLES, NO_CALL, At, Guard
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Value
 from scopetrace.record.builder import place_of
@@ -87,6 +88,13 @@ class EffectWatch:
         self._follow(fn)
         if not self.reach.names.isdisjoint(("backward", "grad")):  # then hooks on gradients may run in the forward
             self._follow_hooks()
+        self._containers = [
+            (name + "".join(path), x)
+            for name, argument in arguments
+            for path, x, inside in walk(argument, object_types)
+            if inside and self._contents.name_of(x)
+        ]
+        """The containers among the arguments that the model holds too: a trace has copies of them."""
         named = [(_in_words(name, place), place) for name, place, _ in self.reach.variables.values()]
         self._variables = [(name, place, place.current()) for name, place in named if name]
         self._holders += [(kind.__name__, kind, dict(vars(kind))) for kind in self.reach.bases]
@@ -119,6 +127,23 @@ class EffectWatch:
         modules, contents.modules = contents.modules, []
         instances |= {type(m): m for name, module in modules for m in self._model.save_outside(name, module)}
         return [*instances.values(), *functions]
+
+    def refuse_held(self, changed: Collection[int] | None = None, guards: Iterable[Guard] = ()) -> None:
+        """Raise UnsupportedOpError where a container among the arguments changes that the model reads elsewhere too.
+
+        `changed` are the ids of what changes, and `guards` say what was read; None where that is not known.
+        """
+        for path, x in self._containers:
+            read = self._contents if changed is None else Contents()
+            for guard in guards if changed is not None and id(x) in changed else ():
+                if isinstance(guard.source, At):
+                    read.add(guard.name, guard.source.current(NO_CALL))
+            if name := read.name_of(x):
+                raise UnsupportedOpError(
+                    f"the argument {path} is {name} too, two objects in a trace, and the forward changes it",
+                    module=self._model.type_name,
+                    hint="give a copy to the trace; or let the forward take it from one of both",
+                )
 
     def restore(self) -> list[Change]:
         """Put all back as it was, and say what had changed: by value, or to another object that equals the old one."""
