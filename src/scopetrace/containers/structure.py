@@ -585,8 +585,8 @@ class Watch:
 
 def with_given(template: Any, given_parts: list[GivenPart], leaf: Leaf) -> Any:
     """A template in which each part that is an object among the arguments is a Given."""
-    parts = [(path, given, leaves(_at(template, path), leaf)) for path, given in given_parts]
-    return with_parts(template, {path: Given(given, len(inside)) for path, given, inside in parts})
+    parts = [(path, argument, leaves(_at(template, path), leaf)) for path, argument in given_parts]
+    return with_parts(template, {path: Given(argument, len(inside)) for path, argument, inside in parts})
 
 
 def with_parts(
