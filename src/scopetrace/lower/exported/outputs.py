@@ -18,12 +18,12 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.structure import container_type, map_structure
+from scopetrace.containers.structure import container_type, walk
 from scopetrace.errors import ExportError, SideEffectWarning
-from scopetrace.ir.tape import FunctionalTape, Value
+from scopetrace.ir.tape import FunctionalTape
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
 from scopetrace.lower.exported.calls import CHECK_OF_DTYPE, argument_of
-from scopetrace.lower.exported.inputs import Lifted, example_of, flat_template
+from scopetrace.lower.exported.inputs import Lifted, example_of, is_traced
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import FxLowering
 
@@ -62,14 +62,13 @@ class Outputs(ResultNodes):
         """The memory of buffers that are bound to other tensors: an ExportedProgram overwrites it."""
         self._changes = self._find_changes()
         results = iter(self.all_results(self._write_back))
-        self.spec = pytree.tree_structure(example_of(tape.outputs))
-        out = map_structure(lambda _: next(results), tape.outputs, (Value, *Symbolic))
-        flat = flat_template(out, "the result")
+        leaves, self.spec = pytree.tree_flatten(example_of(tape.outputs))
+        parts = [next(results) if is_traced(x, tape) or isinstance(x, Symbolic) else x for x in leaves]
         values = self._new_values()
         changes = zip(self._changes.values(), values, strict=True)
         self.specs = [OutputSpec(c.kind, argument_of(node), c.target) for c, node in changes]
-        self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in flat]
-        program.output.args = ((*values, *(x for _, x in flat)),)
+        self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(x), None) for x in parts]
+        program.output.args = ((*values, *parts),)
         program.output.meta.pop("val", None)  # as in torch.export
         self.buffers = [
             (c.placeholder, c.value) for c in self._changes.values() if c.kind is OutputKind.BUFFER_MUTATION
@@ -191,11 +190,13 @@ class Outputs(ResultNodes):
         node = self._state[name][1]
         return self.copied(node) if self._storage(node) in self._bound else node
 
-    def _argument(self, path: str, x: Any) -> Any:
+    def _argument(self, x: Any) -> Any:
         spec = argument_of(x)
         if spec is None:
+            kind = container_type(x)
+            keys = next((keys for keys, part, _ in walk(self._tape.outputs) if container_type(part) is kind), ())
             raise ExportError(
-                f"{path} is a {container_type(x).__name__}, which is no tensor, number, text or None",
+                f"the result{''.join(keys)} is a {kind.__name__}, which is no tensor, number, text or None",
                 module=self._tape.root.path,
                 hint="register its class with torch.utils._pytree.register_pytree_node, or do not return it",
             )
