@@ -21,16 +21,8 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.export import modules_as_containers, opaque_name
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
-from scopetrace.containers.structure import (
-    container_type,
-    identifier,
-    instantiate,
-    is_object,
-    is_registered,
-    map_structure,
-    open_container,
-)
+from scopetrace._compat.tensors import FakeTensor, buffers_of, persistent_buffers_of
+from scopetrace.containers.structure import container_type, identifier, instantiate, map_structure
 from scopetrace.errors import ExportError
 from scopetrace.ir.tape import Call, FunctionalTape, Value
 from scopetrace.lower.exported.calls import PLAIN, ModuleCallFrame, argument_of, is_erased
@@ -66,7 +58,9 @@ class State:
 
 
 def flat_arguments(tape: FunctionalTape, names: list[str]) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves of the arguments with their paths, and the pytree spec. Modules are containers of their tensors.
+    """The leaves of `example_of` the arguments with their paths, and the pytree spec.
+
+    Modules are containers of their tensors.
 
     Raises ExportError for a class that pytree knows without keys.
     """
@@ -79,17 +73,12 @@ def flat_arguments(tape: FunctionalTape, names: list[str]) -> tuple[list[tuple[s
                 module=tape.root.path,
                 hint="register the class with flatten_with_keys_fn=, or give its parts as arguments",
             ) from None
-        lowered = flat_template(tape.args)
-    return [(_path(path, names), leaf) for (path, _), (_, leaf) in zip(flat, lowered, strict=True)], tree
+    return [(_path(path, names), leaf) for path, leaf in flat], tree
 
 
-def flat_template(x: Any, path: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a template with their paths, as pytree has them: it does not open what is not registered."""
-    is_leaf = is_object(x) and not is_registered(container_type(x))
-    children = None if is_leaf else open_container(tuple(x) if type(x) is torch.Size else x)
-    if children is None:
-        return [(path, x)]
-    return [leaf for key, child in children for leaf in flat_template(child, path + key)]
+def is_traced(x: Any, tape: FunctionalTape) -> bool:
+    """Whether a leaf of what `example_of` gives is a tensor of the program, and none of a module."""
+    return isinstance(x, FakeTensor) and x.fake_mode is tape.fake_mode
 
 
 def example_of(template: Any) -> Any:
@@ -122,7 +111,7 @@ def states(
         state = {n: dataclasses.replace(s, tensor=new.get(id(s.tensor), s.tensor)) for n, s in state.items()}
     on_tape = {id(t): n for n, t in tape.attributes.items()}
     for path, tensor in arguments:
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and not is_traced(tensor, tape):
             name = on_tape.get(id(tensor), path)
             if name in state:
                 raise ExportError(
@@ -267,8 +256,8 @@ class Lifted:
         spec: Any
         for path, leaf in arguments:
             plain = leaf.value if isinstance(leaf, enum.Enum) and isinstance(leaf, (int, str)) else leaf
-            if isinstance(leaf, (Value, torch.SymInt, torch.Tensor)):
-                is_input, is_number = isinstance(leaf, Value), isinstance(leaf, torch.SymInt)
+            if isinstance(leaf, (torch.SymInt, torch.Tensor)):
+                is_input, is_number = is_traced(leaf, self._tape), isinstance(leaf, torch.SymInt)
                 node = next(tensors if is_input else numbers if is_number else of_modules)
                 node.target = node.name  # torch.export knows arguments by their targets
                 spec = argument_of(node)

@@ -1,14 +1,13 @@
 """The outputs of an ExportedProgram: new values of parameters, buffers and inputs, then the results.
 
 Data flow:
-    updates of the write-back program, tensors assigned to buffers -> one _Change each, with the node of the new value
+    updates of the write-back program, tensors assigned to buffers -> what changes, and the node of its new value
     results of the write-back program -> nodes: outputs of the graph, changed values, views made with ops at the end
     both -> the output node and its OutputSpecs; a clone wherever two entries would share memory
 """
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -18,12 +17,12 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.structure import container_type, map_structure
+from scopetrace.containers.structure import container_type, walk
 from scopetrace.errors import ExportError, SideEffectWarning
-from scopetrace.ir.tape import FunctionalTape, Value
+from scopetrace.ir.tape import FunctionalTape
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
 from scopetrace.lower.exported.calls import CHECK_OF_DTYPE, argument_of
-from scopetrace.lower.exported.inputs import Lifted, example_of, flat_template
+from scopetrace.lower.exported.inputs import Lifted, example_of, is_traced
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import FxLowering
 
@@ -32,16 +31,6 @@ _KINDS = {
     InputKind.BUFFER: OutputKind.BUFFER_MUTATION,
     InputKind.USER_INPUT: OutputKind.USER_INPUT_MUTATION,
 }
-
-
-@dataclasses.dataclass
-class _Change:
-    """A parameter, buffer or input that gets a new value: its placeholder and the node of the value."""
-
-    kind: OutputKind
-    target: str
-    placeholder: torch.fx.Node
-    value: torch.fx.Node
 
 
 class Outputs(ResultNodes):
@@ -62,22 +51,19 @@ class Outputs(ResultNodes):
         """The memory of buffers that are bound to other tensors: an ExportedProgram overwrites it."""
         self._changes = self._find_changes()
         results = iter(self.all_results(self._write_back))
-        self.spec = pytree.tree_structure(example_of(tape.outputs))
-        out = map_structure(lambda _: next(results), tape.outputs, (Value, *Symbolic))
-        flat = flat_template(out, "the result")
-        values = self._new_values()
-        changes = zip(self._changes.values(), values, strict=True)
-        self.specs = [OutputSpec(c.kind, argument_of(node), c.target) for c, node in changes]
-        self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in flat]
-        program.output.args = ((*values, *(x for _, x in flat)),)
+        leaves, self.spec = pytree.tree_flatten(example_of(tape.outputs))
+        parts = [next(results) if is_traced(x, tape) or isinstance(x, Symbolic) else x for x in leaves]
+        values, written = self._new_values(), list(map(self._written, self._changes))
+        changes = zip(written, values, strict=True)
+        self.specs = [OutputSpec(kind, argument_of(node), target) for (kind, target, _), node in changes]
+        self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(x), None) for x in parts]
+        program.output.args = ((*values, *parts),)
         program.output.meta.pop("val", None)  # as in torch.export
-        self.buffers = [
-            (c.placeholder, c.value) for c in self._changes.values() if c.kind is OutputKind.BUFFER_MUTATION
-        ]
+        old = zip(written, self._changes.values(), strict=True)
+        self.buffers = [(node, new) for (kind, _, node), new in old if kind is OutputKind.BUFFER_MUTATION]
 
-    def _find_changes(self) -> dict[Any, _Change]:
-        """By GraphInput or StateRef, the changes, in the order of the placeholders."""
-        changes: dict[Any, _Change] = {}
+    def _find_changes(self) -> dict[GraphInput | StateRef, torch.fx.Node]:
+        """The new values of what changes, in the order of the placeholders."""
         for update in self._write_back.updates:
             if not isinstance(update, CopyInto) or isinstance(update.target, ViewOf):
                 raise ExportError(
@@ -85,24 +71,25 @@ class Outputs(ResultNodes):
                     module=self._tape.root.path,
                     hint="an ExportedProgram can only give it new values: let the model return a new tensor",
                 )
-            changes[update.target] = self._change(update.target, self.values[update.value.index])
-            self.updated[update.target] = changes[update.target].value
+            self.updated[update.target] = self.values[update.value.index]
+        changes = dict(self.updated)
         for write in self._tape.attribute_writes:
-            change = self._binding(write.path, self.lower(write.value)) if write.path in self._state else None
-            if change is not None:
-                changes[StateRef(write.path)] = change
-                self._bound.add(self._storage(change.placeholder))
+            value = self.lower(write.value)
+            if write.path in self._state and self._is_assigned(write.path, value):
+                changes[StateRef(write.path)] = value
+                self._bound.add(self._storage(self._state[write.path][1]))
             else:
                 text = f"The tensor attribute self.{write.path} was assigned during export"
                 text += ", and the program does not assign it"
                 warnings.warn(f"{text}: register it as a buffer, or return the tensor", SideEffectWarning, stacklevel=6)
         order = {node: i for i, node in enumerate(self._graph.nodes)}
-        return dict(sorted(changes.items(), key=lambda item: order[item[1].placeholder]))
+        return dict(sorted(changes.items(), key=lambda item: order[self._written(item[0])[2]]))
 
-    def _change(self, target: GraphInput | StateRef, value: torch.fx.Node) -> _Change:
+    def _written(self, target: GraphInput | StateRef) -> tuple[OutputKind, str, torch.fx.Node]:
+        """How the signature names what changes, and its placeholder."""
         if isinstance(target, GraphInput):
             node = self.inputs[target.index]
-            return _Change(OutputKind.USER_INPUT_MUTATION, node.name, node, value)
+            return OutputKind.USER_INPUT_MUTATION, node.name, node
         state, node = self._state[target.name]
         if state.kind not in _KINDS:
             raise ExportError(
@@ -112,19 +99,17 @@ class Outputs(ResultNodes):
                 "torch.autograd.grad(loss, list(model.parameters())), and step outside of the program",
             )
         key = node.name if state.kind is InputKind.USER_INPUT else state.fqn
-        return _Change(_KINDS[state.kind], key, node, value)
+        return _KINDS[state.kind], key, node
 
-    def _binding(self, name: str, value: torch.fx.Node) -> _Change | None:
-        """`self.n = self.n + 1` as a change of the buffer's data, since an ExportedProgram cannot rebind a buffer.
+    def _is_assigned(self, name: str, value: torch.fx.Node) -> bool:
+        """Whether `self.n = self.n + 1` is a change of the buffer's data: an ExportedProgram cannot rebind a buffer.
 
-        None for a tensor that it cannot write, no buffer or one of another shape or dtype, where it need not: such as a
+        Not of a tensor that it cannot write, no buffer or one of another shape or dtype, where it need not: such as a
         cache that forward fills, or what a metric sums up beside its result.
         """
-        state, node = self._state[name]
-        if self._is_kept(name, value):
-            return self._change(StateRef(name), value)
-        if not self._is_needed(StateRef(name)):
-            return None
+        (state, node), is_kept = self._state[name], self._is_kept(name, value)
+        if is_kept or not self._is_needed(StateRef(name)):
+            return is_kept
         if state.kind is not InputKind.BUFFER:
             raise ExportError(
                 f"the forward reads self.{name} and binds it to a new tensor, and it is no buffer",
@@ -164,17 +149,17 @@ class Outputs(ResultNodes):
         """
         outside = {self._storage(n) for n in self._graph.find_nodes(op="placeholder")}
         seen: set[torch.fx.Node] = set()
-        for change in self._changes.values():
-            if change.value in seen or self._storage(change.value) in outside:
-                change.value = self.copied(change.value)
-            seen.add(change.value)
+        for target, value in self._changes.items():
+            if value in seen or self._storage(value) in outside:
+                self._changes[target] = self.copied(value)
+            seen.add(self._changes[target])
         position = {node: i for i, node in enumerate(self._graph.nodes)}
         reads = {
             self._storage(n): i for node, i in position.items() if node.op != "output" for n in node.all_input_nodes
         }
         return [
-            self.copied(c.value) if reads.get(self._storage(c.placeholder), -1) > position[c.value] else c.value
-            for c in self._changes.values()
+            self.copied(value) if reads.get(self._storage(self._written(target)[2]), -1) > position[value] else value
+            for target, value in self._changes.items()
         ]
 
     def _storage(self, node: torch.fx.Node) -> Any:
@@ -184,18 +169,20 @@ class Outputs(ResultNodes):
     def value(self, source: FromGraph) -> Any:
         """A value that the graph returns, copied where it is the new value of a parameter, buffer or input as well."""
         value = super().value(source)
-        is_change = any(c.value is value for c in self._changes.values())
-        return self.copied(value) if source.copy or is_change or self._storage(value) in self._bound else value
+        is_copied = source.copy or value in self._changes.values() or self._storage(value) in self._bound
+        return self.copied(value) if is_copied else value
 
     def _kept_state(self, name: str) -> torch.fx.Node:
         node = self._state[name][1]
         return self.copied(node) if self._storage(node) in self._bound else node
 
-    def _argument(self, path: str, x: Any) -> Any:
+    def _argument(self, x: Any) -> Any:
         spec = argument_of(x)
         if spec is None:
+            kind = container_type(x)
+            keys = next((keys for keys, part, _ in walk(self._tape.outputs) if container_type(part) is kind), ())
             raise ExportError(
-                f"{path} is a {container_type(x).__name__}, which is no tensor, number, text or None",
+                f"the result{''.join(keys)} is a {kind.__name__}, which is no tensor, number, text or None",
                 module=self._tape.root.path,
                 hint="register its class with torch.utils._pytree.register_pytree_node, or do not return it",
             )

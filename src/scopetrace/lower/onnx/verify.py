@@ -14,7 +14,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import onnx.inliner
@@ -37,24 +37,12 @@ Size = Callable[[Any], int]
 """Gives the value of a size, symbolic or not."""
 
 
-@dataclasses.dataclass
-class _Example:
-    """Inputs of a program: values of symbolic sizes, and a tensor for each tensor input of the tape."""
+class _Example(NamedTuple):
+    """Inputs of a program: args and kwargs, and what the graph takes of them."""
 
-    tape: ProgramTape
-    size: Size
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     tensors: list[torch.Tensor]
-
-    @property
-    def numbers(self) -> list[int]:
-        return [self.size(n) for n in self.tape.numbers]
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tensors = dict(zip(self.tape.inputs, self.tensors, strict=True))
-        args, kwargs = instantiate(
-            lambda x: tensors[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
-        )
-        return args, kwargs
+    numbers: list[int]
 
 
 def _examples(tape: ProgramTape) -> Iterator[_Example]:
@@ -97,7 +85,9 @@ def _example(tape: ProgramTape, seed: int, size: Size) -> _Example:
                 numbers[..., -1:].fill_(0)
                 numbers[..., :1].fill_(1)
         tensors[id(fake)] = tracked_as(fake, memory.to(fake.dtype).to(fake.device).as_strided(shape, stride))
-    return _Example(tape, size, [tensors[id(value.fake)] for value in tape.inputs])
+    by_value = {value: tensors[id(value.fake)] for value in tape.inputs}
+    arguments = instantiate(lambda x: by_value[x] if isinstance(x, Value) else size(x), tape.args, (Value, *Symbolic))
+    return _Example(arguments, list(by_value.values()), [size(n) for n in tape.numbers])
 
 
 class _Session:
@@ -206,7 +196,7 @@ class _Comparison:
         for i, inputs in enumerate(_examples(self.program.tape)):
             try:  # whether the specializations of the trace hold on these inputs
                 if self.program.tape.specializations:
-                    run_once(self.program, inputs.tape, *inputs.arguments(), lambda result, tensors: None)
+                    run_once(self.program, self.program.tape, *inputs.arguments, lambda result, tensors: None)
             except InputMismatchError:
                 continue
             self.say(f"comparing with the model, inputs {i + 1}")
@@ -237,7 +227,7 @@ class _Comparison:
     def _eager(self, inputs: _Example, seed: int = 0) -> list[torch.Tensor]:
         model = (not self.program.tape.edited and self.program.model) or self.program
         with torch.set_grad_enabled(self.program.tape.grad):  # the model may differentiate
-            results: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
+            results: list[torch.Tensor] = run_once(model, self.program.tape, *inputs.arguments, self._read, seed)
         return results
 
     def _read(self, result: Any, inputs: list[torch.Tensor]) -> list[Any]:
