@@ -24,11 +24,12 @@ import torch
 from scopetrace._compat.gradients import Leaf
 from scopetrace._compat.ops import in_transform
 from scopetrace._compat.questions import MISSING
-from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id, unsaved_buffers_of
+from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import Effect, Given, Returned, apply_effects, effect_targets, leaves, match
 from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.guards import At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
+from scopetrace.ir.registered import put_tensor, table_of, tensor_in
 from scopetrace.ir.scopes import running_recorder
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef, resolved
@@ -346,8 +347,6 @@ class _Bound:
     place: tuple[torch.nn.Module, str] | None
     """Where the GraphModule has it; None where only ops without effect take it, as where Python asks for its number."""
     owner: tuple[torch.nn.Module, str]
-    table: dict[str, Any]
-    """Where the module had it in the trace: its parameters, buffers or other attributes."""
     last: torch.Tensor  # the one that the model had last, and gave to the GraphModule
     traced: tuple[torch.dtype, torch.Size]  # in the trace
 
@@ -369,18 +368,15 @@ class LiveState:
         for name in targets & tape.attributes.keys():
             path, _, leaf = name.rpartition(".")
             self._places[name] = graph_module.get_submodule(path), leaf
-        holders = self._owners | self._places
-        self._tables = {n: (table_of(*holder) or {}, holder[1]) for n, holder in holders.items()}
         for name, owner in self._owners.items():
             last = tape.attributes[name]
             if name in self._places or (name in fakes and not tape.edited):
-                table, traced = table_of(*owner) or {}, _kind(fakes.get(name, last))
-                self._bound[name] = _Bound(self._places.get(name), owner, table, last, traced)
+                self._bound[name] = _Bound(self._places.get(name), owner, last, _kind(fakes.get(name, last)))
 
     def terms(self, code: CallCode) -> list[str]:
         """What holds where the model has the tensors that it had last, or such as could be bound: loops in C."""
         bound = self._bound.values()
-        held = code.constant([b.table for b in bound]), code.constant([b.owner[1] for b in bound])
+        held = code.constant([table_of(*b.owner) or {} for b in bound]), code.constant([b.owner[1] for b in bound])
         last, same, get = map(code.constant, (self._last, operator.is_, operator.getitem))
         kind, kinds = code.constant(_kind), code.constant([b.traced for b in bound])
         refresh = code.constant(self.refresh)  # which raises one of MISMATCHES
@@ -393,15 +389,13 @@ class LiveState:
         Raises StateMismatchError for one that is gone, or of another dtype or shape than in the trace.
         """
         for name, bound in self._bound.items():
-            t = bound.table.get(bound.owner[1])
-            if t is not bound.last:
-                t = tensor_in(*bound.owner)
-                if t is None:
-                    raise not_as_traced(self._tape, name, bound.traced, None)
-                if bound.place is None or tensor_in(*bound.place) is bound.last:
-                    if bound.place is not None:
-                        put_tensor(*bound.place, t)
-                    bound.last = t
+            t = tensor_in(*bound.owner)
+            if t is None:
+                raise not_as_traced(self._tape, name, bound.traced, None)
+            if t is not bound.last and (bound.place is None or tensor_in(*bound.place) is bound.last):
+                if bound.place is not None:
+                    put_tensor(*bound.place, t)
+                bound.last = t
             current = _kind(t)
             if current != bound.traced and (bound.place is not None or current != self._tape.settled.get(name)):
                 raise not_as_traced(self._tape, name, bound.traced, current)
@@ -419,11 +413,8 @@ class LiveState:
 
     def held(self, name: str) -> torch.Tensor:
         """The present tensor behind a `get_attr` target: that of the GraphModule, or of the model if none reads it."""
-        table, key = self._tables.get(name, ({}, ""))
-        t: Any = table.get(key)
-        if not isinstance(t, torch.Tensor):  # a gradient, or moved from the buffers to the parameters
-            place = self._places.get(name) or self._owners.get(name)
-            t = None if place is None else tensor_in(*place)
+        place = self._places.get(name) or self._owners.get(name)
+        t = None if place is None else tensor_in(*place)
         return self._tape.attributes[name] if t is None else t
 
     def table_of(self, name: str) -> tuple[dict[str, Any], str] | None:
@@ -490,33 +481,9 @@ def _may_overlap(t: torch.Tensor) -> bool:
     return t.layout is torch.strided and not is_symbolic(t) and Geometry.of(t, 0).overlaps_itself()
 
 
-# Where modules have their tensors -------------------------------------------------------------------------------------
-
-
 def submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
     """A submodule of a loaded trace, which has no model; an empty one for attributes that the graph does not read."""
     try:
         return module.get_submodule(path)
     except AttributeError:
         return torch.nn.Module()
-
-
-def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
-    """Where a module has a tensor of this name; None where it has none."""
-    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
-    return next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
-
-
-def tensor_in(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    """A tensor of a module, or the gradient of one, `weight.grad`."""
-    if name.endswith(".grad"):
-        t = getattr(module, name.removesuffix(".grad"), None)
-        return None if t is None else Leaf.grad(t)
-    table = table_of(module, name)
-    return None if table is None else table[name]
-
-
-def put_tensor(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor where the module has one of this name, else into its attributes."""
-    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
-    next((table for table in tables if name in table), module.__dict__)[name] = tensor
