@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.gradients import Leaf
+from scopetrace._compat.graph_module import holder_of
 from scopetrace._compat.ops import in_transform
 from scopetrace._compat.questions import MISSING
 from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
@@ -356,18 +357,12 @@ class LiveState:
 
     def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module) -> None:
         self._tape = tape
-        self._writes = [
-            (w, w.module or submodule(graph_module, w.fqn if w.of is None else "")) for w in tape.attribute_writes
-        ]
         self._owners = _owners(tape)
         self._bound: dict[str, _Bound] = {}
         self._last: list[torch.Tensor] = []  # those of `_bound`, for the code that looks whether the model has them
-        self._places: dict[str, tuple[torch.nn.Module, str]] = {}
         fakes = {name: value.fake for name, value in tape.attribute_reads()}
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
-        for name in targets & tape.attributes.keys():
-            path, _, leaf = name.rpartition(".")
-            self._places[name] = graph_module.get_submodule(path), leaf
+        self._places = {name: holder_of(graph_module, name) for name in targets & tape.attributes.keys()}
         for name, owner in self._owners.items():
             last = tape.attributes[name]
             if name in self._places or (name in fakes and not tape.edited):
@@ -434,7 +429,8 @@ class LiveState:
 
         for of in self._tape.cleared:
             outside(of).grad = None
-        for (write, module), shared, value in itertools.zip_longest(self._writes, bound, values):
+        for write, shared, value in itertools.zip_longest(self._tape.attribute_writes, bound, values):
+            module: Any = write.module
             tensor = value if shared is None else shared
             if write.is_cache and tensor_in(module, write.name) is not None:
                 continue
@@ -479,11 +475,3 @@ def without_autocast() -> contextlib.AbstractContextManager[Any, Any]:
 def _may_overlap(t: torch.Tensor) -> bool:
     """Whether several of its elements may be one in memory: most ops refuse to write it, or write it in some order."""
     return t.layout is torch.strided and not is_symbolic(t) and Geometry.of(t, 0).overlaps_itself()
-
-
-def submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
-    """A submodule of a loaded trace, which has no model; an empty one for attributes that the graph does not read."""
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return torch.nn.Module()
