@@ -284,7 +284,7 @@ def _obstacle(call: Call, interfaces: Interfaces) -> str | None:
     """Why a call cannot be a function, and what to do; None where it can."""
     if leaves((call.args, call.kwargs, call.outputs), Removed):
         return "an edit of the graph removed what this call took or gave; leave it out of the targets"
-    for number in interfaces.readers.lost_numbers(call):
+    for number in interfaces.lost_numbers(call):
         return (
             f"{number}, a number that is made in this call, is used outside, though no result has it as a size; "
             f"leave {call.scope.type_name or call.scope.name} out of the targets"
