@@ -121,9 +121,9 @@ class Interfaces:
             ops += [] if op.kind in ("placeholder", "get_attr") else [op]
             steps.append(len(ops))
         inner = {c: (steps[c.start - call.start], steps[c.stop - call.start]) for c in self._inside(call)}
-        made = {v for op in self.tape.ops[call.start : call.stop] for v in op.values()}
+        here = {v for op in self.tape.ops[call.start : call.stop] for v in op.values()}
         produced = dict.fromkeys(v for op in ops for v in op.values())
-        outputs = list(self._outputs(call, produced, made))
+        outputs = list(self._outputs(call, produced, here))
         read = dict.fromkeys([*(v for op in ops for v in op.inputs()), *(v for _, v in outputs)])
         used = produced.keys() | read.keys()
         for each in inner:  # their arguments and results, also those that no op reads
@@ -154,7 +154,7 @@ class Interfaces:
         number = self._numbers.setdefault(tuple(key.items), len(self.keys))
         if number == len(self.keys):
             self.keys.append(tuple(key.items))
-        captured, same = self._captured(call, produced, made, {v for _, v in outputs})
+        captured, same = self._captured(call, produced, here, {v for _, v in outputs})
         return Interface(
             inputs,
             operands,
@@ -213,10 +213,10 @@ class Interfaces:
     # ---------------------------------------------------------------- what it gives
 
     def _outputs(
-        self, call: Call, produced: Collection[Value], made: set[Value]
+        self, call: Call, produced: Collection[Value], here: set[Value]
     ) -> Iterator[tuple[FunctionOutput, Value]]:
         known = set()
-        for leaf in result_leaves(call.outputs, made):
+        for leaf in result_leaves(call.outputs, here):
             if isinstance(leaf.leaf, Value):
                 known.add(leaf.leaf)
                 yield FunctionOutput(leaf.name, "result"), leaf.leaf
@@ -226,14 +226,14 @@ class Interfaces:
                 yield FunctionOutput(name, "mutated"), v
 
     def _captured(
-        self, call: Call, produced: Collection[Value], made: set[Value], returned: set[Value]
+        self, call: Call, produced: Collection[Value], here: set[Value], returned: set[Value]
     ) -> tuple[dict[Value, FunctionOutput | None], dict[Value, Value]]:
         captured: dict[Value, FunctionOutput | None] = {}
         same: dict[Value, Value] = {}
         left = self._left_by(call)
         for v in produced:
             if v not in returned and v in left:
-                first = _same_tensor(v, made)
+                first = _same_tensor(v, here)
                 if first is not v:
                     same[v] = first
                 if first in produced and first not in returned:
@@ -244,9 +244,9 @@ class Interfaces:
         return captured, same
 
 
-def _same_tensor(v: Value, made: set[Value]) -> Value:
-    """The first value among those made in a call, or operand of it, that is the same tensor: `x.to(x.dtype)` is x."""
-    while v in made:
+def _same_tensor(v: Value, here: set[Value]) -> Value:
+    """The first of the values `here` in a call, or operand of it, that is the same tensor: `x.to(x.dtype)` is x."""
+    while v in here:
         operand = next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)
         if operand is None:
             break

@@ -200,15 +200,13 @@ def _layers(kept: list[Call], named: set[Call], interfaces: Interfaces) -> list[
     outer = {around for call in kept for around in _around(call) if around.group == call.group}
     by_class: dict[type | str | None, list[Call]] = {}
     for call in sorted(kept, key=lambda c: c.start - c.stop):  # the longest first: what is inside is not looked at
-        if call not in outer:
-            by_class.setdefault(call.group, []).append(call)
-    layers = set[Call]()
+        by_class.setdefault(call.group, []).append(call)
+    left = named | (set(kept) - outer)
     for calls in by_class.values():
-        left = {c for c in calls if layers.isdisjoint(_around(c))}
-        numbers = interfaces.numbered({*named, *left})
-        if len({numbers[c] for c in left}) < len(left):
-            layers = {c for c in layers if left.isdisjoint(_around(c))} | left
-    return _repeated([c for c in kept if c in named or c in layers], named, interfaces)
+        again = {c for c in calls if c in left and c not in outer}
+        if len({interfaces.of(c).number for c in again}) < len(again):
+            left = {c for c in left if c in named or again.isdisjoint(_around(c))}
+    return _repeated([c for c in kept if c in left], named, interfaces)
 
 
 def _around(call: Call) -> Iterator[Call]:
