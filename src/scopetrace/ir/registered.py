@@ -113,17 +113,20 @@ class Registered:
 
 def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
     """Where a module has a tensor of this name; None where it has none."""
-    tables: list[dict[str, Any]] = [parameters_of(module), buffers_of(module), module.__dict__]
-    if isinstance(module, torch.jit.ScriptModule):  # which has them in C++
-        tables[:2] = [dict(table.items()) for table in tables[:2]]
-    return next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
+    for table in (parameters_of(module), buffers_of(module), module.__dict__):
+        # what a scripted module has for a dict has no `get`
+        x: Any = table.get(name) if hasattr(table, "get") else dict(table.items()).get(name)
+        if isinstance(x, torch.Tensor):
+            return table
+    return None
 
 
 def tensor_in(module: torch.nn.Module, name: str) -> torch.Tensor | None:
     """A tensor of a module, or the gradient of one, `weight.grad`."""
-    leaf = name.removesuffix(".grad")
+    is_gradient = name[-5:] == ".grad"
+    leaf = name[:-5] if is_gradient else name
     table = table_of(module, leaf)
-    return None if table is None else table[leaf] if leaf == name else Leaf.grad(table[leaf])
+    return None if table is None else Leaf.grad(table[leaf]) if is_gradient else table[leaf]
 
 
 def put_tensor(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
