@@ -10,8 +10,8 @@ import torch.fx
 
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.errors import FunctionalizationError
+from scopetrace.ir.tape import bind
 from scopetrace.ops.functional_variants import undeclared_writes
-from scopetrace.torch_level.names import bound_arguments
 
 _ITEM_WRITES = (operator.setitem, operator.delitem)
 
@@ -80,7 +80,7 @@ def _function(node: torch.fx.Node) -> str | None:
 
 
 def _keywords(node: torch.fx.Node) -> str | None:
-    arguments = bound_arguments(node.target, node.args, node.kwargs)
+    arguments = bind(node.target, node.args, node.kwargs)
     if arguments.get("out") is not None and not is_op(node.target):
         return "out="
     if arguments.get("inplace") is True:

@@ -449,3 +449,13 @@ def test_a_training_step_with_attention(is_causal):
         results[name] = run(x).detach(), model.weight.grad, model.bias.grad
     torch.testing.assert_close(results["decomposed"], results["eager"])
     assert aten._scaled_dot_product_flash_attention_for_cpu.default in ops(found.graph_module.graph)
+
+
+def test_a_decomposed_program_that_fills_a_cache_is_exported_decomposed():
+    def grow(x, cache):
+        cache["k"] = torch.cat([cache["k"], F.linear(x, x)])
+        return cache["k"]
+
+    program = st.trace(grow, (torch.eye(2), {"k": torch.zeros(1, 2)})).decompose().to_exported_program()
+    assert ops(program.graph) == [aten.permute.default, aten.mm.default, aten.cat.default]
+    assert program.module()(torch.eye(2), {"k": torch.zeros(1, 2)}).tolist() == [[0, 0], [1, 0], [0, 1]]

@@ -60,3 +60,9 @@ def constant_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 def leave_to_python(function: Callable[..., Any]) -> None:
     """Let torch.compile not trace the code of a function, also after a graph break around it."""
     torch._dynamo.eval_frame.skip_code(function.__code__)  # loaded by torch.compile, which calls this
+
+
+def stands_for_number(placeholder: torch.fx.Node) -> bool:
+    """Whether Dynamo has made a tensor of a number of the model for an input of the graph that it compiles."""
+    argument = placeholder.meta.get("grapharg")  # until the backend has returned
+    return argument is not None and argument.pass_arg_as_tensor and not argument.is_tensor

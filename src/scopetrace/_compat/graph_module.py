@@ -279,19 +279,25 @@ def make_graph_module(
 def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
     """Put tensors and modules under their paths, those of short paths first, in modules that are made for them."""
     for name in sorted(attributes, key=lambda name: name.count(".")):
-        *path, field = name.split(".")
-        module: Any = root
-        for part in path:
-            if module._modules.get(part) is None:
-                module._modules[part] = torch.nn.Module()
-            module = module._modules[part]
-        x = attributes[name]
+        (module, field), x = holder_of(root, name), attributes[name]
         if isinstance(x, torch.nn.Parameter):  # as `register_parameter` does, which takes four times as long
             module._parameters[field] = x
         elif isinstance(x, torch.Tensor):
             module._buffers[field] = x
         else:
             setattr(module, field, x)
+
+
+def holder_of(
+    root: torch.nn.Module, name: str, make: Callable[[], torch.nn.Module] = torch.nn.Module
+) -> tuple[Any, str]:
+    """The submodule for what has this dotted name, and the name in it. `make` makes those that are not there."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if root._modules.get(part) is None:
+            root._modules[part] = make()
+        root = root._modules[part]  # type: ignore[assignment]
+    return root, leaf
 
 
 def is_writable(path: str, *, keywords: bool = False) -> bool:

@@ -17,14 +17,7 @@ from scopetrace._compat.compilers import backend_for
 from scopetrace.errors import ArgumentError, CompileError
 from scopetrace.ir.scopes import tracing_state
 from scopetrace.lower.compiled import BETWEEN, Piece, Pieces, without_single_ops
-from scopetrace.program.outlined import (
-    GENERAL,
-    OUTERMOST,
-    OutlinedTrace,
-    OutlineTarget,
-    outline_outermost_calls,
-    tells_calls,
-)
+from scopetrace.program.outlined import GENERAL, OUTERMOST, OutlinedTrace, OutlineTarget, outline_calls, tells_calls
 from scopetrace.program.traced import TracedProgram
 
 
@@ -94,7 +87,7 @@ def compile_program(
         said = textwrap.shorten(str(error), 160, placeholder=" …")
         raise ArgumentError(f"torch.compile does not take this backend, mode or options: {said}") from error
     targets = targets if tells_calls(program) else [t for t in targets if t not in GENERAL]  # one function for all
-    outlined = outline_outermost_calls(program, targets)
+    outlined = outline_calls(program, targets, nested=False)
     outlined = without_single_ops(outlined) if OUTERMOST in targets else outlined
     table_of, grad = outlined.boundary.state.table_of, program.tape.grad
     pieces = Pieces(outlined.graph_module, compiler, table_of, grad=grad)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from scopetrace._compat.graph_module import holder_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import storage_id
 from scopetrace.api.runnable import Shown, program_of
@@ -122,12 +123,7 @@ def _tie(module: torch.fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> N
         place = (t.storage_offset(), t.size(), t.stride()) if t.layout is torch.strided else ()
         same = first.setdefault((storage_id(t), *place, t.dtype, type(t)), t)
         if same is not names.get(name):
-            *path, leaf = name.split(".")
-            holder: Any = module
-            for part in path:
-                if not hasattr(holder, part):
-                    holder.add_module(part, torch.nn.Module())
-                holder = getattr(holder, part)
+            holder, leaf = holder_of(module, name)
             is_parameter = isinstance(same, torch.nn.Parameter)
             (holder.register_parameter if is_parameter else holder.register_buffer)(leaf, same)
 

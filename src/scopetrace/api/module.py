@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from scopetrace._compat.graph_module import holder_of
 from scopetrace._compat.tensors import persistent_buffers_of
 from scopetrace.errors import ModeError
 from scopetrace.ir.tape import ProgramTape
@@ -53,7 +55,7 @@ class TracedModule(torch.nn.Module):
     def __init__(self, program: TracedProgram, stored: list[Stored]) -> None:
         super().__init__()
         for name, tensor, persistent in stored:
-            holder, leaf = self._holder(name)
+            holder, leaf = holder_of(self, name, _Holder)
             if isinstance(tensor, torch.nn.Parameter):
                 holder.register_parameter(leaf, tensor)
             else:
@@ -64,16 +66,6 @@ class TracedModule(torch.nn.Module):
         for module in self.modules():
             module.training = any(call.attributes.get("training") is True for call in calls)
         _ = self._program.boundary  # made now, since under `torch.jit.trace` fake tensors do not say their sizes
-
-    def _holder(self, name: str) -> tuple[torch.nn.Module, str]:
-        """The submodule that holds a tensor of this name, made if it is not there, and the tensor's name in it."""
-        *path, leaf = name.split(".")
-        holder: torch.nn.Module = self
-        for part in path:
-            if part not in dict(holder.named_children()):
-                holder.add_module(part, _Holder())
-            holder = holder.get_submodule(part)
-        return holder, leaf
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program with the parameters and buffers that the module has now; takes what the model takes.
@@ -146,18 +138,14 @@ def _stored_in(root: torch.nn.Module) -> Iterator[Stored]:
 
 
 def _bound_to(module: TracedModule, program: TracedProgram, tensors: dict[str, torch.Tensor]) -> TracedProgram:
+    holder = functools.partial(holder_of, module, make=_Holder)
+
     def bound(tape: Program) -> Program:
-        owners: dict[str, tuple[torch.nn.Module | None, str]] = {name: module._holder(name) for name in tensors}
-        writes = [
-            w if w.of is not None else dataclasses.replace(w, module=module._holder(w.path)[0])
-            for w in tape.attribute_writes
-        ]
-        return dataclasses.replace(
-            tape,
-            attributes={name: tensors.get(name, t) for name, t in tape.attributes.items()},
-            owners={name: owner for name, owner in owners.items() if name in tape.attributes},
-            attribute_writes=writes,
-        )
+        attributes = {name: tensors.get(name, t) for name, t in tape.attributes.items()}
+        owners: dict[str, tuple[torch.nn.Module | None, str]] = {n: holder(n) for n in tensors if n in attributes}
+        modules = [None if w.of is not None else holder(w.path)[0] for w in tape.attribute_writes]
+        writes = [dataclasses.replace(w, module=m) for w, m in zip(tape.attribute_writes, modules, strict=True)]
+        return dataclasses.replace(tape, attributes=attributes, owners=owners, attribute_writes=writes)
 
     return TracedProgram(bound(program.recorded), bound(program.tape), program.model)
 

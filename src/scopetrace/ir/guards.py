@@ -29,7 +29,6 @@ from typing import Any
 import torch
 
 from scopetrace._compat.questions import MISSING, Missing, fact_of, flag, hooks_of_all_modules, quick_flag
-from scopetrace._compat.tensors import parameters_of
 from scopetrace.containers.contents import (
     ATTRIBUTES,
     Attributes,
@@ -46,6 +45,7 @@ from scopetrace.containers.contents import (
 )
 from scopetrace.containers.structure import effect_targets, is_plain_object, open_container, shared_parts, weak_cache
 from scopetrace.errors import FixedValueWarning, InputMismatchError
+from scopetrace.ir.registered import tensor_in
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.sources import NOT_THE_MODEL
 
@@ -316,14 +316,8 @@ class WhichOfModel(Source):
     kind = "input"
 
     def current(self, call: CallInputs) -> Any:
-        fqns = {id(_held(module, name)): fqn for fqn, module, name in self.owners}
+        fqns = {id(tensor_in(module, name)): fqn for fqn, module, name in self.owners}
         return tuple([(i, fqns[id(t)]) for i, t in enumerate(call.tensors) if id(t) in fqns])
-
-
-def _held(module: torch.nn.Module, name: str) -> Any:
-    """An attribute of a module; nn.Module looks for parameters last."""
-    parameters = parameters_of(module)  # of a scripted module, what has no `get`
-    return parameters[name] if name in parameters else getattr(module, name, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,11 +331,8 @@ class OfTensor(Source):
     kind = "tensor"
 
     def current(self, call: CallInputs) -> Any:
-        name, _, of_it = self.name.partition(".")
-        tensor = getattr(self.module, name, None)
-        if of_it:
-            tensor = getattr(tensor, of_it, None)
-        return fact_of(tensor, self.fact, ()) if isinstance(tensor, torch.Tensor) else MISSING
+        tensor = tensor_in(self.module, self.name)
+        return MISSING if tensor is None else fact_of(tensor, self.fact, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,8 +352,8 @@ def in_a_file(guards: Iterable[Guard], held: Collection[torch.Tensor]) -> list[G
     for guard in guards:
         source = guard.source
         if isinstance(source, OfTensor) and source.fact == "has_grad":
-            tensor = _held(source.module, source.name)
-            if not guard.value and any(t is tensor for t in held):
+            tensor = tensor_in(source.module, source.name)
+            if tensor is not None and not guard.value and any(t is tensor for t in held):
                 kept.append(dataclasses.replace(guard, source=HasGradient(tensor)))
         elif source.stays and not (isinstance(source, HasGradient) and guard.value):
             kept.append(guard)  # gradients that the program reads are in the file, and compared as all that it holds

@@ -1,4 +1,4 @@
-"""The modules and parameters of a model with all their names, in the order of registration."""
+"""The modules and parameters of a model with all their names, in the order of registration, and their tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
+
+from scopetrace._compat.gradients import Leaf
+from scopetrace._compat.tensors import buffers_of, parameters_of
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)  # a frozen one takes four times as long to make
@@ -102,3 +106,30 @@ class Registered:
     @functools.cached_property
     def _modules_by_name(self) -> dict[str | None, str]:
         return {name: first for first, module in self.modules.items() for name in module.names}
+
+
+# Where modules have their tensors ------------------------------------------------------------------------------------
+
+
+def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
+    """Where a module has a tensor of this name; None where it has none."""
+    for table in (parameters_of(module), buffers_of(module), module.__dict__):
+        # what a scripted module has for a dict has no `get`
+        x: Any = table.get(name) if hasattr(table, "get") else dict(table.items()).get(name)
+        if isinstance(x, torch.Tensor):
+            return table
+    return None
+
+
+def tensor_in(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """A tensor of a module, or the gradient of one, `weight.grad`."""
+    is_gradient = name[-5:] == ".grad"
+    leaf = name[:-5] if is_gradient else name
+    table = table_of(module, leaf)
+    return None if table is None else Leaf.grad(table[leaf]) if is_gradient else table[leaf]
+
+
+def put_tensor(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor where the module has one of this name, else into its attributes."""
+    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
+    next((table for table in tables if name in table), module.__dict__)[name] = tensor

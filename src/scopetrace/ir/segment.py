@@ -64,7 +64,7 @@ def captured(segments: list[TapeSegment]) -> list[Any]:
     outside: dict[Any, Any] = {}
     for segment in segments:
         inside = {v for op in segment.kept() for v in op.values()}
-        read = (*_used_by(segment.kept(), segment.calls), *leaves(segment.outputs, Value))
+        read = (*used_by(segment.kept(), segment.calls), *leaves(segment.outputs, Value))
         outside |= {v: v for v in read if v not in inside}
     for segment in segments:
         for number in free_symbols(segment, list(outside)):
@@ -72,11 +72,11 @@ def captured(segments: list[TapeSegment]) -> list[Any]:
     return list(outside.values())
 
 
-def _used_by(ops: list[Op], calls: list[Call]) -> Iterator[Value]:
+def used_by(ops: Iterable[Op], calls: Iterable[Call]) -> Iterator[Value]:
     """What ops read, and calls take and give."""
     for op in ops:
         yield from op.inputs()
-    yield from leaves([(call.args, call.kwargs, call.outputs) for call in calls], Value)
+    yield from leaves([(call.args, call.kwargs, call.outputs, call.mutated) for call in calls], Value)
 
 
 def free_symbols(segment: TapeSegment, captured: list[Any]) -> Iterator[Any]:
@@ -232,7 +232,7 @@ def keep_regions(tape: RecordedTape, regions: list[Region]) -> None:
     wanted = [r for r in regions if r.requires_grad(tape) == (r.hop is CHECKPOINT)]
     if not wanted:
         return
-    uses = collections.Counter(_used_by(tape.ops, tape.calls))
+    uses = collections.Counter(used_by(tape.ops, tape.calls))
     uses.update(leaves(tape.outputs, Value))
     uses.update(w.value for w in tape.attribute_writes)
     names = itertools.count()
@@ -251,7 +251,7 @@ def _cut(tape: RecordedTape, region: Region, uses: collections.Counter[Value], n
     ops = tape.ops[region.start : region.stop]
     inner = set(region.calls).intersection(tape.calls)  # others are in the bodies of inner regions
     calls = [call for call in tape.calls if call in inner]
-    inside = collections.Counter(_used_by(ops, calls))
+    inside = collections.Counter(used_by(ops, calls))
     body_name = "wrap_body" if region.hop is CHECKPOINT else "repeated_subgraph"
     segment = TapeSegment(body_name, region.scope, region.call, region.start, ops, calls, [])
     results = [v for op in segment.kept() for v in op.values()]

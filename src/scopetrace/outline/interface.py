@@ -1,7 +1,7 @@
 """What each call of a tape takes and gives, with a key by which equal calls are known before anything is cut out.
 
 Data flow:
-    for each value, where it is made and who reads it (Readers) -> what other code reads of what a call makes
+    how often each value is read in the program, and in a call -> what other code reads of what the call makes
     arguments, ops and results of a call -> inputs, outputs, and the values that these are in the call -> Interface
     values numbered in the order in which they are met -> a key; in equal calls, values of one number correspond
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.segment import TapeSegment, free_symbols, has_symbols
+from scopetrace.ir.segment import TapeSegment, free_symbols, has_symbols, used_by
 from scopetrace.ir.tape import Call, FunctionalTape, Op, Value, bind, forward_of
 from scopetrace.outline.key import KeyBuilder
 from scopetrace.outline.signature import (
@@ -61,14 +61,17 @@ class Interfaces:
 
     Attributes:
         tape: that tape.
-        readers: its readers.
         children: the calls right inside of each call.
         keys: by number of an `Interface`, its key.
     """
 
     def __init__(self, tape: FunctionalTape, forward: Any) -> None:
         """`forward` is what the root call ran."""
-        self.tape, self.readers = tape, Readers(tape)
+        self.tape = tape
+        self._symbols = {symbol for op in tape.ops for symbol in op.unbacked or ()}
+        results = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
+        self._uses = collections.Counter([*self._used_by(tape.ops, tape.calls), *self._symbols_in(results)])
+        self._uses.update(leaves(results, Value))
         self.keys: list[tuple[Any, ...]] = []
         self.children: dict[Call | None, list[Call]] = collections.defaultdict(list)
         for call in tape.calls:
@@ -89,14 +92,38 @@ class Interfaces:
             numbers[call] = known.setdefault((interface.number, (labels or {}).get(call), *inner), len(known))
         return numbers
 
+    def lost_numbers(self, call: Call) -> list[Any]:
+        """The symbols that a call makes and that are used outside of it, though they are no sizes of its results."""
+        used = self._left_by(call) & self._symbols if self._symbols else ()
+        sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if used else ()
+        return [symbol for symbol in used if symbol not in sizes]
+
+    def _left_by(self, call: Call) -> set[Any]:
+        """The values and symbols that a call makes and that are used outside of it."""
+        ops = self.tape.ops[call.start : call.stop]
+        inside = collections.Counter(self._used_by(ops, [call, *self._inside(call)]))
+        return {x for op in ops for x in (*op.values(), *(op.unbacked or ())) if self._uses[x] > inside[x]}
+
+    def _used_by(self, ops: Sequence[Op], calls: Sequence[Call]) -> Iterator[Any]:
+        """The values that ops read, and calls take and give; and of numbers the symbols that an op makes from data."""
+        yield from used_by(ops, calls)
+        for op in ops if self._symbols else ():
+            yield from self._symbols_in((op.args, op.kwargs))
+        for call in calls if self._symbols else ():
+            yield from self._symbols_in((call.args, call.kwargs, call.outputs, call.mutated))
+
+    def _symbols_in(self, x: Any) -> set[Any]:
+        return {symbol for n in leaves(x, Symbolic) for symbol in to_expr(n).free_symbols} & self._symbols
+
     def _make(self, call: Call) -> Interface:
         ops, steps = list[Op](), [0]
         for op in self.tape.ops[call.start : call.stop]:
             ops += [] if op.kind in ("placeholder", "get_attr") else [op]
             steps.append(len(ops))
         inner = {c: (steps[c.start - call.start], steps[c.stop - call.start]) for c in self._inside(call)}
+        here = {v for op in self.tape.ops[call.start : call.stop] for v in op.values()}
         produced = dict.fromkeys(v for op in ops for v in op.values())
-        outputs = list(self._outputs(call, produced))
+        outputs = list(self._outputs(call, produced, here))
         read = dict.fromkeys([*(v for op in ops for v in op.inputs()), *(v for _, v in outputs)])
         used = produced.keys() | read.keys()
         for each in inner:  # their arguments and results, also those that no op reads
@@ -127,7 +154,7 @@ class Interfaces:
         number = self._numbers.setdefault(tuple(key.items), len(self.keys))
         if number == len(self.keys):
             self.keys.append(tuple(key.items))
-        captured, same = self._captured(call, produced, {v for _, v in outputs})
+        captured, same = self._captured(call, produced, here, {v for _, v in outputs})
         return Interface(
             inputs,
             operands,
@@ -185,10 +212,11 @@ class Interfaces:
 
     # ---------------------------------------------------------------- what it gives
 
-    def _outputs(self, call: Call, produced: Collection[Value]) -> Iterator[tuple[FunctionOutput, Value]]:
+    def _outputs(
+        self, call: Call, produced: Collection[Value], here: set[Value]
+    ) -> Iterator[tuple[FunctionOutput, Value]]:
         known = set()
-        inside = {v for v in leaves(call.outputs, Value) if self.readers.makes(call, v)}
-        for leaf in result_leaves(call.outputs, inside):
+        for leaf in result_leaves(call.outputs, here):
             if isinstance(leaf.leaf, Value):
                 known.add(leaf.leaf)
                 yield FunctionOutput(leaf.name, "result"), leaf.leaf
@@ -198,13 +226,14 @@ class Interfaces:
                 yield FunctionOutput(name, "mutated"), v
 
     def _captured(
-        self, call: Call, produced: Collection[Value], returned: set[Value]
+        self, call: Call, produced: Collection[Value], here: set[Value], returned: set[Value]
     ) -> tuple[dict[Value, FunctionOutput | None], dict[Value, Value]]:
         captured: dict[Value, FunctionOutput | None] = {}
         same: dict[Value, Value] = {}
+        left = self._left_by(call)
         for v in produced:
-            if v not in returned and self.readers.leaves(v, call):
-                first = self._same_tensor(v, call)
+            if v not in returned and v in left:
+                first = _same_tensor(v, here)
                 if first is not v:
                     same[v] = first
                 if first in produced and first not in returned:
@@ -214,56 +243,12 @@ class Interfaces:
                     captured[first] = FunctionOutput(name.removeprefix(call.prefix), kind) if is_inside else None
         return captured, same
 
-    def _same_tensor(self, v: Value, call: Call) -> Value:
-        """The first value in the call, or operand of it, that is the same tensor object, as `x.to(x.dtype)` is x."""
-        while self.readers.makes(call, v):
-            operand = next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)
-            if operand is None:
-                break
-            v = operand
-        return v
 
-
-class Readers:
-    """Of each value of a tape: the op that makes it, the last op that reads it, and the calls that take or give it.
-
-    The same of each symbol that an op makes from data.
-    """
-
-    def __init__(self, tape: FunctionalTape) -> None:
-        self._made: dict[Any, int] = {}
-        self._last: dict[Any, int] = {}
-        self._calls: dict[Any, list[Call]] = collections.defaultdict(list)
-        self._symbols = [symbol for op in tape.ops for symbol in op.unbacked or ()]
-        for i, op in enumerate(tape.ops):
-            read = op.inputs() if not self._symbols else [*op.inputs(), *self._symbols_in((op.args, op.kwargs))]
-            self._last.update(dict.fromkeys(read, i))
-            self._made.update(dict.fromkeys([*op.values(), *(op.unbacked or ())], i))
-        for call in tape.calls:
-            used = (call.args, call.kwargs, call.outputs, call.mutated)
-            for value in [*leaves(used, Value), *self._symbols_in(used)]:
-                self._calls[value].append(call)
-        results = [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)]
-        self._results = {*leaves(results, Value), *self._symbols_in(results)}
-
-    def _symbols_in(self, x: Any) -> set[Any]:
-        numbers = leaves(x, Symbolic) if self._symbols else ()
-        return {symbol for number in numbers for symbol in to_expr(number).free_symbols}
-
-    def makes(self, call: Call, value: Any) -> bool:
-        """Whether a value or symbol is made in a call, including the calls inside it."""
-        return call.start <= self._made.get(value, -1) < call.stop
-
-    def lost_numbers(self, call: Call) -> list[Any]:
-        """The symbols that a call makes and that are used outside of it, though they are no sizes of its results."""
-        used = [symbol for symbol in self._symbols if self.leaves(symbol, call)]
-        sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if used else ()
-        return [symbol for symbol in used if symbol not in sizes]
-
-    def leaves(self, value: Any, call: Call) -> bool:
-        """Whether a value or symbol is made in a call and used outside of it."""
-        if not self.makes(call, value):
-            return False
-        if value in self._results or self._last.get(value, -1) >= call.stop:
-            return True
-        return not all(call in reader.ancestors() for reader in self._calls.get(value, ()))
+def _same_tensor(v: Value, here: set[Value]) -> Value:
+    """The first of the values `here` in a call, or operand of it, that is the same tensor: `x.to(x.dtype)` is x."""
+    while v in here:
+        operand = next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)
+        if operand is None:
+            break
+        v = operand
+    return v

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from scopetrace._compat.gradients import Leaf
+from scopetrace._compat.graph_module import holder_of
 from scopetrace._compat.ops import in_transform
 from scopetrace._compat.questions import MISSING
-from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id, unsaved_buffers_of
+from scopetrace._compat.tensors import buffers_of, is_symbolic, storage_id, unsaved_buffers_of
 from scopetrace.containers.contents import same
 from scopetrace.containers.structure import (
     Effect,
@@ -39,6 +40,7 @@ from scopetrace.containers.structure import (
 )
 from scopetrace.errors import InputMismatchError, StateMismatchError
 from scopetrace.ir.guards import At, CallInputs, OfInput, OfTensor, Probe, check_numbers, is_same, unchanged
+from scopetrace.ir.registered import put_tensor, table_of, tensor_in
 from scopetrace.ir.scopes import running_recorder
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef, resolved
@@ -360,8 +362,6 @@ class _Bound:
     place: tuple[torch.nn.Module, str] | None
     """Where the GraphModule has it; None where only ops without effect take it, as where Python asks for its number."""
     owner: tuple[torch.nn.Module, str]
-    table: dict[str, Any]
-    """Where the module had it in the trace: its parameters, buffers or other attributes."""
     last: torch.Tensor  # the one that the model had last, and gave to the GraphModule
     traced: tuple[torch.dtype, torch.Size]  # in the trace
 
@@ -371,30 +371,21 @@ class LiveState:
 
     def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module) -> None:
         self._tape = tape
-        self._writes = [
-            (w, w.module or submodule(graph_module, w.fqn if w.of is None else "")) for w in tape.attribute_writes
-        ]
         self._owners = _owners(tape)
         self._bound: dict[str, _Bound] = {}
         self._last: list[torch.Tensor] = []  # those of `_bound`, for the code that looks whether the model has them
-        self._places: dict[str, tuple[torch.nn.Module, str]] = {}
         fakes = {name: value.fake for name, value in tape.attribute_reads()}
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
-        for name in targets & tape.attributes.keys():
-            path, _, leaf = name.rpartition(".")
-            self._places[name] = graph_module.get_submodule(path), leaf
-        holders = self._owners | self._places
-        self._tables = {n: (table_of(*holder) or {}, holder[1]) for n, holder in holders.items()}
+        self._places = {name: holder_of(graph_module, name) for name in targets & tape.attributes.keys()}
         for name, owner in self._owners.items():
             last = tape.attributes[name]
             if name in self._places or (name in fakes and not tape.edited):
-                table, traced = table_of(*owner) or {}, _kind(fakes.get(name, last))
-                self._bound[name] = _Bound(self._places.get(name), owner, table, last, traced)
+                self._bound[name] = _Bound(self._places.get(name), owner, last, _kind(fakes.get(name, last)))
 
     def terms(self, code: CallCode) -> list[str]:
         """What holds where the model has the tensors that it had last, or such as could be bound: loops in C."""
         bound = self._bound.values()
-        held = code.constant([b.table for b in bound]), code.constant([b.owner[1] for b in bound])
+        held = code.constant([table_of(*b.owner) or {} for b in bound]), code.constant([b.owner[1] for b in bound])
         last, same, get = map(code.constant, (self._last, operator.is_, operator.getitem))
         kind, kinds = code.constant(_kind), code.constant([b.traced for b in bound])
         refresh = code.constant(self.refresh)  # which raises one of MISMATCHES
@@ -407,15 +398,13 @@ class LiveState:
         Raises StateMismatchError for one that is gone, or of another dtype or shape than in the trace.
         """
         for name, bound in self._bound.items():
-            t = bound.table.get(bound.owner[1])
-            if t is not bound.last:
-                t = tensor_in(*bound.owner)
-                if t is None:
-                    raise not_as_traced(self._tape, name, bound.traced, None)
-                if bound.place is None or tensor_in(*bound.place) is bound.last:
-                    if bound.place is not None:
-                        put_tensor(*bound.place, t)
-                    bound.last = t
+            t = tensor_in(*bound.owner)
+            if t is None:
+                raise not_as_traced(self._tape, name, bound.traced, None)
+            if t is not bound.last and (bound.place is None or tensor_in(*bound.place) is bound.last):
+                if bound.place is not None:
+                    put_tensor(*bound.place, t)
+                bound.last = t
             current = _kind(t)
             if current != bound.traced and (bound.place is not None or current != self._tape.settled.get(name)):
                 raise not_as_traced(self._tape, name, bound.traced, current)
@@ -433,11 +422,8 @@ class LiveState:
 
     def held(self, name: str) -> torch.Tensor:
         """The present tensor behind a `get_attr` target: that of the GraphModule, or of the model if none reads it."""
-        table, key = self._tables.get(name, ({}, ""))
-        t: Any = table.get(key)
-        if not isinstance(t, torch.Tensor):  # a gradient, or moved from the buffers to the parameters
-            place = self._places.get(name) or self._owners.get(name)
-            t = None if place is None else tensor_in(*place)
+        place = self._places.get(name) or self._owners.get(name)
+        t = None if place is None else tensor_in(*place)
         return self._tape.attributes[name] if t is None else t
 
     def table_of(self, name: str) -> tuple[dict[str, Any], str] | None:
@@ -457,7 +443,8 @@ class LiveState:
 
         for of in self._tape.cleared:
             outside(of).grad = None
-        for (write, module), shared, value in itertools.zip_longest(self._writes, bound, values):
+        for write, shared, value in itertools.zip_longest(self._tape.attribute_writes, bound, values):
+            module: Any = write.module
             tensor = value if shared is None else shared
             if write.is_cache and tensor_in(module, write.name) is not None:
                 continue
@@ -502,35 +489,3 @@ def without_autocast() -> contextlib.AbstractContextManager[Any, Any]:
 def _may_overlap(t: torch.Tensor) -> bool:
     """Whether several of its elements may be one in memory: most ops refuse to write it, or write it in some order."""
     return t.layout is torch.strided and not is_symbolic(t) and Geometry.of(t, 0).overlaps_itself()
-
-
-# Where modules have their tensors -------------------------------------------------------------------------------------
-
-
-def submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
-    """A submodule of a loaded trace, which has no model; an empty one for attributes that the graph does not read."""
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return torch.nn.Module()
-
-
-def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
-    """Where a module has a tensor of this name; None where it has none."""
-    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
-    return next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
-
-
-def tensor_in(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    """A tensor of a module, or the gradient of one, `weight.grad`."""
-    if name.endswith(".grad"):
-        t = getattr(module, name.removesuffix(".grad"), None)
-        return None if t is None else Leaf.grad(t)
-    table = table_of(module, name)
-    return None if table is None else table[name]
-
-
-def put_tensor(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor where the module has one of this name, else into its attributes."""
-    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
-    next((table for table in tables if name in table), module.__dict__)[name] = tensor

@@ -26,10 +26,10 @@ from scopetrace._compat.tensors import buffers_of, default_tolerances, storage_i
 from scopetrace.containers.contents import Contents
 from scopetrace.containers.structure import STATEFUL, leaves, leaves_with_path, match, tensor_holders
 from scopetrace.errors import CheckError, InputMismatchError, InvalidTapeError, LintError, ScopetraceError
+from scopetrace.ir.registered import tensor_in
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.verify import verify
-from scopetrace.program.boundary import tensor_in
 from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record.model import ModuleSnapshot

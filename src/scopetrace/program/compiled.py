@@ -31,6 +31,7 @@ from scopetrace.ir.write_back import (
     ViewOf,
     ViewStep,
     WriteBack,
+    Written,
     once_each,
     resolved,
 )
@@ -47,7 +48,7 @@ class GraphValues:
 
     def __init__(self, tape: ProgramTape) -> None:
         self._is_dynamic, self._grad = tape.sizes is not None, tape.grad
-        self._known: dict[Value, ValueSource | None] = {v: GraphInput(i, v.op.name) for i, v in enumerate(tape.inputs)}
+        self._known: dict[Value, Written | None] = {v: GraphInput(i, v.op.name) for i, v in enumerate(tape.inputs)}
         self._known |= {v: StateRef(name) for name, v in tape.attribute_reads()}
         self._outside = {v.storage for v in self._known}
         """The storages of inputs, parameters, buffers and constants."""
@@ -101,7 +102,7 @@ class GraphValues:
         lines = WriteBack([], self.sources).statements(code.constant)
         return code.function("inputs, values, held, number", [*lines, "return results"])
 
-    def _source(self, value: Value) -> ValueSource | None:
+    def _source(self, value: Value) -> Written | None:
         """What gives a value in a call: the tensor that has its memory, and views of it.
 
         None for one in other memory, and for one that is not made by views of one tensor.
@@ -110,13 +111,13 @@ class GraphValues:
             self._known[value] = self._view(value) if value.storage in self._outside else None
         return self._known[value]
 
-    def _view(self, value: Value) -> ValueSource | None:
+    def _view(self, value: Value) -> Written | None:
         op = value.op
         base = op.args[0] if op.args else None
         if isinstance(op.target, str) or not isinstance(base, Value) or base.storage != value.storage:
             return None
         outside = self._source(base)
-        if outside is None or isinstance(outside, FromGraph | SameAs):
+        if outside is None:
             return None
         if op.writes:  # it wrote, and gives back what it wrote to
             return outside if base.fake is value.fake else None

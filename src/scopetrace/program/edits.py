@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import look_up, set_grad_enabled
+from scopetrace._compat.graph_module import holder_of, look_up, set_grad_enabled
 from scopetrace._compat.ops import building, eager, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import buffers_of, parameters_of
@@ -331,8 +331,7 @@ class Reading(TapeRewriter):
 
     def _owner(self, name: str, t: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
         """Where the graph module has a tensor of its own; None for a constant."""
-        path, _, leaf = name.rpartition(".")
-        holder = self._root.get_submodule(path)
+        holder, leaf = holder_of(self._root, name)
         is_constant = name in self.program.constants and not isinstance(t, torch.nn.Parameter)
         is_owned = not is_constant and (leaf in parameters_of(holder) or leaf in buffers_of(holder))
         return (holder, leaf) if is_owned else None

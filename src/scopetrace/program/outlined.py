@@ -126,14 +126,19 @@ class OutlinedTrace(TracedProgram):
 
 
 def outline_calls(
-    source: TracedProgram, targets: Iterable[OutlineTarget | Call], label: Callable[[ModuleCall], Any] | None = None
+    source: TracedProgram,
+    targets: Iterable[OutlineTarget | Call],
+    label: Callable[[ModuleCall], Any] | None = None,
+    *,
+    nested: bool = True,
 ) -> OutlinedTrace:
     """Make functions of the calls that `targets` are or name; see `Trace.outline`. Raises OutlineError.
 
-    Calls with different values of `label` share no function; `Function.label` is that of its calls.
+    Calls with different values of `label` share no function; `Function.label` is that of its calls. Without `nested`,
+    calls inside a function are part of its body.
     """
     with building():
-        return in_large_stack(_outlined, source.without_regions(), list(targets), label)
+        return in_large_stack(_outlined, source.without_regions(), list(targets), label, nested)
 
 
 def function_of_call(call: ModuleCall) -> Function:
@@ -159,15 +164,9 @@ def warn_of_rules(source: TracedProgram, targets: Iterable[Any], stacklevel: int
             )
 
 
-def outline_outermost_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
-    """As `outline_calls`, but calls inside a function are part of its body. Raises OutlineError."""
-    outlined = outline_calls(source, targets)
-    chosen = set(outlined.chosen)
-    outermost = {call for call in chosen if chosen.isdisjoint(_around(call))}
-    return outlined if chosen == outermost else outline_calls(outlined.source, outermost)
-
-
-def _outlined(source: TracedProgram, wanted: list[Any], label: Callable[[ModuleCall], Any] | None) -> OutlinedTrace:
+def _outlined(
+    source: TracedProgram, wanted: list[Any], label: Callable[[ModuleCall], Any] | None, nested: bool
+) -> OutlinedTrace:
     tape = source.tape
     if any(op.writes for op in tape.ops):
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
@@ -175,46 +174,39 @@ def _outlined(source: TracedProgram, wanted: list[Any], label: Callable[[ModuleC
         tape = FunctionalTape.of(tape)
     interfaces = Interfaces(tape, source.forward)
     named, kept = _named(source, wanted, interfaces)
-    if OUTERMOST in wanted:
-        kept = _without_inner(kept, named, interfaces)
-    numbers = interfaces.numbered(kept)
-    while EVERY not in wanted and kept != (again := _equal(kept, named, numbers, OUTERMOST in wanted)):
-        kept, numbers = again, interfaces.numbered(again)
-    labels = {} if label is None else {c.record: label(c) for c in source.all_calls if c.record in numbers}
-    outlining = Outlining(interfaces, interfaces.numbered(kept, labels) if labels else numbers, labels)
+    if EVERY not in wanted:
+        kept = (_layers if OUTERMOST in wanted else _repeated)(kept, named, interfaces)
+    chosen = set(kept)
+    if not nested:
+        kept = [call for call in kept if chosen.isdisjoint(_around(call))]
+    labels = {} if label is None else {c.record: label(c) for c in source.all_calls if c.record in chosen}
+    outlining = Outlining(interfaces, interfaces.numbered(kept, labels), labels)
     return OutlinedTrace(source, outlining.run(), outlining.functions, kept)
 
 
-def _without_inner(kept: list[Call], named: set[Call], interfaces: Interfaces) -> list[Call]:
-    """Calls without those inside of equal ones, or around ones of their own class, which need not be described."""
-    by_class: dict[type | str | None, list[Call]] = {}
-    for call in sorted(kept, key=lambda c: c.start - c.stop):  # the longest first
-        by_class.setdefault(call.group, []).append(call)
-    left = set(kept)
-    for kind, calls in by_class.items():
-        outer = {c for call in calls for c in _around(call) if c.group == kind}
-        again = {c for c in calls if c in left and c not in outer}
-        if len(again) > 1 and len({interfaces.of(c).number for c in again}) < len(again):
-            left = {c for c in left if c in named or not (c in outer or again.intersection(_around(c)))}
-    return [c for c in kept if c in left]
-
-
-def _equal(kept: list[Call], named: set[Call], numbers: dict[Call, int], outermost: bool) -> list[Call]:
-    """The calls that are named, or of a class of which two have one number, and several of these are left.
-
-    With `outermost`, those inside others of them are left out, and those around one of their own class, as an
-    `nn.Sequential` of layers that have such inside.
-    """
+def _repeated(kept: list[Call], named: set[Call], interfaces: Interfaces) -> list[Call]:
+    """The calls that are named, or of a class of which two are equal."""
+    numbers = interfaces.numbered(kept)
     count = Counter(numbers.values())
-    twice = {c.group for c in kept if count[numbers[c]] > 1}
-    wanted = {c for c in kept if c.group in twice}
-    if outermost:
-        wanted -= {outer for c in wanted for outer in _around(c) if outer.group == c.group}
-    again = [c for c in kept if c in named or c in wanted]
-    if outermost:
-        again = [c for c in again if c in named or wanted.isdisjoint(_around(c))]
-    times = Counter(c.group for c in again)
-    return [c for c in again if c in named or times[c.group] > 1]
+    groups = {c.group for c in kept if count[numbers[c]] > 1}
+    return [c for c in kept if c in named or c.group in groups]
+
+
+def _layers(kept: list[Call], named: set[Call], interfaces: Interfaces) -> list[Call]:
+    """As `_repeated`, without calls inside of others, or around ones of their own class.
+
+    The latter are as an `nn.Sequential` of layers that have such inside.
+    """
+    outer = {around for call in kept for around in _around(call) if around.group == call.group}
+    by_class: dict[type | str | None, list[Call]] = {}
+    for call in sorted(kept, key=lambda c: c.start - c.stop):  # the longest first: what is inside is not looked at
+        by_class.setdefault(call.group, []).append(call)
+    left = named | (set(kept) - outer)
+    for calls in by_class.values():
+        again = {c for c in calls if c in left and c not in outer}
+        if len({interfaces.of(c).number for c in again}) < len(again):
+            left = {c for c in left if c in named or again.isdisjoint(_around(c))}
+    return _repeated([c for c in kept if c in left], named, interfaces)
 
 
 def _around(call: Call) -> Iterator[Call]:
@@ -290,7 +282,7 @@ def _obstacle(call: Call, interfaces: Interfaces) -> str | None:
     """Why a call cannot be a function, and what to do; None where it can."""
     if leaves((call.args, call.kwargs, call.outputs), Removed):
         return "an edit of the graph removed what this call took or gave; leave it out of the targets"
-    for number in interfaces.readers.lost_numbers(call):
+    for number in interfaces.lost_numbers(call):
         return (
             f"{number}, a number that is made in this call, is used outside, though no result has it as a size; "
             f"leave {call.scope.type_name or call.scope.name} out of the targets"

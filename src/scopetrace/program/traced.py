@@ -601,13 +601,9 @@ class TracedProgram:
         What forward puts into containers among its arguments is left out of the outputs. Raises ExportError where
         forward does not return it as well.
         """
-        outputs = without_argument_mutation(self.recorded.outputs, Value)
-        if outputs is self.recorded.outputs:
-            return self.functional()
-        if self.tape.edited:
-            return self.with_tape(without_effects(self.functional().tape))
-        recorded = dataclasses.replace(self.recorded, outputs=outputs)
-        return TracedProgram(recorded, recorded, self.model).functional()
+        has_effects = without_argument_mutation(self.recorded.outputs, Value) is not self.recorded.outputs
+        program = self.functional()
+        return program.with_tape(without_effects(program.tape)) if has_effects else program
 
     def save(self, path: Path, external_data: str | None) -> None:
         """Write a file; see `Trace.save`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import run_fake
-from scopetrace.ir.tape import Tape
+from scopetrace.ir.tape import Tape, bind
 from scopetrace.ops.views import TO_THE_END
 from scopetrace.torch_level.tapes import ORIGIN, TorchTarget
 
@@ -68,17 +67,8 @@ def _calls_as(origin: torch.fx.Node | None, name: str, node: torch.fx.Node) -> I
     elif origin.target is not getattr(torch, f"{name}_", None) and hasattr(F, name):
         function = getattr(F, name)
         has_inplace = "inplace" in getattr(function, "__annotations__", ())
-        if has_inplace and "inplace" not in bound_arguments(function, node.args, node.kwargs):
+        if has_inplace and not bind(function, node.args, node.kwargs).get("inplace"):
             yield "call_function", function, node.args, node.kwargs
-
-
-def bound_arguments(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name; only the keywords where there is no signature."""
-    try:
-        signature = inspect.signature(fn)
-        return dict(signature.bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # built-in functions have no signature, methods are known by name only
-        return dict(kwargs)
 
 
 def _gives_the_same(node: torch.fx.Node, call: Call, fake_mode: Any) -> bool:

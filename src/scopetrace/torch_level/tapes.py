@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.fx
 
+from scopetrace._compat.compilers import stands_for_number
 from scopetrace._compat.ops import in_transform, is_collective
 from scopetrace._compat.questions import autocast_enabled
 from scopetrace.containers.structure import leaves, map_structure
@@ -251,8 +251,12 @@ class _Lifter(TapeRewriter):
 
 def number_inputs(gm: torch.fx.GraphModule) -> list[int]:
     """The positions of the inputs of which the graph reads nothing but the number."""
-    readers = [{(n.op, n.target) for n in _readers(gm, node)} for node in gm.graph.find_nodes(op="placeholder")]
-    return [i for i, calls in enumerate(readers) if calls == {("call_method", "item")}]
+    return [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n.users and all(_readers_of_number(n))]
+
+
+def _readers_of_number(n: torch.fx.Node) -> Iterator[bool]:
+    for user in n.users:
+        yield (user.op, user.target) == ("call_method", "item") or (user.target in FORMS and stands_for_number(n))
 
 
 def with_numbers(gm: torch.fx.GraphModule, tensors: Mapping[int, torch.Tensor]) -> torch.fx.GraphModule:
@@ -267,29 +271,3 @@ def with_numbers(gm: torch.fx.GraphModule, tensors: Mapping[int, torch.Tensor]) 
             inputs[i].replace_all_uses_with(new.graph.call_function(torch.tensor, (tensor.item(),), kwargs))
     new.recompile()
     return new
-
-
-def _readers(gm: torch.fx.GraphModule, node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """What reads a node; in place of a higher-order op, what reads it in the bodies that take it as it is."""
-    for user in node.users:
-        inner = [*_in_bodies(gm, user, node)]
-        for body, placeholder in inner:
-            yield from _readers(body, placeholder)
-        if not inner:
-            yield user
-
-
-def _in_bodies(
-    gm: torch.fx.GraphModule, call: torch.fx.Node, operand: torch.fx.Node
-) -> Iterator[tuple[torch.fx.GraphModule, torch.fx.Node]]:
-    """The bodies of a higher-order op that take `operand` as it is, and what stands for it there."""
-    form = FORMS.get(call.target)
-    if form is None or not form.takes_all or not form.runs_once:
-        return
-    gathered = form.gathered(call.args)
-    operands = list(itertools.chain.from_iterable(gathered[i] for i in form.operands))
-    for position, _, _ in form.bodies:
-        body: Any = gm.get_submodule(call.args[position].target)  # type: ignore[union-attr, arg-type]
-        for other, placeholder in zip(operands, body.graph.find_nodes(op="placeholder"), strict=True):
-            if other is operand:
-                yield body, placeholder

@@ -49,7 +49,8 @@ from scopetrace.containers.stand_ins import is_watched, plain, stand_in
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.guards.attributes import current_attributes
 from scopetrace.interrupts import interrupts
-from scopetrace.ir.guards import HOOKS, MODULE_TABLES, NO_CALL, Asked, At, Guard, InTables, OfTensor, source_in
+from scopetrace.ir.guards import HOOKS, MODULE_TABLES, NO_CALL, Asked, At, Guard, InTables, OfTensor
+from scopetrace.ir.registered import tensor_in
 from scopetrace.ir.scopes import user_line
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import Op, RecordedTape, Value
@@ -346,9 +347,9 @@ def _stored(first: Run, left: _Left, last: Run) -> dict[int, Value]:
     writes = [write for write in first.tape.attribute_writes if write.path not in again]
     anew = {write.value for write in first.tape.attribute_writes if write.path in again}
     of_left = [(id(t), first.bound.get(key)) for key, t in left.tensors.items()]
-    there = [(source_in(w.module, w.name).current(NO_CALL), w.value) for w in writes if w.module is not None]
+    there = [(tensor_in(w.module, w.name), w.value) for w in writes if w.module is not None]
     stored = {key: value for key, value in of_left if value is not None and value not in anew}
-    return stored | {id(t): value for t, value in there if isinstance(t, torch.Tensor)}
+    return stored | {id(t): value for t, value in there if t is not None}
 
 
 def _only_stores_more(first: Run, left: _Left, last: Run) -> bool:
@@ -380,7 +381,7 @@ def _settled(first: Run, left: _Left, last: Run, lines: dict[str, str]) -> Recor
     tape.attribute_writes = [dataclasses.replace(w, is_cache=w.path not in again) for w in tape.attribute_writes]
     tape.settled = {w.path: (w.value.fake.dtype, w.value.fake.shape) for w in tape.attribute_writes}
     for write in [write for write in tape.attribute_writes if write.is_cache and write.module is not None]:
-        source = Asked(_tensor_in, (write.module, write.name), text=short, kind="tensor")
+        source = Asked(tensor_in, (write.module, write.name), text=short, kind="tensor")
         like = TensorLike(write.value.fake, first.data_of(write.value))
         tape.guards.append(Guard(write.path, source.current(NO_CALL), source, (), tape.root.path, (like,)))
     filled = [write.value for write in tape.attribute_writes if write.is_cache]
@@ -389,16 +390,10 @@ def _settled(first: Run, left: _Left, last: Run, lines: dict[str, str]) -> Recor
     return tape
 
 
-def _tensor_in(module: torch.nn.Module, name: str) -> Any:
-    """What a module has under a name; a forward takes None for nothing."""
-    x = source_in(module, name).current(NO_CALL)
-    return None if x is MISSING else x
-
-
 def _as_written(module: torch.nn.Module, name: str) -> list[Any]:
     """A tensor of a module, and how often it was written."""
-    t = _tensor_in(module, name)
-    return [t, version_of(t) if isinstance(t, torch.Tensor) and not is_inference_of(t) else 0]
+    t = tensor_in(module, name)
+    return [t, 0 if t is None or is_inference_of(t) else version_of(t)]
 
 
 def _of_sources(tape: RecordedTape, stored: Iterable[Value]) -> Iterator[Guard]:

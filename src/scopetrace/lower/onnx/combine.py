@@ -27,6 +27,7 @@ from scopetrace._compat.shape_env import FreshFakes
 from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
+from scopetrace.ir.registered import tensor_in
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
 from scopetrace.lower.onnx.translate import refusal, without_form
@@ -34,7 +35,6 @@ from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_ba
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.views import is_contiguous
-from scopetrace.program.boundary import tensor_in
 from scopetrace.program.graph import FxLowering, node_value
 from scopetrace.program.outlined import Function
 
