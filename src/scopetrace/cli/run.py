@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_map_only
 from scopetrace.api.functions import load
 from scopetrace.api.steps import OPTIMIZERS, TrainingStep
 from scopetrace.api.trace import Trace, trace
-from scopetrace.cli import ModelError, error_text, model_raised
+from scopetrace.cli import ModelError
 from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
-from scopetrace.cli.targets import default_inputs, load_model
+from scopetrace.cli.targets import default_inputs, error_text, load_model, model_raised
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 
 T = TypeVar("T")
