@@ -74,9 +74,6 @@ class Schedule:
         for group in [g for g in grouping.groups if g in self._ready]:  # modules of them never ran
             self._complete(group, len(order.steps) - 1)
 
-    def __repr__(self) -> str:
-        return f"<Schedule: {len(self.events)} events, {len(self.passes)} passes>"
-
     def _enter(self, group: Group, at: int) -> None:
         self._open.append(group)
         if not self._to_run.get(group):

@@ -44,19 +44,17 @@ class Port:
     node: torch.fx.Node = dataclasses.field(compare=False)
 
 
-class End(NamedTuple):
-    """Where a value in a box begins or ends: at a port of a child, by its position, or at a port of the box itself."""
-
-    child: int | None
-    port: int
-    """Which output of the child that makes the value, which input of one that uses it; of the box, the other way."""
-
-
 class Edge(NamedTuple):
     """A value inside a box, from where it is made to where it is used."""
 
-    source: End
-    target: End
+    maker: int
+    """The position of the child that makes it; -1 for the box itself, to which it comes in."""
+    output: int
+    """Which output of the child, or input of the box."""
+    user: int
+    """The position of the child that uses it; -1 for the box itself, which gives it."""
+    input: int
+    """Which input of the child, or output of the box."""
     type: str
 
 
@@ -102,16 +100,12 @@ class Box:
     def edges(self) -> list[Edge]:
         """From ports at which values come in, or children that make them, to children that use them, and out again."""
         edges: list[Edge] = []
-        ends = {port.node: End(None, i) for i, port in enumerate(self.inputs)}
-
-        def lead_to(ports: list[Port], child: int | None) -> None:
-            known = ((i, port) for i, port in enumerate(ports) if port.node in ends)
-            edges.extend(Edge(ends[port.node], End(child, i), port.type) for i, port in known)
-
-        for child, box in enumerate(self.children):
-            lead_to(box.inputs, child)
-            ends |= {port.node: End(child, i) for i, port in enumerate(box.outputs)}  # Identity gives what it got
-        lead_to(self.outputs, None)
+        makers = {port.node: (-1, i) for i, port in enumerate(self.inputs)}
+        users = [(child, box.inputs, box.outputs) for child, box in enumerate(self.children)]
+        for child, used, gives in [*users, (-1, self.outputs, [])]:
+            known = ((i, port) for i, port in enumerate(used) if port.node in makers)
+            edges += [Edge(*makers[port.node], child, i, port.type) for i, port in known]
+            makers |= {port.node: (child, i) for i, port in enumerate(gives)}  # Identity gives what it got
         return edges
 
     def notes(self) -> Iterator[tuple[str, str]]:
