@@ -31,7 +31,7 @@ from scopetrace.api.functions import load
 from scopetrace.api.steps import OPTIMIZERS, TrainingStep
 from scopetrace.api.trace import Trace, trace
 from scopetrace.cli import ModelError
-from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
+from scopetrace.cli.inputs import Input, bind, nested, parse_dynamic, parse_input, wrong_name
 from scopetrace.cli.targets import default_inputs, error_text, load_model, model_raised
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 
@@ -179,15 +179,14 @@ class Request:
         self.say(f"making {self.target}")
         with torch.device("meta") if self.meta else contextlib.nullcontext():
             model = load_model(self.target).train(self.train or self.step is not None)
-        forward, inputs = Forward(model), nested(self.inputs) or default_inputs(model)
-        args, kwargs = forward.bind(inputs)
+        args, kwargs = bind(model, nested(self.inputs) or default_inputs(model))
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) == 1:
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(*devices), (args, kwargs))
         try:
             return do(model, args, kwargs)
         except (Exception, SystemExit) as error:  # a model's own error may have any class
-            explained = _explained(error, forward, inputs, type(model).__name__)
+            explained = _explained(error, model, kwargs)
             if explained is None:
                 raise
             raise explained from error
@@ -200,18 +199,18 @@ class Request:
         return load(self.target)
 
 
-def _explained(error: BaseException, forward: Forward, inputs: list[Input], model: str) -> Exception | None:
+def _explained(error: BaseException, model: torch.nn.Module, kwargs: dict[str, Any]) -> Exception | None:
     """What to raise in place of an error of `trace`; None for an error that says enough."""
     if isinstance(error, DynamicShapeError) and error.module is None:
         return UsageError(f"--dynamic: {error.problem}" + (f"; {error.hint}" if error.hint else ""))
     if isinstance(error, TraceError):
-        return ModelError(f"cannot trace {model}: {error}")
+        return ModelError(f"cannot trace {type(model).__name__}: {error}")
     if isinstance(error, ScopetraceError):
         return None
-    swallowed = forward.swallowed(inputs)
-    if swallowed:  # in **kwargs, where nobody may have looked for it
-        return UsageError(f"{forward.wrong_name(swallowed[0])}; with it in **kwargs it raised {error_text(error)}")
-    return model_raised(model, error)
+    swallowed = wrong_name(model, kwargs)
+    if swallowed is not None:  # in **kwargs, where nobody may have looked for it
+        return UsageError(f"{swallowed}; with it in **kwargs it raised {error_text(error)}")
+    return model_raised(type(model).__name__, error)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import torch
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.errors import PlanError
 from scopetrace.ir.tape import Op, ProgramTape, flat
-from scopetrace.view.measures import FlopCounts, byte_count
+from scopetrace.view.measures import byte_count, flops_of
 
 
 def param_uses(tape: ProgramTape) -> dict[str, list[int]]:
@@ -52,12 +52,11 @@ def op_flops(tape: ProgramTape) -> list[int]:
 
     Raises PlanError for a trace with dynamic sizes.
     """
-    counts = FlopCounts()
 
     def flops(op: Op) -> int:
         if op.kind != "call_function" or op.bodies() or not op.values():
             return 0
-        count = counts.of(op.target, op.args, op.kwargs)
+        count = flops_of(op.target, op.args, op.kwargs)
         sizes = [size for v in op.inputs() for size in v.fake.shape]
         if count and any(isinstance(x, Symbolic) for x in (*flat((op.args, op.kwargs)), *sizes)):
             raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")

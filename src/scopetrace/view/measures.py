@@ -81,7 +81,6 @@ class Meter:
 
     def __init__(self, program: TracedProgram) -> None:
         self._program = program
-        self._flops = FlopCounts()
         self._costs: dict[Section | OpItem, _Cost] = {}
 
     def of(self, *parts: Section | OpItem) -> Measures:
@@ -118,7 +117,7 @@ class Meter:
         """Floating-point operations of one op; 0 for a node that a pass made, or whose meta it dropped."""
         if any(node_value(n) is None for n in (node, *node.all_input_nodes)):
             return 0
-        return self._flops.of(node.target, node.args, node.kwargs)
+        return flops_of(node.target, node.args, node.kwargs)
 
 
 def _makes(body: Section, op: OpItem) -> bool:
@@ -181,24 +180,18 @@ class _Strided(NamedTuple):
     dtype: torch.dtype
 
 
-class FlopCounts:
-    """The floating-point operations of ops as torch counts them; those of equal sizes are counted once."""
+def flops_of(func: Any, args: Any, kwargs: Any) -> int:
+    """The floating-point operations of an op as torch counts them, with nodes or values for tensors.
 
-    def __init__(self) -> None:
-        self._count = functools.cache(_count)
-
-    def of(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Those of `func`, with nodes or values for tensors.
-
-        0 where torch has no formula, or the op does not run without data.
-        """
-        if not is_op(func) or not (func.overloadpacket in flop_registry | _MORE or can_decompose(func)):
-            return 0
-        call = func, _without_data(args), tuple([(name, _without_data(x)) for name, x in kwargs.items()])
-        try:
-            return self._count(*call)
-        except TypeError:  # an unhashable Python argument
-            return _count(*call)
+    0 where torch has no formula, or the op does not run without data.
+    """
+    if not is_op(func) or not (func.overloadpacket in flop_registry | _MORE or can_decompose(func)):
+        return 0
+    call = func, _without_data(args), tuple([(name, _without_data(x)) for name, x in kwargs.items()])
+    try:
+        return _count(*call)
+    except TypeError:  # an unhashable Python argument
+        return _count.__wrapped__(*call)
 
 
 def _without_data(x: Any) -> Any:
@@ -210,6 +203,7 @@ def _without_data(x: Any) -> Any:
     return example(x) if isinstance(x, Symbolic) else x
 
 
+@functools.lru_cache(4096)
 def _count(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> int:
     def tensor(t: _Strided) -> torch.Tensor:
         return torch.empty_strided(t.size, t.stride, dtype=t.dtype, device="meta")
