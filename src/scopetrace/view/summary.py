@@ -20,7 +20,7 @@ from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, share
 from scopetrace.view.text import counted
-from scopetrace.view.tree import OpItem, Section, Tree, tensors_of
+from scopetrace.view.tree import Section, Tree, tensors_of
 
 _SHOWN = 3  # tensors of a cell
 
@@ -87,11 +87,11 @@ class Summary(Tabular):
         if is_shown:
             self._lines.append(_cells(_label(section), self.rows[-1]))
         for item in self._tree.runs(section.items) if depth != self._depth else ():
-            inside, shown = (item.bodies,) * 2 if isinstance(item, OpItem) else (item.members, item.members[:1])
-            for inner in inside:
-                self._add(inner, depth + 1, is_shown=is_shown and inner in shown)
-            if is_shown and len(inside) > len(shown):
-                first, *others = inside
+            is_run = item.kind == "run" and len(item.items) > 1
+            for inner in item.items:
+                self._add(inner, depth + 1, is_shown=is_shown and (inner is item.items[0] or not is_run))
+            if is_shown and is_run:
+                first, *others = item.items
                 label = counted([_label(member) for member in others])
                 label += f" as {_label(first)}" if len(others) == 1 else ""
                 self._lines.append(_cells(label, self._row(others[-1], depth + 1, self._meter.of(*others))))
