@@ -727,14 +727,14 @@ TEXTS = {
     "plan": ["groups", "forward_gathers", "backward_gathers", "simulations"],
     "diff": ["differences"],
     "onnx": ["path", "bytes", "functions", "nodes", "largest_error"],
+    "view": ["path"],
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_commands_that_print_data_print_it_as_json(name):
-    more = {"plan": ["--ranks", "2", "-c", "Linear"], "diff": ["cli_models:Net"], "onnx": ["-o", "net.onnx"]}.get(
-        name, []
-    )
+    files = {"onnx": ["-o", "net.onnx"], "view": ["-o", "net.html"]}
+    more = {"plan": ["--ranks", "2", "-c", "Linear"], "diff": ["cli_models:Net"], **files}.get(name, [])
     if name == "onnx":
         pytest.importorskip("onnxruntime")
     result = run(name, "cli_models:model", *more, "-i", "x=2x4", "--json")

@@ -78,26 +78,30 @@ _MODEL = (
         type=click.Choice(sorted(OPTIMIZERS), case_sensitive=False),
         help="With --step: an optimizer of torch.optim, which steps at the end.",
     ),
+    click.option("--json", "as_json", is_flag=True, help="One JSON document in place of text."),
 )
 
 
-def model_command(command: Callable[..., str | tuple[str, int]], *, steps: bool = False) -> click.Command:
+def model_command(command: Callable[..., Any], *, steps: bool = False) -> click.Command:
     """A command with the argument TARGET and the options for inputs, which `command` gets as one `Request`.
 
-    `command` returns the text to print, or that and an exit code. `steps`: training steps are the default.
+    `command` returns what to print, with --json a dict or what has `to_dict`; or that and an exit code.
+    `steps`: training steps are the default.
     """
 
     @functools.wraps(command)
     def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> int:
-        meta, train, specialize, step = (options.pop(name) for name in ("meta", "train", "specialize", "step"))
+        meta, train, specialize, step, as_json = map(options.pop, ("meta", "train", "specialize", "step", "as_json"))
         after, step = TrainingStep(options.pop("loss"), options.pop("optimizer")), step or steps
         if not step and after != TrainingStep():
             raise UsageError("--loss and --optimizer are for training steps: add --step")
         examples, dynamic_shapes = list(map(parse_input, inputs)), parse_dynamic(dynamic)
         with quiet(), _progress() as say, torch.no_grad():
-            request = Request(target, examples, dynamic_shapes, meta, train, specialize, after if step else None, say)
+            taken = after if step else None
+            request = Request(target, examples, dynamic_shapes, meta, train, specialize, taken, as_json, say)
             result = command(request, **options)
-        text, code = result if isinstance(result, tuple) else (result, 0)
+            result, code = result if isinstance(result, tuple) else (result, 0)
+            text = _json(result) if as_json else str(result)
         print_text(text)
         return code
 
@@ -120,11 +124,11 @@ def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]
 takes_depth = click.option(
     "--depth", type=click.IntRange(min=0), help="Show calls down to this level; 0 is the model's own line."
 )
-takes_json = click.option("--json", "as_json", is_flag=True, help="One JSON document in place of text.")
 
 
-def json_text(data: dict[str, Any]) -> str:
-    """A command's result as JSON, with its version: raised where a key goes or changes its meaning."""
+def _json(result: Any) -> str:
+    """As JSON, with its version: raised where a key goes or changes its meaning."""
+    data = result if isinstance(result, dict) else result.to_dict()
     return json.dumps({"version": 1, **data}, indent=1, ensure_ascii=False)
 
 
@@ -149,6 +153,7 @@ class Request:
     train: bool
     specialize: bool
     step: TrainingStep | None
+    as_json: bool
     say: Callable[[str], None]
 
     def trace(self, *, functional: bool = True) -> Trace:
