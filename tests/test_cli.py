@@ -369,11 +369,12 @@ WRONG_INPUTS = {
     ("x=2x4:flaot32",): "'flaot32' is no dtype; write one such as float32",
     ("x=2x4:int46",): "'int46' is no dtype; write one such as int64",
     ("x=99999999999x99999999999",): "no tensor of that size and dtype can be made",
-    ("y=2x4",): "Net.forward has no argument 'y': its arguments are x, ids, scale",
-    ("scales=2x4",): "Net.forward has no argument 'scales': its arguments are x, ids, scale",
-    ("x=2x4", "0=2x4"): "given twice",
-    ("x=2x4", "2=2x4"): "Net.forward has no argument '2': its arguments are x, ids, scale",
-    ("x=2x4", "²=2x4"): "Net.forward has no argument '²': its arguments are x, ids, scale",
+    ("y=2x4",): "Net.forward: no argument 'y'; its arguments are x, ids, scale; write NAME=",
+    ("scales=2x4",): "Net.forward: no argument 'scales'; its arguments are x, ids, scale; write NAME=",
+    ("x=2x4", "x=2x4"): "an --input is given twice",
+    ("x=2x4", "0=2x4"): "Net.forward: multiple values for argument 'x'; its arguments are x, ids, scale",
+    ("x=2x4", "2=2x4"): "Net.forward: no argument '2'; its arguments are x, ids, scale; write NAME=",
+    ("x=2x4", "²=2x4"): "Net.forward: no argument '²'; its arguments are x, ids, scale; write NAME=",
     ("ids=3:int64",): "Net.forward: missing a required argument: 'x'; its arguments are x, ids, scale; write NAME=",
     (): "Net.forward: missing a required argument: 'x'; its arguments are x, ids, scale; write NAME=",
 }
@@ -443,7 +444,7 @@ def test_a_wrong_name_that_kwargs_took():
         show("Keywords", "-i", "token=4"),
         "missing a required argument: 'tokens'; its arguments are tokens; write NAME=",
     )
-    refused(show("Keywords", "-i", "tokens=4", "-i", "mask=4"), "no argument 'mask': its arguments are tokens; with it")
+    refused(show("Keywords", "-i", "tokens=4", "-i", "mask=4"), "no argument 'mask'; its arguments are tokens; ")
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
@@ -726,14 +727,14 @@ TEXTS = {
     "plan": ["groups", "forward_gathers", "backward_gathers", "simulations"],
     "diff": ["differences"],
     "onnx": ["path", "bytes", "functions", "nodes", "largest_error"],
+    "view": ["path"],
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_commands_that_print_data_print_it_as_json(name):
-    more = {"plan": ["--ranks", "2", "-c", "Linear"], "diff": ["cli_models:Net"], "onnx": ["-o", "net.onnx"]}.get(
-        name, []
-    )
+    files = {"onnx": ["-o", "net.onnx"], "view": ["-o", "net.html"]}
+    more = {"plan": ["--ranks", "2", "-c", "Linear"], "diff": ["cli_models:Net"], **files}.get(name, [])
     if name == "onnx":
         pytest.importorskip("onnxruntime")
     result = run(name, "cli_models:model", *more, "-i", "x=2x4", "--json")

@@ -104,6 +104,12 @@ def test_groups_lie_in_execution_order_and_their_parameters_in_both():
     assert found.bucket_plan("registration") == [["a", "b"]]
 
 
+def test_groups_that_never_run_are_in_the_order_of_the_model_on_all_ranks():
+    names = [f"layer{i}" for i in range(8)]
+    model = Net(lambda m, x: m.first(x), first=nn.Linear(6, 6), **{name: nn.Linear(6, 6) for name in names})
+    assert groups(plan(model, torch.ones(2, 6), classes=nn.Linear)) == ["(root)", "first", *names]
+
+
 def test_bucket_plans_are_disjoint_and_name_all_that_can_be_named():
     nested = plan(Llama(order=(1, 0)), classes=(Layer, SwiGLU))
     assert nested.bucket_plan() == [

@@ -291,20 +291,20 @@ def test_activations_inside_a_cond():
 def verify(box):
     """Ports at both ends of an edge have its type, and values go forward."""
     for edge in box.edges:
-        source = box if edge.source.child is None else box.children[edge.source.child]
-        target = box if edge.target.child is None else box.children[edge.target.child]
-        made = (source.inputs if source is box else source.outputs)[edge.source.port]
-        used = (target.outputs if target is box else target.inputs)[edge.target.port]
+        source = box if edge.maker == -1 else box.children[edge.maker]
+        target = box if edge.user == -1 else box.children[edge.user]
+        made = (source.inputs if source is box else source.outputs)[edge.output]
+        used = (target.outputs if target is box else target.inputs)[edge.input]
         assert made.type == used.type == edge.type
         if source is not box and target is not box:
-            assert edge.source.child < edge.target.child
+            assert edge.maker < edge.user
     for child in box.children:
         verify(child)
 
 
 def reached(box):
     """How many inputs of children have no edge."""
-    ends = {(edge.target.child, edge.target.port) for edge in box.edges}
+    ends = {(edge.user, edge.input) for edge in box.edges}
     missing = [(k, p) for k, child in enumerate(box.children) for p in range(len(child.inputs)) if (k, p) not in ends]
     inside = [] if box.kind == "op" else [found for child in box.children for found in reached(child)]
     return missing + inside if box.kind != "op" else []
@@ -350,11 +350,11 @@ def test_the_boxes_of_a_chain_of_layers():
     root = boxes(program_of(trace(Net(3), X)))
     (run,) = root.children
     assert (run.kind, run.label) == ("run", "Block[layers.0 … layers.2] ×3")
-    assert [(e.source.child, e.target.child, e.type) for e in run.edges] == [
-        (None, 0, "f32[2, 4]"),
+    assert [(e.maker, e.user, e.type) for e in run.edges] == [
+        (-1, 0, "f32[2, 4]"),
         (0, 1, "f32[2, 4]"),
         (1, 2, "f32[2, 4]"),
-        (2, None, "f32[2, 4]"),
+        (2, -1, "f32[2, 4]"),
     ]
     assert [port.name for port in root.outputs] == ["out"]
     assert [(p.name, p.type) for p in run.parameters[:2]] == [

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import click
@@ -29,6 +27,10 @@ COMMANDS = {
     "view": "Draw TARGET: modules are boxes in boxes, with the shapes of what goes in and out.",
 }
 """By name, the first sentence of the help of a command."""
+
+
+class ModelError(Exception):
+    """A model that raised, or that cannot be traced; the message is for people."""
 
 
 class LazyGroup(click.Group):
@@ -86,47 +88,3 @@ def main(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-# Errors of models ----------------------------------------------------------------------------------------------------
-
-_OURS = Path(__file__).parents[1]
-
-
-class ModelError(Exception):
-    """A model that raised, or that cannot be traced; the message is for people."""
-
-
-def error_text(error: BaseException) -> str:
-    """The class of an exception and the first line of its message."""
-    message = str(error).partition("\n")[0]
-    return type(error).__name__ + (f": {message}" if message else "")
-
-
-def model_raised(what: str, error: BaseException) -> ModelError:
-    """An error with the message of a model's exception, and where it was raised.
-
-    The places are the notes that tracing added to the exception; else the innermost line of the traceback.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    notes = [note.removeprefix("scopetrace: ") for note in getattr(error, "__notes__", ())]
-    places = [note for note in notes if note.startswith("while tracing ")]
-    is_refused_op = bool(places) and type(error) is RuntimeError  # as torch's kernels raise it
-    if frames and _is_ours(frames[-1]) and not is_refused_op:
-        return ModelError(f"an error in scopetrace itself, please report it: {error_text(error)}\n  {_at(frames[-1])}")
-    return ModelError("\n  ".join([f"{what} raised {error_text(error)}", *(places or source_line(error))]))
-
-
-def source_line(error: BaseException) -> list[str]:
-    """`at file.py:12, in forward` for the innermost line outside this package, where there is one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _is_ours(frame) and not frame.filename.startswith("<frozen")]
-    return [_at(theirs[-1])] if theirs else []
-
-
-def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return Path(frame.filename).is_relative_to(_OURS)
-
-
-def _at(frame: traceback.FrameSummary) -> str:
-    return f"at {frame.filename}:{frame.lineno}, in {frame.name}"

@@ -13,7 +13,7 @@ import torch
 
 from scopetrace.api import functions
 from scopetrace.api.runnable import program_of
-from scopetrace.cli.run import FILE, Request, json_text, model_command, patterns, takes_depth, takes_json, takes_scope
+from scopetrace.cli.run import FILE, Request, model_command, patterns, takes_depth, takes_scope
 from scopetrace.errors import UsageError
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
@@ -23,6 +23,9 @@ from scopetrace.view.text import calls_table
 
 if TYPE_CHECKING:
     from scopetrace.lower.onnx.assemble import Exported
+    from scopetrace.view.diff import Diff
+    from scopetrace.view.memory import Memory
+    from scopetrace.view.summary import Summary
 
 
 @model_command
@@ -31,11 +34,8 @@ if TYPE_CHECKING:
 )
 @takes_scope
 @click.option("--calls", "as_table", is_flag=True, help="A table of the module calls, with arguments and outputs.")
-@takes_json
 @click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
-def show(
-    request: Request, grad: bool, depth: int | None, scope: tuple[str, ...] | None, as_table: bool, as_json: bool
-) -> str:
+def show(request: Request, grad: bool, depth: int | None, scope: tuple[str, ...] | None, as_table: bool) -> Any:
     """Trace the model TARGET, and show every op in the module that called it.
 
     TARGET is package.module:name (a torch.nn.Module, or a class or function that makes one when called without
@@ -46,28 +46,27 @@ def show(
         scopetrace show timm:vit_tiny_patch16_224 --depth 2
         scopetrace show mypackage.models:build --input ids=1x16:int64 --calls
     """
-    if as_table and as_json:
+    if as_table and request.as_json:
         raise UsageError("--calls and --json are two forms of output: write one of them")
     with torch.set_grad_enabled(grad):
         traced = request.trace()
     request.say("writing")
-    if not (as_json or as_table):
+    if not (request.as_json or as_table):
         return traced.print_readable(depth, scope=scope, print_output=False)
     root = boxes(program_of(traced))
     roots = [root] if scope is None else outermost_boxes(root, scope)
     if depth is not None:
         for box in roots:
             box.close(depth)
-    if as_json:
+    if request.as_json:
         specializations = [dataclasses.asdict(s) for s in program_of(traced).tape.specializations]
-        return json_text({**document(roots), "specializations": specializations})
+        return {**document(roots), "specializations": specializations}
     return calls_table([box.call for outer in roots for box in outer.walk() if box.kind == "call"])
 
 
 @model_command
 @takes_depth
-@takes_json
-def summary(request: Request, depth: int | None, as_json: bool) -> str:
+def summary(request: Request, depth: int | None) -> Summary:
     """Show what each module of TARGET takes, gives and costs.
 
     FLOPs are those of torch.utils.flop_counter, two for each multiply-add; a parameter that several modules use counts
@@ -77,15 +76,14 @@ def summary(request: Request, depth: int | None, as_json: bool) -> str:
         scopetrace summary timm:resnet18 --depth 1
         scopetrace summary mypackage.models:build --input ids=1x16:int64 --json
     """
-    table = request.trace().summary(depth)
+    traced = request.trace()
     request.say("measuring")
-    return json_text(table.to_dict()) if as_json else str(table)
+    return traced.summary(depth)
 
 
 @model_command
 @takes_depth
-@takes_json
-def memory(request: Request, depth: int | None, as_json: bool) -> str:
+def memory(request: Request, depth: int | None) -> Memory:
     """Show which memory TARGET needs when, by module; with --step of a training step, else of an inference.
 
     "made" is what the ops of a call make, "freed" what is freed before it returns, "saved" what backward reads, and
@@ -96,13 +94,11 @@ def memory(request: Request, depth: int | None, as_json: bool) -> str:
         scopetrace memory timm:resnet18 --depth 2
         scopetrace memory hf:llama --step --optimizer adamw --meta
     """
-    table = request.trace().memory(depth)
-    return json_text(table.to_dict()) if as_json else str(table)
+    return request.trace().memory(depth)
 
 
 @model_command
-@takes_json
-def order(request: Request, as_json: bool) -> str:
+def order(request: Request) -> Any:
     """Show in which order the modules of TARGET run and use their parameters.
 
     The parameters stand in the order of first use, beside the order of registration. Below are shared parameters, those
@@ -114,18 +110,17 @@ def order(request: Request, as_json: bool) -> str:
         scopetrace order mypackage.models:build --input ids=1x16:int64 --json
     """
     traced = request.trace(functional=False).order
-    if as_json:
+    if request.as_json:
         calls = [{"fqn": call.fqn, "index": call.index, "class": call.type_name} for call in traced.calls]
         data = {"digest": traced.digest, "parameters": traced.param_forward_order, "calls": calls}
-        return json_text({**data, "steps": [step._asdict() for step in traced.steps]})
+        return {**data, "steps": [step._asdict() for step in traced.steps]}
     return f"{traced}\ndigest: {traced.digest}"
 
 
 @model_command
 @click.argument("other")
-@takes_json
 @click.option("--html", type=FILE, help="Also write them to this file.")
-def diff(request: Request, other: str, as_json: bool, html: Path | None) -> tuple[str, int]:
+def diff(request: Request, other: str, html: Path | None) -> tuple[Diff, int]:
     """Show what OTHER does in another way than TARGET, by scope: ops, module calls, shapes, constants, results.
 
     Both are as TARGET of `scopetrace show`, or files that `Trace.save` wrote, and get the same inputs and options. The
@@ -138,7 +133,7 @@ def diff(request: Request, other: str, as_json: bool, html: Path | None) -> tupl
     differences = functions.diff(request.trace(), dataclasses.replace(request, target=other).trace())
     if html is not None:
         differences.to_html(html)
-    return differences.to_json() if as_json else str(differences), 3 if differences else 0
+    return differences, 3 if differences else 0
 
 
 @model_command
@@ -151,7 +146,7 @@ def diff(request: Request, other: str, as_json: bool, html: Path | None) -> tupl
 )
 @click.option("--depth", type=click.IntRange(min=0), default=1, help="Of a picture, levels of calls that are open; 1.")
 @takes_scope
-def view(request: Request, output: Path | None, depth: int, scope: tuple[str, ...] | None) -> str:
+def view(request: Request, output: Path | None, depth: int, scope: tuple[str, ...] | None) -> Any:
     """Draw TARGET: modules are boxes in boxes, with the shapes of what goes in and out.
 
     The HTML page is one file that needs no network: boxes open and close, and are searched by name. TARGET is as for
@@ -172,7 +167,7 @@ def view(request: Request, output: Path | None, depth: int, scope: tuple[str, ..
         traced.to_svg(path, depth=depth, scope=scope)
     if output is None:
         webbrowser.open(path.as_uri())
-    return str(path)
+    return {"path": str(path)} if request.as_json else path
 
 
 _PATTERN = "a class name, or the name of a module, with * and ?, and ** across dots, as in 'layers.*'"
@@ -203,8 +198,7 @@ _PATTERN = "a class name, or the name of a module, with * and ?, and ** across d
 @click.option("--optimize/--no-optimize", default=True, help="Run torch.onnx's optimizer.")
 @click.option("--external-data", is_flag=True, help="The weights in a file of their own, also below 2 GB.")
 @click.option("--verify", is_flag=True, help="Check the file, and compare it with the model in ONNX Runtime.")
-@takes_json
-def onnx(request: Request, output: Path, external_data: bool, verify: bool, as_json: bool, **options: Any) -> str:
+def onnx(request: Request, output: Path, external_data: bool, verify: bool, **options: Any) -> Any:
     """Write the model TARGET as an ONNX file, with modules as ONNX functions.
 
     TARGET is as for `scopetrace show`.
@@ -218,7 +212,7 @@ def onnx(request: Request, output: Path, external_data: bool, verify: bool, as_j
 
     program = program_of(request.trace()).without_argument_mutation()
     data = _written(write(program, output, Options(**options), external_data or None, verify, request.say), output)
-    return json_text(data) if as_json else _table_of(data)
+    return data if request.as_json else _table_of(data)
 
 
 def _written(written: Exported, output: Path) -> dict[str, Any]:

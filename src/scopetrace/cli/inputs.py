@@ -10,6 +10,7 @@ import difflib
 import inspect
 import itertools
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,6 @@ from scopetrace.errors import UsageError
 
 FORM = "NAME=SHAPE[:DTYPE], for example x=1x3x224x224 or ids=1x16:int64"
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _WORDS = {"true": True, "false": False, "none": None}
 _PYTHON: dict[str, type] = {"int": int, "float": float, "str": str}
 
@@ -104,50 +103,45 @@ def _dtype(text: str, name: str) -> torch.dtype:
     return dtype
 
 
-class Forward:
-    """The parameters of a model's forward, to which inputs are bound."""
+def bind(model: torch.nn.Module, inputs: list[Input]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for a model. Raises UsageError for a wrong name, a missing one, or one given twice."""
+    arguments = dict(inputs)
+    if len(arguments) < len(inputs):
+        raise UsageError("an --input is given twice: write each argument once")
+    signature, args = _signature(model), []
+    kinds = {p.name: p.kind for p in signature.parameters.values()}
+    positional = [name for name, kind in kinds.items() if kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for keys in itertools.zip_longest(map(str, itertools.count()), positional):
+        key = next(filter(arguments.__contains__, keys), None)
+        if key is None:
+            break
+        args.append(arguments.pop(key))
+    problem = wrong_name(model, arguments)
+    if problem is not None and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        raise UsageError(problem)
+    try:
+        bound = signature.bind(*args, **arguments)
+    except TypeError as error:
+        raise UsageError(_of_forward(model, str(error))) from error
+    return bound.args, bound.kwargs
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._name = f"{type(model).__name__}.forward"
-        try:
-            self._signature = inspect.signature(model.forward)
-        except (TypeError, ValueError):  # scripted modules have no signature
-            self._signature = inspect.signature(lambda *args, **kwargs: None)
-        self._names = [p.name for p in self._signature.parameters.values() if p.kind not in _VARIABLE]
 
-    def bind(self, inputs: list[Input]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments for the model. Raises UsageError for a wrong name, a missing one, or one given twice."""
-        kinds = self._signature.parameters
-        positional = [name for name in self._names if kinds[name].kind in _POSITIONAL]
-        arguments: dict[Any, Any] = {}
-        for name, value in inputs:
-            is_position = name.isascii() and name.isdigit()
-            key = int(name) if is_position else positional.index(name) if name in positional else name
-            if key in arguments:
-                raise UsageError(f"--input {name} is given twice: write each argument of {self._name} once")
-            arguments[key] = value
-        args = [arguments.pop(i) for i in itertools.takewhile(arguments.__contains__, itertools.count())]
-        kwargs = {positional[k] if k in range(len(positional)) else str(k): x for k, x in arguments.items()}
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in kinds.values())
-        for name in kwargs.keys() - self._names:
-            if not takes_any or name.isdigit():
-                raise UsageError(self.wrong_name(name))
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise UsageError(f"{self._name}: {error}; its arguments are {self._takes()}; write {FORM}") from error
-        return tuple(args), kwargs
+def wrong_name(model: torch.nn.Module, names: Iterable[str]) -> str | None:
+    """What to say of the first of some names that is no parameter of a model's forward; None where all are."""
+    known = _signature(model).parameters
+    return next((_of_forward(model, f"no argument {name!r}") for name in names if name not in known), None)
 
-    def swallowed(self, inputs: list[Input]) -> list[str]:
-        """The names of inputs that `**kwargs` took, since no parameter has them."""
-        return [i.name for i in inputs if not i.name.isdigit() and i.name not in self._names]
 
-    def wrong_name(self, name: str) -> str:
-        """What to say of a name that is no parameter."""
-        return f"{self._name} has no argument {name!r}: its arguments are {self._takes()}"
+def _of_forward(model: torch.nn.Module, problem: str) -> str:
+    names = [p.name for p in _signature(model).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return f"{type(model).__name__}.forward: {problem}; its arguments are {', '.join(names) or 'none'}; write {FORM}"
 
-    def _takes(self) -> str:
-        return ", ".join(self._names) or "none"
+
+def _signature(model: torch.nn.Module) -> inspect.Signature:
+    try:
+        return inspect.signature(model.forward)
+    except (TypeError, ValueError):  # scripted modules have none
+        return inspect.signature(lambda *args, **kwargs: None)
 
 
 _DYNAMIC_FORM = "NAME.DIM=SYMBOL[:MIN[:MAX]], for example x.0=batch or ids.1=length:1:512"

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_map_only
 from scopetrace.api.functions import load
 from scopetrace.api.steps import OPTIMIZERS, TrainingStep
 from scopetrace.api.trace import Trace, trace
-from scopetrace.cli import ModelError, error_text, model_raised
-from scopetrace.cli.inputs import Forward, Input, nested, parse_dynamic, parse_input
-from scopetrace.cli.targets import default_inputs, load_model
+from scopetrace.cli import ModelError
+from scopetrace.cli.inputs import Input, bind, nested, parse_dynamic, parse_input, wrong_name
+from scopetrace.cli.targets import default_inputs, error_text, load_model, model_raised
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 
 T = TypeVar("T")
@@ -78,26 +78,30 @@ _MODEL = (
         type=click.Choice(sorted(OPTIMIZERS), case_sensitive=False),
         help="With --step: an optimizer of torch.optim, which steps at the end.",
     ),
+    click.option("--json", "as_json", is_flag=True, help="One JSON document in place of text."),
 )
 
 
-def model_command(command: Callable[..., str | tuple[str, int]], *, steps: bool = False) -> click.Command:
+def model_command(command: Callable[..., Any], *, steps: bool = False) -> click.Command:
     """A command with the argument TARGET and the options for inputs, which `command` gets as one `Request`.
 
-    `command` returns the text to print, or that and an exit code. `steps`: training steps are the default.
+    `command` returns what to print, with --json a dict or what has `to_dict`; or that and an exit code.
+    `steps`: training steps are the default.
     """
 
     @functools.wraps(command)
     def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> int:
-        meta, train, specialize, step = (options.pop(name) for name in ("meta", "train", "specialize", "step"))
+        meta, train, specialize, step, as_json = map(options.pop, ("meta", "train", "specialize", "step", "as_json"))
         after, step = TrainingStep(options.pop("loss"), options.pop("optimizer")), step or steps
         if not step and after != TrainingStep():
             raise UsageError("--loss and --optimizer are for training steps: add --step")
         examples, dynamic_shapes = list(map(parse_input, inputs)), parse_dynamic(dynamic)
         with quiet(), _progress() as say, torch.no_grad():
-            request = Request(target, examples, dynamic_shapes, meta, train, specialize, after if step else None, say)
+            taken = after if step else None
+            request = Request(target, examples, dynamic_shapes, meta, train, specialize, taken, as_json, say)
             result = command(request, **options)
-        text, code = result if isinstance(result, tuple) else (result, 0)
+            result, code = result if isinstance(result, tuple) else (result, 0)
+            text = _json(result) if as_json else str(result)
         print_text(text)
         return code
 
@@ -120,11 +124,11 @@ def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]
 takes_depth = click.option(
     "--depth", type=click.IntRange(min=0), help="Show calls down to this level; 0 is the model's own line."
 )
-takes_json = click.option("--json", "as_json", is_flag=True, help="One JSON document in place of text.")
 
 
-def json_text(data: dict[str, Any]) -> str:
-    """A command's result as JSON, with its version: raised where a key goes or changes its meaning."""
+def _json(result: Any) -> str:
+    """As JSON, with its version: raised where a key goes or changes its meaning."""
+    data = result if isinstance(result, dict) else result.to_dict()
     return json.dumps({"version": 1, **data}, indent=1, ensure_ascii=False)
 
 
@@ -149,6 +153,7 @@ class Request:
     train: bool
     specialize: bool
     step: TrainingStep | None
+    as_json: bool
     say: Callable[[str], None]
 
     def trace(self, *, functional: bool = True) -> Trace:
@@ -179,15 +184,14 @@ class Request:
         self.say(f"making {self.target}")
         with torch.device("meta") if self.meta else contextlib.nullcontext():
             model = load_model(self.target).train(self.train or self.step is not None)
-        forward, inputs = Forward(model), nested(self.inputs) or default_inputs(model)
-        args, kwargs = forward.bind(inputs)
+        args, kwargs = bind(model, nested(self.inputs) or default_inputs(model))
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) == 1:
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(*devices), (args, kwargs))
         try:
             return do(model, args, kwargs)
         except (Exception, SystemExit) as error:  # a model's own error may have any class
-            explained = _explained(error, forward, inputs, type(model).__name__)
+            explained = _explained(error, model, kwargs)
             if explained is None:
                 raise
             raise explained from error
@@ -200,18 +204,18 @@ class Request:
         return load(self.target)
 
 
-def _explained(error: BaseException, forward: Forward, inputs: list[Input], model: str) -> Exception | None:
+def _explained(error: BaseException, model: torch.nn.Module, kwargs: dict[str, Any]) -> Exception | None:
     """What to raise in place of an error of `trace`; None for an error that says enough."""
     if isinstance(error, DynamicShapeError) and error.module is None:
         return UsageError(f"--dynamic: {error.problem}" + (f"; {error.hint}" if error.hint else ""))
     if isinstance(error, TraceError):
-        return ModelError(f"cannot trace {model}: {error}")
+        return ModelError(f"cannot trace {type(model).__name__}: {error}")
     if isinstance(error, ScopetraceError):
         return None
-    swallowed = forward.swallowed(inputs)
-    if swallowed:  # in **kwargs, where nobody may have looked for it
-        return UsageError(f"{forward.wrong_name(swallowed[0])}; with it in **kwargs it raised {error_text(error)}")
-    return model_raised(model, error)
+    swallowed = wrong_name(model, kwargs)
+    if swallowed is not None:  # in **kwargs, where nobody may have looked for it
+        return UsageError(f"{swallowed}; with it in **kwargs it raised {error_text(error)}")
+    return model_raised(type(model).__name__, error)
 
 
 @contextlib.contextmanager

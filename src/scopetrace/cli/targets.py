@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 
-from scopetrace.cli import error_text, model_raised, source_line
+from scopetrace.cli import ModelError
 from scopetrace.cli.inputs import Input
 from scopetrace.errors import UsageError
+from scopetrace.ir.scopes import Frame, user_line
+from scopetrace.sources import SCOPETRACE
 
 FORM = "package.module:name, timm:NAME, torchvision:NAME or hf:NAME"
 
@@ -63,14 +66,14 @@ def default_inputs(model: torch.nn.Module) -> list[Input]:
 
 
 def _from_timm(name: str) -> torch.nn.Module:
-    timm = _library("timm")
+    timm = _import(f"timm:{name}", "timm")
     if not timm.is_model(name):
         raise UsageError(f"timm has no model {name!r}: {_near('timm', name, timm.list_models())}")
     return _make(f"timm:{name}", lambda: timm.create_model(name, pretrained=False))
 
 
 def _from_torchvision(name: str) -> torch.nn.Module:
-    models = _library("torchvision.models")
+    models = _import(f"torchvision:{name}", "torchvision.models")
     if name not in models.list_models():
         raise UsageError(f"torchvision has no model {name!r}: {_near('torchvision', name, models.list_models())}")
     # Detection and segmentation models download a backbone unless told not to.
@@ -81,7 +84,7 @@ def _from_torchvision(name: str) -> torch.nn.Module:
 
 def _from_transformers(name: str) -> torch.nn.Module:
     """A model with random weights: of a kind (`bert`), a class (`BertForMaskedLM`), or a local config file."""
-    transformers = _library("transformers")
+    transformers = _import(f"hf:{name}", "transformers")
     path = Path(name)
     cls: Any = getattr(transformers, name, None)
     is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
@@ -95,27 +98,6 @@ def _from_transformers(name: str) -> torch.nn.Module:
     if name not in kinds:
         raise UsageError(f"transformers has no model {name!r}, and there is no such file: {_near('hf', name, kinds)}")
     return _make(f"hf:{name}", lambda: transformers.AutoModel.from_config(transformers.AutoConfig.for_model(name)))
-
-
-def _library(name: str) -> Any:
-    package = name.partition(".")[0]
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise UsageError(_install(package, error.name or package)) from error
-    except Exception as error:
-        raise UsageError(f"{package} cannot be imported: {_raised(error)}") from error
-
-
-def _install(wanted_by: str, module: str) -> str:
-    package = module.partition(".")[0]
-    who = f"{wanted_by} is" if wanted_by == package else f"{wanted_by} needs {package}, which is"
-    return f"{who} not installed: pip install {package}"
-
-
-def _is_installed(module: str) -> bool:
-    """Whether the package of a module is there, so that the module itself is what it lacks."""
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 def _near(library: str, name: str, known: list[str]) -> str:
@@ -158,7 +140,10 @@ def declare_missing_ops() -> torch.library.Library | None:
 
 
 def _from_module(target: str, module_name: str, name: str) -> torch.nn.Module:
-    value = _import(target, module_name)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    value = _import(target, module_name, FORM)
     for part in name.split("."):
         try:
             value = getattr(value, part)
@@ -185,25 +170,6 @@ def _from_module(target: str, module_name: str, name: str) -> torch.nn.Module:
     return model
 
 
-def _import(target: str, module_name: str) -> Any:
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            raise UsageError(
-                f"TARGET {target!r}: there is no module {missing!r} here or among the installed packages; write {FORM}"
-            ) from error
-        if _is_installed(missing):
-            raise UsageError(f"TARGET {target!r}: importing {module_name} raised {_raised(error)}") from error
-        raise UsageError(f"TARGET {target!r}: {_install(module_name, missing)}") from error
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"TARGET {target!r}: importing {module_name} raised {_raised(error)}") from error
-
-
 def _no_attribute(owner: Any, name: str) -> str:
     kind = "module" if inspect.ismodule(owner) else "class" if isinstance(owner, type) else "object"
     word = getattr(owner, "__name__", type(owner).__name__)
@@ -215,16 +181,77 @@ def _no_attribute(owner: Any, name: str) -> str:
     return f"the {kind} {word} has no {name!r}" + (f"; it has {', '.join(near)}" if near else "")
 
 
+# -------------------------------------------------------------------- what goes wrong
+
+
+def _import(target: str, name: str, write: str | None = None) -> Any:
+    """A module. Raises UsageError where it is not there, saying what to `write` or to install, or where it raises."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing, problem = error.name or name, f"importing {name} raised {_raised(error)}"
+        if write is not None and f"{name}.".startswith(f"{missing}."):
+            problem = f"there is no module {missing!r} here or among the installed packages; write {write}"
+        elif f"{name}.".startswith(f"{missing}.") or not _is_installed(missing):
+            problem = _install(name, missing)
+        raise UsageError(f"TARGET {target!r}: {problem}") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"TARGET {target!r}: importing {name} raised {_raised(error)}") from error
+
+
 def _make(target: str, factory: Callable[[], Any]) -> Any:
+    """What a factory gives. Raises UsageError where it needs a package, ModelError where it raises anything else."""
     try:
         return factory()
-    except ModuleNotFoundError as error:
-        if error.name is None or _is_installed(error.name):  # transformers raises it for other reasons too
-            raise model_raised(f"making {target}", error) from error
-        raise UsageError(f"TARGET {target!r}: {_install(target, error.name)}") from error
     except (Exception, SystemExit) as error:
-        raise model_raised(f"making {target}", error) from error
+        needs = error.name if isinstance(error, ModuleNotFoundError) else None  # transformers sets none for its own
+        if needs is None or _is_installed(needs):
+            raise model_raised(f"making {target}", error) from error
+        raise UsageError(f"TARGET {target!r}: {_install(target, needs)}") from error
+
+
+def _install(wanted_by: str, module: str) -> str:
+    package = module.partition(".")[0]
+    who = f"{package} is" if wanted_by.partition(".")[0] == package else f"{wanted_by} needs {package}, which is"
+    return f"{who} not installed: pip install {package}"
+
+
+def _is_installed(module: str) -> bool:
+    """Whether the package of a module is there, so that the module itself is what it lacks."""
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
+def error_text(error: BaseException) -> str:
+    """The class of an exception and the first line of its message."""
+    message = str(error).partition("\n")[0]
+    return type(error).__name__ + (f": {message}" if message else "")
+
+
+def model_raised(what: str, error: BaseException) -> ModelError:
+    """An error with the message of a model's exception, and where it was raised.
+
+    The places are the notes that tracing added to the exception; else the user's line.
+    """
+    notes = [note.removeprefix("scopetrace: ") for note in getattr(error, "__notes__", ())]
+    places = [note for note in notes if note.startswith("while tracing ")]
+    is_refused_op = bool(places) and type(error) is RuntimeError  # as torch's kernels raise it
+    frames = _frames(error)
+    if frames and frames[-1][0].co_filename.startswith(SCOPETRACE) and not is_refused_op:
+        code, line = frames[-1]
+        at = f"at {code.co_filename}:{line}, in {code.co_name}"
+        return ModelError(f"an error in scopetrace itself, please report it: {error_text(error)}\n  {at}")
+    return ModelError("\n  ".join([f"{what} raised {error_text(error)}", *(places or _place(error))]))
 
 
 def _raised(error: BaseException) -> str:
-    return ", ".join([error_text(error), *source_line(error)])
+    return ", ".join([error_text(error), *_place(error)])
+
+
+def _frames(error: BaseException) -> list[Frame]:
+    return [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+
+
+def _place(error: BaseException) -> list[str]:
+    """`at file.py:12, in build: return Net(0)` where the traceback has a line of the user's."""
+    line = user_line([f for f in _frames(error) if not f[0].co_filename.startswith((*SCOPETRACE, "<frozen"))])
+    return [f"at {line}"] if line else []

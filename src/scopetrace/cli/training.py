@@ -11,7 +11,7 @@ from typing import Any
 import click
 import torch
 
-from scopetrace.cli.run import Request, json_text, model_command, takes_json
+from scopetrace.cli.run import Request, model_command
 from scopetrace.distributed.estimate import Estimate
 from scopetrace.distributed.estimate import estimate as make_estimate
 from scopetrace.distributed.planning import Plan
@@ -36,10 +36,7 @@ DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": to
 )
 @click.option("--latency", type=click.FloatRange(min=0), default=0.0, help="Microseconds of a collective.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="own", help="Of gathered parameters and gradients.")
-@takes_json
-def plan(
-    request: Request, ranks: int, classes: tuple[str, ...], prefetch: int, dtype: str, as_json: bool, **numbers: Any
-) -> str:
+def plan(request: Request, ranks: int, classes: tuple[str, ...], prefetch: int, dtype: str, **numbers: Any) -> Any:
     """Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost on paper.
 
     The inputs are those of one rank. TARGET is as for `scopetrace show`; with --meta, a model of any size.
@@ -68,8 +65,8 @@ def plan(
     simulations = {
         ahead: simulate(each, traced, ranks=ranks, param_dtype=DTYPES[dtype], **rates) for ahead, each in plans.items()
     }
-    if as_json:
-        return json_text(_data(plans[prefetch], simulations))
+    if request.as_json:
+        return _data(plans[prefetch], simulations)
     return "\n\n".join(map(str, (plans[prefetch], simulations[prefetch], _table(simulations))))
 
 
@@ -113,8 +110,7 @@ def _size(ctx: click.Context, option: click.Parameter, text: str | None) -> int 
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="own", help="Cast the model and its inputs.")
 @click.option("--inference", is_flag=True, help="Of a forward without gradients, in place of a training step.")
 @click.option("--depth", type=click.IntRange(min=0), default=1, show_default=True, help="Levels of calls with rows.")
-@takes_json
-def estimate(request: Request, gpu_bytes: int | None, dtype: str, inference: bool, depth: int, as_json: bool) -> str:
+def estimate(request: Request, gpu_bytes: int | None, dtype: str, inference: bool, depth: int) -> Estimate:
     """Estimate the memory and FLOPs of training TARGET, whether that fits a GPU, and what would.
 
     The model neither runs nor trains: one trace says what a step makes when. TARGET is as for `scopetrace show`; with
@@ -137,5 +133,4 @@ def estimate(request: Request, gpu_bytes: int | None, dtype: str, inference: boo
             model, args, kwargs, step=not inference, loss=step.loss, optimizer=step.optimizer, **options
         )
 
-    estimated = dataclasses.replace(request, step=None if inference else step).apply(of)
-    return json_text(estimated.to_dict()) if as_json else str(estimated)
+    return dataclasses.replace(request, step=None if inference else step).apply(of)

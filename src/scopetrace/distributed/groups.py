@@ -11,7 +11,7 @@ FSDP2 takes lists of modules for one group, and lets the root have what no other
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 
@@ -65,24 +65,24 @@ def without_ties(grouping: Grouping) -> Grouping:
     return grouping
 
 
-def by_classes(order: ExecutionOrder, units: set[str]) -> Grouping:
+def by_classes(order: ExecutionOrder, units: Collection[str]) -> Grouping:
     """A group for each of the chosen modules, `units`, and groups of the modules called between them.
 
     Modules outside of chosen ones (embeddings, norms, heads) are grouped by where they run: before the first chosen
     module, between two, after the last. Parameters of the root and of modules that are never called are in the root's.
     """
-    registered = order.registered
+    registered, chosen = order.registered, set(units)
     _refuse_uncallable(order, units)
     dtypes = _dtypes(registered)
 
     def is_whole(name: str) -> bool:
         return len(dtypes[name]) == 1 and not any(contains(registered, name, unit) for unit in units)
 
-    rest = [m for m in _cut(order, is_whole) if m not in units and not any(contains(registered, u, m) for u in units)]
-    return _in_runs(order, [(m,) for m in (*units, *rest)], lambda group: units.isdisjoint(group))
+    rest = [m for m in _cut(order, is_whole) if m not in chosen and not any(contains(registered, u, m) for u in units)]
+    return _in_runs(order, [(m,) for m in (*units, *rest)], lambda group: chosen.isdisjoint(group))
 
 
-def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
+def _refuse_uncallable(order: ExecutionOrder, units: Collection[str]) -> None:
     """Raise PlanError for modules whose hooks do not run: FSDP2 gathers and frees in hooks around a module's call."""
     for name in units:
         kind = order.registered.modules[name].type_name

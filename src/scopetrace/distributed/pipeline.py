@@ -21,7 +21,7 @@ import torch
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.containers.structure import leaves
-from scopetrace.distributed.costs import op_bytes, op_flops, op_params, params_read
+from scopetrace.distributed.costs import op_bytes, op_flops, op_params, param_uses
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, columns
 from scopetrace.ir.selection import Selection, several
@@ -224,19 +224,10 @@ def _tie(tape: ProgramTape, places: Places) -> str:
     )
 
 
-def _uses(tape: ProgramTape) -> dict[str, list[int]]:
-    """By parameter, the ops that read it."""
-    uses: dict[str, list[int]] = {}
-    for i, names in enumerate(params_read(tape)):
-        for name in names:
-            uses.setdefault(name, []).append(i)
-    return uses
-
-
 def _trained(tape: ProgramTape) -> dict[str, list[int]]:
     """By parameter that requires grad, the ops that read it."""
     held = tape.attributes
-    return {name: at for name, at in _uses(tape).items() if name not in held or held[name].requires_grad}
+    return {name: at for name, at in param_uses(tape).items() if name not in held or held[name].requires_grad}
 
 
 def _possible_cuts(tape: ProgramTape, alive: Alive, places: Places, *, in_ties: bool = False) -> list[Cut]:
@@ -325,7 +316,7 @@ def _call_of(op: Op) -> str:
 
 def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:
     places = [cut.at for cut in cuts]
-    users = {n: dict.fromkeys(bisect.bisect_right(places, i) for i in at) for n, at in _uses(tape).items()}
+    users = {n: dict.fromkeys(bisect.bisect_right(places, i) for i in at) for n, at in param_uses(tape).items()}
     return {name: list(stages) for name, stages in users.items() if len(stages) > 1}
 
 

@@ -31,7 +31,7 @@ from scopetrace.distributed.groups import (
     first_call,
     without_ties,
 )
-from scopetrace.distributed.schedule import BackwardEvent, Pass, Schedule, backward_events, backward_gathers
+from scopetrace.distributed.schedule import Event, Pass, Schedule, backward_events, gradients
 from scopetrace.errors import OrderMismatchError, PlanError
 from scopetrace.formatting import Printed, amount, columns
 from scopetrace.ir.guards import MODULE_TABLES
@@ -85,41 +85,25 @@ class Plan(Printed):
         return Grouping((*rest, ROOT), self.order.registered)
 
     @functools.cached_property
-    def schedule(self) -> Schedule:
-        """The simulation of one forward under this plan."""
-        return Schedule(self.order, self._grouping, {g.modules: g.forward_prefetch for g in self.groups})
-
-    @functools.cached_property
-    def passes(self) -> list[Pass]:
-        """The forward passes of groups with parameters, in the order in which they end."""
+    def events(self) -> tuple[list[Event], list[Event]]:
+        """What happens to groups with parameters in a forward and in its backward, in order."""
         holding = {g.modules for g in self.groups if g.params}
-        return [p for p in self.schedule.passes if p.group in holding]
-
-    @functools.cached_property
-    def backward_events(self) -> list[BackwardEvent]:
-        """What the hooks of FSDP2 see in a backward, in order."""
-        return backward_events(self.order, self._grouping, self.passes)
-
-    @functools.cached_property
-    def gathers(self) -> tuple[list[tuple[Group, int]], list[tuple[Group, int]]]:
-        """The all-gathers of a forward and its backward, in order: (group, step of the order that issues it).
-
-        Groups without parameters are left out. For backward it is `BackwardEvent.at` in place of the step.
-        """
-        holding = {g.modules for g in self.groups if g.params}
-        lists = ({g.modules: g.prefetch[i] for g in self.groups} for i in range(2))
-        backward = backward_gathers(self.backward_events, self.passes, *lists)
-        return [(g, at) for g, at in self.schedule.gathers if g in holding], backward
+        forward, backward = ({g.modules: g.prefetch[i] for g in self.groups} for i in range(2))
+        schedule = Schedule(self.order, self._grouping, forward)
+        passes = [p for p in schedule.passes if p.group in holding]
+        hooks = gradients(self.order, self._grouping, passes)
+        ahead = [e for e in schedule.events if e.group in holding]
+        return ahead, list(backward_events(hooks, passes, forward, backward))
 
     @property
     def forward_gathers(self) -> list[Group]:
         """The groups in the order of a forward's all-gathers."""
-        return [group for group, _ in self.gathers[0]]
+        return [e.group for e in self.events[0] if e.kind == "all-gather"]
 
     @property
     def backward_gathers(self) -> list[Group]:
         """The groups in the order of a backward's all-gathers."""
-        return [group for group, _ in self.gathers[1]]
+        return [e.group for e in self.events[1] if e.kind == "all-gather"]
 
     def bucket_plan(self, order: Literal["execution", "registration"] = "execution") -> list[list[str]]:
         """The fqns of each group's modules, as `module_bucket_plans` of torch.compile's manual bucketing takes them.
@@ -178,8 +162,8 @@ class Plan(Printed):
             ahead, back = (" ".join(map(numbers.__getitem__, groups)) or "-" for groups in group.prefetch)
             rows.append((str(i), _text(group.modules), str(len(group.params)), amount(group.nbytes, "B"), ahead, back))
         lines = [
-            f"all-gathers, {when}: {' '.join(numbers[group] for group, _ in gathers) or 'none'}"
-            for when, gathers in zip(("forward", "backward"), self.gathers, strict=True)
+            f"all-gathers, {when}: {' '.join(map(numbers.__getitem__, gathers)) or 'none'}"
+            for when, gathers in (("forward", self.forward_gathers), ("backward", self.backward_gathers))
         ]
         return "\n".join([columns(rows), "", *lines])
 
@@ -297,14 +281,14 @@ def plan(
     return Plan(groups, order, model, ignored)
 
 
-def _chosen(model: torch.nn.Module, selection: Any) -> set[str]:
+def _chosen(model: torch.nn.Module, selection: Any) -> list[str]:
     inner = {name: module for name, module in model.named_modules() if name}
     modules = [Candidate(m, type(m), name, Scope(name, type(m).__name__)) for name, m in inner.items()]
     for target in several(selection):
         if not any(is_named(module, target) for module in modules):
             near = near_text(target, inner, [type(m).__name__ for m in inner.values()])
             raise PlanError(f"no module of the model is {target_text(target)}; {near}")
-    return {str(module.fqn) for module in modules if is_named(module, selection)}
+    return [str(module.fqn) for module in modules if is_named(module, selection)]
 
 
 def _refuse_params(model: torch.nn.Module, order: ExecutionOrder) -> None:
@@ -365,7 +349,7 @@ def _groups(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, p
     params = _payload(model, grouping)
     schedule = Schedule(order, grouping, {})
     by_start = [p.group for p in sorted(schedule.passes, key=lambda p: p.start) if params[p.group] or p.group == ROOT]
-    begun = [e for e in backward_events(order, grouping, schedule.passes) if e.kind == "result"]
+    begun = [e for e in gradients(order, grouping, schedule.passes) if e.kind == "result"]
     _refuse_ungathered(order, grouping, [p for i, p in enumerate(schedule.passes) if all(e.number != i for e in begun)])
     begun = [e for i, e in enumerate(begun) if i == 0 or e.number != begun[i - 1].number]
     by_gradient = [e.group for e in begun if params[e.group] or e.group == ROOT]

@@ -7,7 +7,7 @@ group at the end. Backward goes through the forward passes of the groups in reve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from scopetrace.distributed.groups import ROOT, Group, Grouping
@@ -24,18 +24,31 @@ class Pass(NamedTuple):
     stop: int
 
 
+END = -1
+"""The place of what is after all else."""
+
+
+class Event(NamedTuple):
+    """What happens to a group: an `all-gather` or a `reduce-scatter` is issued, ops `wait` for it, it is to `free`."""
+
+    kind: str
+    group: Group
+    at: int
+    """The step of the order in which it does; of a backward, see `Gradient.at`; END."""
+
+
 class Schedule:
     """What FSDP2 does in one forward, up to the first use of a parameter that is not gathered.
 
     Attributes:
-        gathers: the all-gathers in order, each with the step that issues it.
+        events: what happens to groups, in order.
         passes: the passes in the order in which they end.
         missing: of the first use of a parameter that is not gathered, the group that has it, and the innermost one in
             whose pass it is used; None where there is none.
     """
 
     def __init__(self, order: ExecutionOrder, grouping: Grouping, prefetch: Prefetch) -> None:
-        self.gathers: list[tuple[Group, int]] = []
+        self.events: list[Event] = []
         self.passes: list[Pass] = []
         self.missing: tuple[Group, Group] | None = None
         self._grouping, self._prefetch = grouping, prefetch
@@ -61,23 +74,18 @@ class Schedule:
         for group in [g for g in grouping.groups if g in self._ready]:  # modules of them never ran
             self._complete(group, len(order.steps) - 1)
 
-    def __repr__(self) -> str:
-        return f"<Schedule: {len(self.gathers)} all-gathers, {len(self.passes)} passes>"
-
-    def _gather(self, group: Group, at: int) -> None:
-        if group not in self._gathered:
-            self._gathered.add(group)
-            self.gathers.append((group, at))
-
     def _enter(self, group: Group, at: int) -> None:
         self._open.append(group)
-        self._gather(group, at)
         if not self._to_run.get(group):
             self._to_run[group] = set(group)
-        if group not in self._ready:
+        begins = group not in self._ready
+        for other in (group, *(self._prefetch.get(group, ()) if begins else ())):
+            if other not in self._gathered:
+                self._gathered.add(other)
+                self.events.append(Event("all-gather", other, at))
+        if begins:
             self._ready[group] = at
-            for other in self._prefetch.get(group, ()):
-                self._gather(other, at)
+            self.events.append(Event("wait", group, at))
 
     def _leave(self, group: Group, module: str | None, at: int) -> None:
         self._open.pop()
@@ -89,6 +97,7 @@ class Schedule:
         self.passes.append(Pass(group, self._ready.pop(group), at))
         if group != ROOT:
             self._gathered.discard(group)
+            self.events.append(Event("free", group, at))
 
     def _read_arguments(self, call: CallUsage) -> None:
         """The parameters among a call's arguments are read before it.
@@ -109,7 +118,7 @@ class Schedule:
             self.missing = group, next(g for g in reversed(self._open) if g in self._ready)
 
 
-class BackwardEvent(NamedTuple):
+class Gradient(NamedTuple):
     """What FSDP2's hooks see in a backward."""
 
     kind: str
@@ -121,57 +130,59 @@ class BackwardEvent(NamedTuple):
     """The step of the forward that it mirrors; in a backward that was traced, the ops of the trace before it."""
 
 
-def backward_events(order: ExecutionOrder, grouping: Grouping, passes: Sequence[Pass]) -> list[BackwardEvent]:
-    """The events of a backward in order: that of a traced training step, else the forward passes in reverse."""
+def gradients(order: ExecutionOrder, grouping: Grouping, passes: Sequence[Pass]) -> list[Gradient]:
+    """What the hooks see in order: in the backward of a traced training step, else in the forward passes in reverse."""
     if not order.backwards:
         ends = [(-p.stop, 0, -i) for i, p in enumerate(passes)]
         mirrored = sorted([*ends, *((-p.start, 1, -i) for i, p in enumerate(passes))])
-        return [BackwardEvent(("result", "arguments")[kind], passes[-i].group, -i, -at) for at, kind, i in mirrored]
+        return [Gradient(("result", "arguments")[kind], passes[-i].group, -i, -at) for at, kind, i in mirrored]
     group_of = grouping.group_of()
     begins = {step.call: at for at, step in enumerate(order.steps) if step.kind == "call"}
     returns = {step.call: at for at, step in enumerate(order.steps) if step.kind == "return"}
     running = {p.group for p in passes}
-    events: list[BackwardEvent] = []
+    seen: list[Gradient] = []
     for kind, call, at in order.backwards[0]:
         if kind == "again":
             group = group_of.get(order.registered.module(order.calls[call].fqn))
-            events += [BackwardEvent(kind, group, -1, at)] if group in running else []
+            seen += [Gradient(kind, group, -1, at)] if group in running else []
             continue
         hooked = [p.start == begins[call] if kind == "arguments" else p.stop == returns[call] for p in passes]
-        events += [BackwardEvent(kind, passes[i].group, i, at) for i, is_hooked in enumerate(hooked) if is_hooked]
-    return events
+        seen += [Gradient(kind, passes[i].group, i, at) for i, is_hooked in enumerate(hooked) if is_hooked]
+    return seen
 
 
-def backward_gathers(
-    events: Iterable[BackwardEvent], passes: Sequence[Pass], forward: Prefetch, backward: Prefetch
-) -> list[tuple[Group, int]]:
-    """The all-gathers of a backward in order, each with the `BackwardEvent.at` that issues it.
+def backward_events(
+    hooks: Iterable[Gradient], passes: Sequence[Pass], forward: Prefetch, backward: Prefetch
+) -> Iterator[Event]:
+    """What happens in a backward in order, each with the `Gradient.at` at which it does.
 
     `passes` are those of groups with parameters. A group without a backward prefetch list prefetches the group whose
-    forward pass ended before its own, which is FSDP2's default.
+    forward pass ended before its own, which is FSDP2's default. Groups without a last gradient are reduced at the end.
     """
-    gathers: list[tuple[Group, int]] = []
     gathered, active, begun = {ROOT}, set[Group](), set[Group]()
+    running: dict[Group, None] = {}
     left: dict[Group, list[int]] = {}
     for number, p in enumerate(passes):
         left.setdefault(p.group, []).append(number)
-    for event in events:
-        group = event.group
-        if event.kind == "result":
+    for kind, group, _, at in hooks:
+        if kind == "arguments":
+            active.discard(group)
+            gathered -= {group} - {ROOT}
+            running.pop(group, None)
+            yield Event("reduce-scatter", group, at)
+            continue
+        ahead = () if group in begun else forward.get(group, ())
+        if kind == "result":
             ahead = backward.get(group, ())
             if not ahead and group not in active and left[group]:
                 before = left[group].pop() - 1
                 ahead = (passes[before].group,) if before >= 0 else ()
             active.add(group)
             begun.add(group)
-        elif event.kind == "again":
-            ahead = () if group in begun else forward.get(group, ())
-        else:
-            active.discard(group)
-            gathered -= {group} - {ROOT}
-            continue
         for other in (group, *ahead):
             if other not in gathered:
                 gathered.add(other)
-                gathers.append((other, event.at))
-    return gathers
+                yield Event("all-gather", other, at)
+        running[group] = None
+        yield Event("wait", group, at)
+    yield from (Event("reduce-scatter", group, END) for group in running)

@@ -3,7 +3,7 @@
 Data flow:
     trace -> FLOPs up to each step of the order: the times of a forward; a backward takes twice as long, or as long as
     its ops where it was traced
-    plan -> the steps at which all-gathers are issued and needed, and parameters are freed
+    plan -> its events: the steps at which all-gathers are issued and needed, and parameters are freed
     both -> one link that transfers one group after the other, one processor that waits for what it needs
 
 The model is simple on purpose: full bandwidth for each transfer, no contention for memory, and a processor that issues
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from scopetrace.api.trace import Trace
 from scopetrace.distributed.costs import op_flops, op_results
 from scopetrace.distributed.groups import ROOT, Group
 from scopetrace.distributed.planning import Plan, ShardGroup, call_of, order_of
+from scopetrace.distributed.schedule import END, Event
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns, duration
 
@@ -122,9 +124,10 @@ def simulate(
         group: sum(ranks * rows * width * (param_dtype or dtype).itemsize for rows, width, dtype in parts)
         for group, parts in shards.items()
     }
-    before, before_event, total = _flops(tr, plan)
     rank = _Rank(flops, bandwidth * ranks / max(ranks - 1, 1), latency, sizes)
-    forward, backward = rank.run(_forward(plan, before)), rank.run(_backward(plan, before_event, total))
+    before, before_backward = _flops(tr, plan)
+    forward = rank.run([*plan.events[0], Event("wait", ROOT, END)], before)
+    backward = rank.run([*plan.events[1], Event("end", ROOT, END)], before_backward)
     params = [plan.order.registered.params[name] for group in plan.groups for name in group.params]
     exact = sum(torch.Size(p.shape).numel() * (param_dtype or p.dtype).itemsize for p in params)
     padding = 1 - exact / max(sum(sizes.values()), 1)
@@ -145,25 +148,22 @@ def _memory(
     plan: Plan, tr: Trace, shards: Iterable[Shard], sizes: Mapping[Group, int], optimizer_bytes: int
 ) -> dict[str, int]:
     owned = sum(rows * width * dtype.itemsize for rows, width, dtype in shards)
-    tape = program_of(tr).tape
-    results = zip(tape.ops, op_results(tape), strict=True)
-    events = [(at, 0, sizes[g]) for g, at in plan.gathers[0]]
-    events += [(p.stop, 1, -sizes[p.group]) for p in plan.schedule.passes if p.group != ROOT]
+    gathered = ({"all-gather": 1, "free": -1}.get(e.kind, 0) * sizes[e.group] for e in plan.events[0])
     return {
         "sharded parameters": owned,
         "sharded gradients": owned,
         "optimizer": sum(rows * width * optimizer_bytes for rows, width, _ in shards),
-        "gathered parameters, at most": max(itertools.accumulate((n for _, _, n in sorted(events)), initial=0)),
+        "gathered parameters, at most": max(itertools.accumulate(gathered, initial=0)),
         "gradients of a group, at most": max(sizes.values(), default=0),
-        "results of ops, without recomputation": sum(n for op, n in results if op.phase is None),
+        "results of ops, without recomputation": sum(op_results(op) for op in program_of(tr).tape.ops if not op.phase),
     }
 
 
 # ---------------------------------------------------------------- time
 
 
-def _flops(tr: Trace, plan: Plan) -> tuple[list[int], Callable[[int], int], int]:
-    """For each step of the order, the FLOPs of all ops before it; those before a `BackwardEvent.at`; and all."""
+def _flops(tr: Trace, plan: Plan) -> tuple[list[int], list[int]]:
+    """The FLOPs of all ops before each `Event.at` of a forward, and of its backward; at END those of all."""
     program = program_of(tr)
     tape = program.recorded if plan.order.backwards else program.tape
     at_op = [0, *itertools.accumulate(op_flops(tape))]
@@ -177,14 +177,9 @@ def _flops(tr: Trace, plan: Plan) -> tuple[list[int], Callable[[int], int], int]
             flops = max(flops, at_op[call.start if step.kind == "call" else call.stop])
         before.append(flops)
     if not plan.order.backwards:
-        return before, lambda at: 3 * before[-1] - 2 * before[at], 3 * before[-1]
+        return before, [*(3 * before[-1] - 2 * flops for flops in before), 3 * before[-1]]
     ends = [i for i, op in enumerate(tape.ops, 1) if op.phase is not None and op.phase.name == "backward"]
-    return before, at_op.__getitem__, at_op[ends[-1]]
-
-
-_Event = tuple[int, str, Group]
-"""What happens after some FLOPs: an `all-gather` or a `reduce-scatter` is queued, or the processor has to `wait` for a
-group's last transfer, or at the `end` for all transfers."""
+    return before, at_op[: ends[-1] + 1]
 
 
 class _Rank:
@@ -198,46 +193,22 @@ class _Rank:
         self._free = 0.0  # when all are
         self._time = 0.0
 
-    def run(self, events: Iterable[_Event]) -> float:
-        """Compute up to each event. The seconds waited."""
+    def run(self, events: Iterable[Event], before: Sequence[int]) -> float:
+        """Compute up to each event, at the `end` until all transfers are done. The seconds waited."""
         exposed = 0.0
-        for flops, kind, group in events:
-            self._time += max(flops - self.done, 0) / self._flops
-            self.done = max(flops, self.done)
+        places = itertools.groupby(events, operator.attrgetter("at"))
+        # At one place, all is issued before any is awaited.
+        for kind, group, at in (e for _, es in places for e in sorted(es, key=lambda e: e.kind != "all-gather")):
+            self._time += max(before[at] - self.done, 0) / self._flops
+            self.done = max(before[at], self.done)
             if kind in ("wait", "end"):
                 arrives = self._free if kind == "end" else self._arrives.get(group, 0.0)
                 exposed += max(arrives - self._time, 0.0)
                 self._time = max(arrives, self._time)
-            else:
+            elif kind != "free":
                 start = max(self._free, self._time)
                 self._free = self._arrives[group] = start + self._latency + self._sizes[group] / self._bandwidth
                 self.transfers.append(Transfer(kind, group, self._sizes[group], self._time, start, self._free))
             if kind == "reduce-scatter":  # which frees the group's parameters
                 del self._arrives[group]
         return exposed
-
-
-def _forward(plan: Plan, before: Sequence[int]) -> Iterator[_Event]:
-    issued = [(at, "all-gather", group) for group, at in plan.gathers[0]]
-    needed = [(p.start, "wait", p.group) for p in plan.schedule.passes]
-    for at, kind, group in sorted(issued + needed, key=lambda event: event[:2]):
-        yield before[at], kind, group
-    yield before[-1], "wait", ()
-
-
-def _backward(plan: Plan, before: Callable[[int], int], total: int) -> Iterator[_Event]:
-    issued: dict[int, list[Group]] = {}
-    for group, at in plan.gathers[1]:
-        issued.setdefault(at, []).append(group)
-    begun: dict[Group, None] = {}
-    for event in plan.backward_events:
-        flops = before(event.at)
-        yield from ((flops, "all-gather", other) for other in issued.pop(event.at, ()))
-        if event.kind == "arguments":
-            begun.pop(event.group, None)
-            yield flops, "reduce-scatter", event.group
-        else:
-            begun[event.group] = None
-            yield flops, "wait", event.group
-    yield from ((total, "reduce-scatter", group) for group in begun)
-    yield total, "end", ()

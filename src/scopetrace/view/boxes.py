@@ -15,8 +15,8 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -27,10 +27,7 @@ from scopetrace.program.graph import named, node_value, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, cost_text
 from scopetrace.view.text import counted, op_line, outermost, refuse_unnamed
-from scopetrace.view.tree import OpItem, Run, Section, Tree, callee_text, index_of, source_line
-
-Kind = Literal["call", "scope", "body", "run", "op"]
-"""A module call, a user scope, the body of a higher-order op, equal neighbours, an op."""
+from scopetrace.view.tree import Kind, OpItem, Section, Tree, index_of, source_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +41,17 @@ class Port:
     node: torch.fx.Node = dataclasses.field(compare=False)
 
 
-class End(NamedTuple):
-    """Where a value in a box begins or ends: at a port of a child, by its position, or at a port of the box itself."""
-
-    child: int | None
-    port: int
-    """Which output of the child that makes the value, which input of one that uses it; of the box, the other way."""
-
-
 class Edge(NamedTuple):
     """A value inside a box, from where it is made to where it is used."""
 
-    source: End
-    target: End
+    maker: int
+    """The position of the child that makes it; -1 for the box itself, to which it comes in."""
+    output: int
+    """Which output of the child, or input of the box."""
+    user: int
+    """The position of the child that uses it; -1 for the box itself, which gives it."""
+    input: int
+    """Which input of the child, or output of the box."""
     type: str
 
 
@@ -75,11 +70,12 @@ class Box:
     key: str
     label: str
     kind: Kind
+    """That of its section; `scope` for a part of the backward."""
     call: ModuleCall
     """The call that it is, or is in."""
     cost: Measures
-    section: Section | None = None
-    """Of a call, user scope or body, its place in the tree."""
+    section: Section
+    """Its place in the tree."""
     text: str = ""
     """Of an op, its line in the program's text."""
     source: str = ""
@@ -102,16 +98,12 @@ class Box:
     def edges(self) -> list[Edge]:
         """From ports at which values come in, or children that make them, to children that use them, and out again."""
         edges: list[Edge] = []
-        ends = {port.node: End(None, i) for i, port in enumerate(self.inputs)}
-
-        def lead_to(ports: list[Port], child: int | None) -> None:
-            known = ((i, port) for i, port in enumerate(ports) if port.node in ends)
-            edges.extend(Edge(ends[port.node], End(child, i), port.type) for i, port in known)
-
-        for child, box in enumerate(self.children):
-            lead_to(box.inputs, child)
-            ends |= {port.node: End(child, i) for i, port in enumerate(box.outputs)}  # Identity gives what it got
-        lead_to(self.outputs, None)
+        makers = {port.node: (-1, i) for i, port in enumerate(self.inputs)}
+        users = [(child, box.inputs, box.outputs) for child, box in enumerate(self.children)]
+        for child, used, gives in [*users, (-1, self.outputs, [])]:
+            known = ((i, port) for i, port in enumerate(used) if port.node in makers)
+            edges += [Edge(*makers[port.node], child, i, port.type) for i, port in known]
+            makers |= {port.node: (child, i) for i, port in enumerate(gives)}  # Identity gives what it got
         return edges
 
     def notes(self) -> Iterator[tuple[str, str]]:
@@ -151,7 +143,6 @@ def outermost_boxes(root: Box, selection: Selection) -> list[Box]:
 
     Raises CallNotFoundError for what names none.
     """
-    assert root.section is not None
     refuse_unnamed(root.call.scope, [box.call for box in root.walk()], selection)
     sections = set(outermost(root.section, selection))
     return [box for box in root.walk() if box.section in sections]
@@ -161,7 +152,6 @@ _MASKS = "positions and masks"
 _FEW = 3
 """More ops than these are folded."""
 
-Item = OpItem | Section | Run
 Nodes = dict[torch.fx.Node, None]
 """A set of nodes that keeps their order."""
 
@@ -176,22 +166,52 @@ class _Boxes:
         self._masks: Nodes = {}
 
     def root(self) -> Box:
-        return self._section(self._tree.root, self._tree.root.path, {})
+        return self._box(self._tree.root, "", leaves(self._tree.root.outputs, torch.fx.Node))
 
-    # ---------------------------------------------------------------- boxes
-
-    def _section(self, section: Section, key: str, needed: Nodes) -> Box:
-        kind: Kind = "scope" if section.kind == "backward" else section.kind
-        box = Box(self._unique(key), section.label, kind, section.call, self._meter.of(section), section)
-        box.writes = self._marks.writes(section)
-        runs = self._tree.runs(self._folded(section))
-        items = [x.members[0] if isinstance(x, Run) and len(x.members) == 1 else x for x in runs]
-        self._fill(box, section, items, dict.fromkeys([*_results(section), *needed]))
+    def _box(self, part: Section, around: str, results: Iterable[torch.fx.Node]) -> Box:
+        """The box of a part that is in the box with the key `around`. `results` are its nodes that are used outside."""
+        members = part.items if part.kind == "run" else [part]
+        first, last = members[0], members[-1]
+        key = first.path + (index_of(first.call) if first.kind == "call" else "")
+        if part.kind == "run":
+            key += f" ×{len(members)}"
+        elif part.kind in ("op", "body"):
+            key = f"{around}/{f'%{part.node.name}' if isinstance(part, OpItem) else part.name}"
+        kind: Kind = "scope" if part.kind == "backward" else part.kind
+        box = Box(self._unique(key), counted([m.label for m in members]), kind, part.call, self._meter.of(part), part)
+        names = _argument_names(first), _result_names(last)
+        box.inputs = [_port(node, names[0].get(node)) for node in self._used(part)]
+        box.outputs = [_port(node, names[1].get(node)) for node in results]
+        box.children = self._children(part, box.key, results)
+        read: list[Port] = []
+        if isinstance(part, OpItem):
+            box.text, box.source = op_line(part, named), source_line(part.node, self._program.lowering)
+            read = [_port(node) for node in part.attributes if str(node.target) in self._program.tape.attributes]
+            if part.node.target is torch.ops.higher_order.invoke_subgraph:
+                box.label = f"function {part.bodies[0].name}"
+        box.parameters = tuple(dict.fromkeys([*read, *(port for inner in box.children for port in inner.parameters)]))
+        box.writes = tuple(dict.fromkeys(name for member in members for name in self._marks.writes(member)))
+        box.shares = self._marks.shares(part)
         return box
 
-    def _folded(self, section: Section) -> list[OpItem | Section]:
+    def _children(self, part: Section, key: str, results: Iterable[torch.fx.Node]) -> list[Box]:
+        """The boxes in a box, with ports for what is used beside them or outside."""
+        if part.kind in ("op", "run"):
+            items = part.items
+        else:
+            runs = self._tree.runs(self._folded(part))
+            items = [x.items[0] if x.kind == "run" and len(x.items) == 1 else x for x in runs]
+        needed: list[Nodes] = [dict.fromkeys(leaves(item.outputs, torch.fx.Node)) for item in items]
+        starts = [item.first for item in items]
+        for node in [*itertools.chain.from_iterable(map(self._used, items)), *results]:
+            child = bisect.bisect_right(starts, number := self._number(node)) - 1
+            if part.kind != "op" and child >= 0 and number < items[child].stop:
+                needed[child][node] = None
+        return [self._box(item, key, nodes) for item, nodes in zip(items, needed, strict=True)]
+
+    def _folded(self, section: Section) -> list[Section]:
         """The items of a section, with neighbours that only make positions and masks in a section of their own."""
-        items: list[OpItem | Section] = []
+        items: list[Section] = []
         for makes_mask, group in itertools.groupby(section.items, self._makes_mask):
             ops = list(group)
             if makes_mask and _FEW < len(ops) < len(section.items):
@@ -200,73 +220,25 @@ class _Boxes:
             items += ops
         return items
 
-    def _makes_mask(self, item: OpItem | Section) -> bool:
+    def _makes_mask(self, item: Section) -> bool:
         """Whether an op computes with no float but constants, and with what such ops make."""
-        if isinstance(item, Section) or item.bodies:
+        if not isinstance(item, OpItem) or item.bodies:
             return False
         constants = self._program.tape.constants
         others = (n for n in item.node.all_input_nodes if n not in self._masks and str(n.target) not in constants)
         if any(isinstance(x := node_value(n), torch.Tensor) and x.is_floating_point() for n in others):
             return False
-        self._masks |= dict.fromkeys([item.node, *item.results])
+        self._masks |= dict.fromkeys([item.node, *item.outputs])
         return True
-
-    def _run(self, run: Run, key: str, needed: Nodes) -> Box:
-        members = run.members
-        label = counted([member.label for member in members])
-        box = Box(self._unique(f"{key} ×{len(members)}"), label, "run", members[0].call, self._meter.of(*members))
-        self._fill(box, run, members, needed)
-        box.writes = tuple(dict.fromkeys(name for member in box.children for name in member.writes))
-        return box
-
-    def _op(self, op: OpItem, key: str, results: Nodes) -> Box:
-        box = Box(self._unique(key), callee_text(op.node), "op", self._tree.call_of(op.node), self._meter.of(op))
-        if op.node.target is torch.ops.higher_order.invoke_subgraph:
-            box.label = f"function {[*op.bodies, *op.shared][0].name}"
-        box.text = op_line(op, named)
-        box.source = source_line(op.node, self._program.lowering)
-        box.inputs = [_port(node) for node in self._used(op)]
-        box.outputs = [_port(node) for node in results]
-        box.children = [self._section(body, f"{key}/{body.name}", {}) for body in op.bodies]
-        read = [_port(node) for node in op.attributes if str(node.target) in self._program.tape.attributes]
-        inside = [port for body in box.children for port in body.parameters]
-        box.parameters = tuple(dict.fromkeys([*read, *inside]))
-        box.shares = self._marks.shares(op)
-        return box
-
-    def _fill(self, box: Box, around: Section | Run, items: Sequence[Item], needed: Nodes) -> None:
-        """Add ports, children and edges to a box. `needed` are its nodes that are used outside."""
-        names = _argument_names(around)
-        box.inputs = [_port(node, names.get(node)) for node in self._used(around)]
-        names = _result_names(around)
-        box.outputs = [_port(node, names.get(node)) for node in needed]
-        results = [dict.fromkeys(_results(item)) for item in items]
-        starts = [item.first for item in items]
-        for node in [*itertools.chain.from_iterable(map(self._used, items)), *needed]:
-            child = bisect.bisect_right(starts, number := self._number(node)) - 1
-            if child >= 0 and number < items[child].stop:
-                results[child][node] = None
-        box.children = [self._item(item, box.key, nodes) for item, nodes in zip(items, results, strict=True)]
-        box.parameters = tuple(dict.fromkeys(port for inner in box.children for port in inner.parameters))
-        box.shares = self._marks.shares(around)
-
-    def _item(self, item: Item, around: str, needed: Nodes) -> Box:
-        if isinstance(item, OpItem):
-            return self._op(item, f"{around}/%{item.node.name}", needed)
-        first = item.members[0] if isinstance(item, Run) else item
-        key = first.path + (index_of(first.call) if first.kind == "call" else "")
-        return self._run(item, key, needed) if isinstance(item, Run) else self._section(item, key, needed)
 
     def _number(self, node: torch.fx.Node) -> int:
         """The number of the op that makes a node; -1 for an input or attribute."""
         return self._tree.ops[node][0].first if node in self._tree.ops else -1
 
-    def _used(self, item: Item) -> list[torch.fx.Node]:
+    def _used(self, item: Section) -> list[torch.fx.Node]:
         """The nodes from outside an item that it uses, in order, without parameters, buffers and bodies."""
-        if isinstance(item, OpItem):
-            nodes = item.node.all_input_nodes
-        elif isinstance(item, Run):
-            used = dict.fromkeys(node for member in item.members for node in member.outside)
+        if item.kind == "run":
+            used = dict.fromkeys(node for member in item.items for node in member.outside)
             nodes = [n for n in used if not item.first <= self._number(n) < item.stop]
         elif item is self._tree.root:
             nodes = self._program.lowering.graph.find_nodes(op="placeholder")
@@ -279,20 +251,12 @@ class _Boxes:
         return key if self._keys[key] == 1 else f"{key}~{self._keys[key]}"
 
 
-def _results(item: Item) -> list[torch.fx.Node]:
-    if isinstance(item, OpItem):
-        return item.results
-    return [] if isinstance(item, Run) else leaves(item.outputs, torch.fx.Node)
-
-
-def _argument_names(item: Section | Run) -> dict[torch.fx.Node, str]:
-    section = item.members[0] if isinstance(item, Run) else item
+def _argument_names(section: Section) -> dict[torch.fx.Node, str]:
     arguments = section.inputs.items() if section.kind == "call" else ()
     return _by_leaf([(name + path, leaf) for name, x in arguments for path, leaf in leaves_with_path(x)])
 
 
-def _result_names(item: Section | Run) -> dict[torch.fx.Node, str]:
-    section = item.members[-1] if isinstance(item, Run) else item
+def _result_names(section: Section) -> dict[torch.fx.Node, str]:
     results = leaves_with_path(section.outputs) if section.kind == "call" else ()
     names = ((path.strip("[].'\""), path, leaf) for path, leaf in results)
     return _by_leaf([(name if name.isidentifier() else f"output{path}", leaf) for name, path, leaf in names])

@@ -31,7 +31,7 @@ from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes
 from scopetrace.view.html import comparison, page
 from scopetrace.view.text import op_line
-from scopetrace.view.tree import OpItem, Section, Tree, callee_text, value_text, values_text
+from scopetrace.view.tree import OpItem, Section, Tree, value_text, values_text
 
 VERSION = 1
 """Of the form of `Diff.to_dict()`: raised where a key goes or changes its meaning."""
@@ -251,10 +251,10 @@ def _of_function(function: Function) -> _Side:
     return side
 
 
-def _line_of(item: OpItem | Section) -> _Line:
+def _line_of(item: Section) -> _Line:
     """The line of an op or section, with those inside."""
     if isinstance(item, OpItem):
-        return _Line("op", callee_text(item.node), op_line(item, named), "", list(map(_line_of, item.bodies)))
+        return _Line("op", item.label, op_line(item, named), "", list(map(_line_of, item.items)))
     text = item.label
     if item.kind in ("call", "body"):
         passed = item.inputs.items() if item.kind == "call" else ()

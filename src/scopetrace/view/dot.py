@@ -8,7 +8,9 @@ Data flow:
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 from collections.abc import Sequence
 
 import torch.fx
@@ -21,6 +23,7 @@ _STYLE = """\
   node [fontname="Helvetica", fontsize=10, shape=box, style="rounded,filled", color="#57606a", margin="0.12,0.05"]
   edge [fontname="Helvetica", fontsize=8, color="#57606a", fontcolor="#57606a", arrowsize=0.6]"""
 _FILL = {"call": "#ddf4ff", "run": "#fff8c5", "scope": "#fbefff", "body": "#fbefff", "op": "#ffffff"}
+_quoted = functools.partial(json.dumps, ensure_ascii=False)
 _LONGEST = 40  # characters of a line below a label
 _SHADES = ("#f6f8fa", "#ffffff")  # of clusters in clusters, in turn
 
@@ -115,8 +118,3 @@ class _Drawing:
         outside |= {port.node: self._makers[s.node] for port, s in sources if s.node in self._makers}
         self._makers = outside
         return drawn
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'

@@ -18,7 +18,7 @@ from typing import Any
 
 from scopetrace.formatting import amount
 from scopetrace.program.graph import named
-from scopetrace.view.boxes import Box, End
+from scopetrace.view.boxes import Box
 from scopetrace.view.measures import share
 from scopetrace.view.tree import value_text
 
@@ -55,9 +55,6 @@ def _data(x: Any) -> str:
 def document(roots: Sequence[Box]) -> dict[str, Any]:
     """Boxes and all inside them as plain records, outer before inner, with `children` as positions in the list."""
 
-    def end(place: End) -> list[int]:
-        return [-1 if place.child is None else place.child, place.port]  # -1: the box around
-
     whole = {box: root for root in roots for box in root.walk()}
     positions = {box: position for position, box in enumerate(whole)}
     sources: dict[str, int] = {}
@@ -73,7 +70,7 @@ def document(roots: Sequence[Box]) -> dict[str, Any]:
             "facts": facts_of(box),
             "inputs": [[port.name, port.type] for port in box.inputs],
             "outputs": [[port.name, port.type] for port in box.outputs],
-            "edges": [[*end(edge.source), *end(edge.target), edge.type] for edge in box.edges],
+            "edges": box.edges,
             "children": [positions[child] for child in box.children],
         }
         if box.kind == "call":

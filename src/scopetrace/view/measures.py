@@ -28,7 +28,7 @@ from scopetrace.functionalization.report import mutations
 from scopetrace.ops.functional_variants import tensor_of
 from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.tree import OpItem, Run, Section, Tree, module_prefix, tensors_of
+from scopetrace.view.tree import OpItem, Section, Tree, module_prefix, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,9 @@ class Meter:
 
     def __init__(self, program: TracedProgram) -> None:
         self._program = program
-        self._flops = FlopCounts()
-        self._costs: dict[Section | OpItem, _Cost] = {}
+        self._costs: dict[Section, _Cost] = {}
 
-    def of(self, *parts: Section | OpItem) -> Measures:
+    def of(self, *parts: Section) -> Measures:
         """What sections and ops cost together, with all that is in them.
 
         A call of a function costs what its body costs. Of the bodies of `torch.cond`, the larger counts, as for torch's
@@ -98,16 +97,16 @@ class Meter:
         elements = sum(p.numel() for p in parameters)
         return Measures(cost.ops, elements, trainable, size, others, cost.flops, cost.activation_bytes)
 
-    def _sum(self, parts: Iterable[Section | OpItem]) -> _Cost:
+    def _sum(self, parts: Iterable[Section]) -> _Cost:
         return _Cost(*map(sum, zip(_Cost(), *map(self._cost, parts), strict=True)))
 
-    def _cost(self, part: Section | OpItem) -> _Cost:
+    def _cost(self, part: Section) -> _Cost:
         if part not in self._costs:
             self._costs[part] = self._of_op(part) if isinstance(part, OpItem) else self._sum(part.items)
         return self._costs[part]
 
     def _of_op(self, op: OpItem) -> _Cost:
-        bodies = [*op.bodies, *op.shared]
+        bodies = op.bodies
         memory = 0 if any(_makes(body, op) for body in bodies) else new_bytes(op.node)
         ops, flops, inside = self._sum(bodies)
         if op.node.target is torch.ops.higher_order.cond:
@@ -118,7 +117,7 @@ class Meter:
         """Floating-point operations of one op; 0 for a node that a pass made, or whose meta it dropped."""
         if any(node_value(n) is None for n in (node, *node.all_input_nodes)):
             return 0
-        return self._flops.of(node.target, node.args, node.kwargs)
+        return flops_of(node.target, node.args, node.kwargs)
 
 
 def _makes(body: Section, op: OpItem) -> bool:
@@ -142,13 +141,13 @@ class Marks:
 
     def writes(self, section: Section) -> tuple[str, ...]:
         """The inputs of the model by path, and the parameters and buffers by name, without the module's own prefix."""
-        if section.kind == "backward":  # its path is that of the forward, which did it
+        if section.kind in ("op", "backward"):  # the path is that of a call, or of the forward, which did it
             return ()
         prefix = module_prefix(section) or ""
         writes = [(name, kind) for path, name, kind in self._writes if path.startswith(f"{section.path}/")]
         return tuple(dict.fromkeys(name if kind == "input" else name.removeprefix(prefix) for name, kind in writes))
 
-    def shares(self, part: OpItem | Section | Run) -> tuple[str, ...]:
+    def shares(self, part: Section) -> tuple[str, ...]:
         """The parameters that ops of a part read, and other modules, too."""
         names = []
         for name in self._shared:
@@ -181,24 +180,18 @@ class _Strided(NamedTuple):
     dtype: torch.dtype
 
 
-class FlopCounts:
-    """The floating-point operations of ops as torch counts them; those of equal sizes are counted once."""
+def flops_of(func: Any, args: Any, kwargs: Any) -> int:
+    """The floating-point operations of an op as torch counts them, with nodes or values for tensors.
 
-    def __init__(self) -> None:
-        self._count = functools.cache(_count)
-
-    def of(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Those of `func`, with nodes or values for tensors.
-
-        0 where torch has no formula, or the op does not run without data.
-        """
-        if not is_op(func) or not (func.overloadpacket in flop_registry | _MORE or can_decompose(func)):
-            return 0
-        call = func, _without_data(args), tuple([(name, _without_data(x)) for name, x in kwargs.items()])
-        try:
-            return self._count(*call)
-        except TypeError:  # an unhashable Python argument
-            return _count(*call)
+    0 where torch has no formula, or the op does not run without data.
+    """
+    if not is_op(func) or not (func.overloadpacket in flop_registry | _MORE or can_decompose(func)):
+        return 0
+    call = func, _without_data(args), tuple([(name, _without_data(x)) for name, x in kwargs.items()])
+    try:
+        return _count(*call)
+    except TypeError:  # an unhashable Python argument
+        return _count.__wrapped__(*call)
 
 
 def _without_data(x: Any) -> Any:
@@ -210,6 +203,7 @@ def _without_data(x: Any) -> Any:
     return example(x) if isinstance(x, Symbolic) else x
 
 
+@functools.lru_cache(4096)
 def _count(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> int:
     def tensor(t: _Strided) -> torch.Tensor:
         return torch.empty_strided(t.size, t.stride, dtype=t.dtype, device="meta")

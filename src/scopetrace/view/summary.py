@@ -20,7 +20,7 @@ from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Marks, Measures, Meter, share
 from scopetrace.view.text import counted
-from scopetrace.view.tree import OpItem, Run, Section, Tree, tensors_of
+from scopetrace.view.tree import Section, Tree, tensors_of
 
 _SHOWN = 3  # tensors of a cell
 
@@ -66,8 +66,9 @@ class Summary(Tabular):
         self._marks = Marks(program, self._tree)
         self._depth = depth
         self._root = self._meter.of(self._tree.root)
-        self._row_of: dict[Section, Row] = {}
-        self.rows = list(self._rows(self._tree.root, 0))
+        self.rows: list[Row] = []
+        self._lines: list[tuple[str, ...]] = [_HEADER]
+        self._add(self._tree.root, 0)
         params = program.model.named_parameters() if isinstance(program.model, torch.nn.Module) else ()
         used = set(map(id, tensors_of(program, self._tree.root)))
         self.unused = {name: p.numel() for name, p in params if id(p) not in used}
@@ -80,12 +81,20 @@ class Summary(Tabular):
     def __repr__(self) -> str:
         return f"<Summary of {self.rows[0].path}: {len(self.rows)} rows>"
 
-    def _rows(self, section: Section, depth: int) -> Iterator[Row]:
-        self._row_of[section] = self._row(section, depth, self._meter.of(section))
-        yield self._row_of[section]
-        if self._depth is None or depth < self._depth:
-            for inner in section.sections():
-                yield from self._rows(inner, depth + 1)
+    def _add(self, section: Section, depth: int, *, is_shown: bool = True) -> None:
+        """Add the rows of a section and of those in it, and their lines, in which equal neighbours are one."""
+        self.rows.append(self._row(section, depth, self._meter.of(section)))
+        if is_shown:
+            self._lines.append(_cells(_label(section), self.rows[-1]))
+        for item in self._tree.runs(section.items) if depth != self._depth else ():
+            is_run = item.kind == "run" and len(item.items) > 1
+            for inner in item.items:
+                self._add(inner, depth + 1, is_shown=is_shown and (inner is item.items[0] or not is_run))
+            if is_shown and is_run:
+                first, *others = item.items
+                label = counted([_label(member) for member in others])
+                label += f" as {_label(first)}" if len(others) == 1 else ""
+                self._lines.append(_cells(label, self._row(others[-1], depth + 1, self._meter.of(*others))))
 
     def _row(self, section: Section, depth: int, cost: Measures) -> Row:
         call = section.call
@@ -105,22 +114,7 @@ class Summary(Tabular):
 
     def _table(self) -> list[tuple[str, ...]]:
         """The last column only where a line has something in it."""
-        rows = [_HEADER, *self._lines(self._tree.root, 0)]
-        return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
-
-    def _lines(self, section: Section, depth: int) -> Iterator[tuple[str, ...]]:
-        """The line of a section, and those of the sections in it, in which equal neighbours are one."""
-        yield _cells(_label(section), self._row_of[section])
-        if self._depth is not None and depth >= self._depth:
-            return
-        for item in self._tree.runs(section.items):
-            for inner in item.bodies if isinstance(item, OpItem) else item.members[:1]:
-                yield from self._lines(inner, depth + 1)
-            if isinstance(item, Run) and len(item.members) > 1:
-                first, *others = item.members
-                label = counted([_label(member) for member in others])
-                label += f" as {_label(first)}" if len(others) == 1 else ""
-                yield _cells(label, self._row(others[-1], depth + 1, self._meter.of(*others)))
+        return self._lines if any(line[-1] for line in self._lines[1:]) else [line[:-1] for line in self._lines]
 
     def _notes(self) -> Iterator[str]:
         cost = self._root

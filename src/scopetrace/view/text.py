@@ -42,7 +42,6 @@ from scopetrace.view.tree import (
     RECOMPUTED,
     Namer,
     OpItem,
-    Run,
     Section,
     Tree,
     index_of,
@@ -108,26 +107,26 @@ class _Writer:
         yield from self._items(section.items, indent + _INDENT, depth, operator.attrgetter("label"), name)
 
     def _items(
-        self, items: Sequence[OpItem | Section], indent: str, depth: int, label: Callable[[Section], str], name: Namer
+        self, items: Sequence[Section], indent: str, depth: int, label: Callable[[Section], str], name: Namer
     ) -> Iterator[str]:
         shown: dict[int, str] = {}  # by signature, the label of the section that is shown in full
         for item in self._tree.runs(items):
-            if isinstance(item, Run):
+            if not isinstance(item, OpItem):
                 yield from self._run(item, indent, depth, label, shown)
                 continue
             yield indent + op_line(item, name)
-            for body in item.bodies:
+            for body in item.items:
                 yield from self._section(body, indent + _INDENT, depth, body.label)
 
     def _is_closed(self, section: Section, depth: int) -> bool:
         return section.call.is_leaf or (self._depth is not None and depth > self._depth)
 
     def _run(
-        self, run: Run, indent: str, depth: int, label: Callable[[Section], str], shown: dict[int, str]
+        self, run: Section, indent: str, depth: int, label: Callable[[Section], str], shown: dict[int, str]
     ) -> Iterator[str]:
         """The first section of a run, and one line for the others."""
-        first = run.members[0]
-        names = [label(member) for member in run.members]
+        first = run.items[0]
+        names = [label(member) for member in run.items]
         like = shown.setdefault(first.signature, names[0])
         if like == names[0] or first.kind == "scope" or first.op_count <= 1 or self._is_closed(first, depth):
             like = names[0]
@@ -137,11 +136,11 @@ class _Writer:
         if len(names) > 1:
             yield f"{indent}{counted(names[1:])} as {like}{self._fold_values(run)}"
 
-    def _fold_values(self, run: Run) -> str:
+    def _fold_values(self, run: Section) -> str:
         """Arguments that differ from member to member, and results: the last of a chain, else all."""
-        if run.members[0].kind == "backward":
+        if run.items[0].kind == "backward":
             return ""
-        calls = [member.call for member in run.members[1:]]
+        calls = [member.call for member in run.items[1:]]
         parts = [
             f"{key}={_listed([value_text(call.argument_templates[key], named) for call in calls])}"
             for key in self._tree.differing(run)

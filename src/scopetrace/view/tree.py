@@ -2,12 +2,12 @@
 
 Data flow:
     nodes of the graph, by `node.meta`'s call and scope -> Tree: sections (calls, user scopes, bodies) with ops in them
-    each section -> its signature: a number that is equal for sections of equal structure -> Runs of equal neighbours
+    each section -> its signature: a number that is equal for sections of equal structure -> runs of equal neighbours
     values, types and ops -> text in the notation of torch.fx: `%add: f32[2, 3]`, `aten.add.Tensor(%x, 1)`
 
 A signature covers class, ops, constants, shapes and how values are connected. It is made of the signatures of the
 sections inside, so that all signatures together cost one pass over the ops. Nodes from outside a section enter its
-signature by the order of their first use alone; `Section.outside` keeps them, so that a Run can compare where
+signature by the order of their first use alone; `Section.outside` keeps them, so that a run can compare where
 each member's inputs come from.
 """
 
@@ -44,40 +44,16 @@ BACKWARD = "backward"
 RECOMPUTED = "recomputed"
 """In it, that of the section for ops of the forward that run again."""
 
-Kind = Literal["call", "scope", "body", "backward"]
-"""A module call, a user scope, the body of a higher-order op, a part of the backward."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class OpItem:
-    """One op, and the `getitem` nodes of its results."""
-
-    node: torch.fx.Node
-    parts: dict[int, torch.fx.Node] = dataclasses.field(default_factory=dict)
-    """For an op of several results: slot -> the `getitem` node."""
-    bodies: list[Section] = dataclasses.field(default_factory=list)
-    """The bodies of a higher-order op that no op before it has."""
-    shared: list[Section] = dataclasses.field(default_factory=list)
-    """Its bodies that an op before it has, too, as calls of one function of an outlined program do."""
-    first: int = 0
-    """Its number among the ops of the tree; those in its bodies have the numbers up to `stop` - 1."""
-    stop: int = 0
-
-    @property
-    def results(self) -> list[torch.fx.Node]:
-        """The nodes of its results, also of one without an example value, as a number that is computed of numbers."""
-        parts = [self.parts[slot] for slot in sorted(self.parts)]
-        return parts or ([self.node] if node_value(self.node) is not None else [])
-
-    @property
-    def attributes(self) -> list[torch.fx.Node]:
-        """The nodes of the parameters, buffers, constants and bodies that it reads."""
-        return [node for node in self.node.all_input_nodes if node.op == "get_attr"]
+Kind = Literal["call", "scope", "body", "backward", "op", "run"]
+"""A module call, a user scope, the body of a higher-order op, a part of the backward, an op, equal neighbours."""
+Origin = Literal["same", "different"] | tuple[int, int]
+"""Where a member's outside node comes from: the same node for all members, a different one for each, or (op, slot) in
+the member before."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Section:
-    """A part of the program with its items in execution order."""
+    """A part of the program with its items in execution order; of a run, these are its members."""
 
     kind: Kind
     path: str
@@ -85,17 +61,24 @@ class Section:
     call: ModuleCall
     """The call; for a user scope or body, the call around it; of a part of the backward, the one that it belongs to."""
     name: str = ""
-    """That of a user scope, of the graph module of a body, or of a part of the backward; empty for a call."""
+    """That of a user scope, of the graph module of a body, or of a part of the backward; empty for others."""
     lowering: FxLowering | None = None
     """The graph of a body."""
-    items: list[OpItem | Section] = dataclasses.field(default_factory=list)
+    items: list[Section] = dataclasses.field(default_factory=list)
     first: int = 0
-    """The number of the first op in it; the ops in it have the numbers from `first` to `stop` - 1."""
+    """The number of the first op in it, or its own; the ops in it have the numbers from `first` to `stop` - 1."""
     stop: int = 0
     signature: int = -1
     """A number that is equal for sections of equal structure, which `Tree.runs` sets."""
     outside: list[torch.fx.Node] = dataclasses.field(default_factory=list)
     """The nodes from outside that it uses, in order of first use, which `Tree.runs` sets."""
+    relation: tuple[Origin, ...] | None = None
+    """Of a run, for each outside node of a member where it comes from relative to the member before; equal for all."""
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each member of a run takes results of the one before."""
+        return any(isinstance(origin, tuple) for origin in self.relation or ())
 
     @property
     def op_count(self) -> int:
@@ -129,7 +112,7 @@ class Section:
     def sections(self) -> Iterator[Section]:
         """The sections directly inside, among them the bodies of its ops."""
         for item in self.items:
-            yield from item.bodies if isinstance(item, OpItem) else [item]
+            yield from item.items if item.kind == "op" else [item]
 
     def walk(self) -> Iterator[Section]:
         """This section and all inside it, outer before inner."""
@@ -138,33 +121,36 @@ class Section:
             yield from inner.walk()
 
 
-Origin = Literal["same", "different"] | tuple[int, int]
-"""Where a member's outside node comes from: the same node for all members, a different one for each, or (op, slot) in
-the member before."""
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class OpItem(Section):
+    """One op, and the `getitem` nodes of its results. Its items are the bodies that no op before it has."""
 
-
-@dataclasses.dataclass(slots=True)
-class Run:
-    """A section and repetitions of it that follow each other."""
-
-    members: list[Section]
-    relation: tuple[Origin, ...] | None = None
-    """For each outside node of a member, where it comes from relative to the member before; equal for all members."""
+    node: torch.fx.Node
+    parts: dict[int, torch.fx.Node] = dataclasses.field(default_factory=dict)
+    """For an op of several results: slot -> the `getitem` node."""
+    shared: list[Section] = dataclasses.field(default_factory=list)
+    """Its bodies that an op before it has, too, as calls of one function of an outlined program do."""
 
     @property
-    def first(self) -> int:
-        """The number of the first op in it."""
-        return self.members[0].first
+    def bodies(self) -> list[Section]:
+        """All bodies of a higher-order op."""
+        return [*self.items, *self.shared]
 
     @property
-    def stop(self) -> int:
-        """The number after that of the last op in it."""
-        return self.members[-1].stop
+    def label(self) -> str:
+        """What it calls."""
+        return callee_text(self.node)
 
     @property
-    def is_chain(self) -> bool:
-        """Whether each member takes results of the one before."""
-        return any(isinstance(origin, tuple) for origin in self.relation or ())
+    def outputs(self) -> list[torch.fx.Node]:
+        """The nodes of its results, also of one without an example value, as a number that is computed of numbers."""
+        parts = [self.parts[slot] for slot in sorted(self.parts)]
+        return parts or ([self.node] if node_value(self.node) is not None else [])
+
+    @property
+    def attributes(self) -> list[torch.fx.Node]:
+        """The nodes of the parameters, buffers, constants and bodies that it reads."""
+        return [node for node in self.outside if node.op == "get_attr"]
 
 
 class _NodePlace(NamedTuple):
@@ -202,10 +188,6 @@ class Tree:
         self._fill(program.lowering, self.root)
         _number(self.root, 0)
 
-    def call_of(self, node: torch.fx.Node) -> ModuleCall:
-        """The call that a node is in."""
-        return self._by_position.get(call_position(node) or 0, self.calls[0])
-
     def _fill(self, lowering: FxLowering, top: Section) -> None:
         """Add the ops and calls of a graph to the sections of their calls, which are in `top`, in graph order."""
         calls = [call for call in self.calls if call.lowering is lowering]
@@ -221,14 +203,16 @@ class Tree:
                 around = _in_scope(sections.get(parent, top), scope.path)
                 around.items.append(sections[item])
             else:
-                section = sections.get(self._by_position.get(item.position, self.calls[0]), top)
+                call = self._by_position.get(item.position, self.calls[0])
+                section = sections.get(call, top)
                 source, slot = _part_of(item.node)
                 if source in self.ops:
                     op = self.ops[source][0]
                     op.parts[slot] = item.node
                 else:
-                    op, is_backward = OpItem(item.node), item.forward is not None
+                    is_backward = item.forward is not None
                     around = self._backward(section, item) if is_backward else _in_scope(section, item.path)
+                    op = OpItem("op", around.path, call, node=item.node, outside=item.node.all_input_nodes)
                     around.items.append(op)
                 self.ops[item.node] = (op, slot)
                 self._add_bodies(item.node, lowering)
@@ -243,9 +227,9 @@ class Tree:
             if body.tape in self._body_sections:
                 op.shared.append(self._body_sections[body.tape])
             else:
-                section = Section("body", body.tape.root.path, self.call_of(node), str(read.target), body)
+                section = Section("body", body.tape.root.path, op.call, str(read.target), body)
                 self._body_sections[body.tape] = section
-                op.bodies.append(section)
+                op.items.append(section)
                 self._fill(body, section)
 
     def _backward(self, section: Section, place: _NodePlace) -> Section:
@@ -276,30 +260,30 @@ class Tree:
 
     # ---------------------------------------------------------------- runs
 
-    def runs(self, items: Sequence[OpItem | Section]) -> list[OpItem | Run]:
-        """The items in order, with equal neighbours as one Run; a section that repeats no other one is a Run, too."""
-        for section in (self.root, *(item for item in items if isinstance(item, Section))):
+    def runs(self, items: Sequence[Section]) -> list[Section]:
+        """The items in order, with equal neighbours as one run; a section that repeats no other one is a run, too."""
+        for section in (self.root, *(item for item in items if item.kind != "op")):
             self._sign(section)
-        runs: list[OpItem | Run] = []
+        runs: list[Section] = []
         for item in items:
-            if isinstance(item, OpItem):
+            if item.kind == "op":
                 runs.append(item)
-            elif not (runs and isinstance(runs[-1], Run) and self._joins(runs[-1], item)):
-                runs.append(Run([item]))
+            elif not (runs and runs[-1].kind == "run" and self._joins(runs[-1], item)):
+                runs.append(Section("run", item.path, item.call, items=[item], first=item.first, stop=item.stop))
         return runs
 
-    def _joins(self, run: Run, section: Section) -> bool:
+    def _joins(self, run: Section, section: Section) -> bool:
         """Add a section to the run if it repeats the run's members."""
-        last = run.members[-1]
+        last = run.items[-1]
         if last.signature != section.signature or not {last.kind, section.kind} <= {"call", "backward"}:
             return False
         relation = tuple([self._relation(last, a, b) for a, b in zip(last.outside, section.outside, strict=True)])
-        repeated = Run([last, section], relation)
+        is_chain = any(isinstance(origin, tuple) for origin in relation)
         # Parallel calls of a single op are shown one by one: a folded line would be no shorter and say less.
-        if run.relation not in (None, relation) or (section.op_count <= 1 and not repeated.is_chain):
+        if run.relation not in (None, relation) or (section.op_count <= 1 and not is_chain):
             return False
-        run.members.append(section)
-        run.relation = relation
+        run.items.append(section)
+        run.stop, run.relation = section.stop, relation
         return True
 
     def _relation(self, before: Section, old: torch.fx.Node, new: torch.fx.Node) -> Origin:
@@ -310,9 +294,9 @@ class Tree:
             return (op.first - before.first, slot)
         return "different"
 
-    def differing(self, run: Run) -> list[str]:
+    def differing(self, run: Section) -> list[str]:
         """The names of arguments that are neither shared by all members of a run nor results of the member before."""
-        last = run.members[-1]
+        last = run.items[-1]
         outside = zip(last.outside, run.relation or (), strict=True)
         differing = {node for node, origin in outside if origin == "different"}
         arguments = last.call.argument_templates.items()
@@ -332,7 +316,7 @@ class Tree:
         for item in section.items:
             if isinstance(item, OpItem):
                 op = f"{tuple(item.parts)} {type_text(node_value(item.node))} = {op_text(item.node, names)}"
-                text.append((op, *map(self._sign, [*item.bodies, *item.shared])))
+                text.append((op, *map(self._sign, item.bodies)))
             else:
                 text.append((self._sign(item), item.first - section.first, *map(names, item.outside)))
         text.append(_wiring(section.outputs, names))
@@ -344,15 +328,9 @@ class Tree:
 def _number(section: Section, count: int) -> int:
     """Number the ops of a section from `count` on, in the order of the tree; returns the number after the last."""
     section.first = count
+    count += section.kind == "op"
     for item in section.items:
-        if isinstance(item, OpItem):
-            item.first = count
-            count += 1
-            for body in item.bodies:
-                count = _number(body, count)
-            item.stop = count
-        else:
-            count = _number(item, count)
+        count = _number(item, count)
     section.stop = count
     return count
 
@@ -465,16 +443,16 @@ def module_prefix(section: Section) -> str | None:
     return None if fqn is None else f"{fqn}." if fqn else ""
 
 
-def tensors_of(program: TracedProgram, *parts: Section | OpItem) -> list[torch.Tensor]:
+def tensors_of(program: TracedProgram, *parts: Section) -> list[torch.Tensor]:
     """The parameters, buffers and constants that parts of a program read, and parameters of leaf modules, each once."""
 
-    def read(part: Section | OpItem) -> Iterator[torch.Tensor]:
+    def read(part: Section) -> Iterator[torch.Tensor]:
         if isinstance(part, OpItem):
             names = [str(node.target) for node in part.attributes]
             yield from (attributes[name] for name in names if name in attributes)
         elif part.kind == "call" and part.call.is_leaf and part.call.module is not None:
             yield from part.call.module.parameters()
-        for inner in [*part.bodies, *part.shared] if isinstance(part, OpItem) else part.items:
+        for inner in part.bodies if isinstance(part, OpItem) else part.items:
             yield from read(inner)
 
     attributes = program.tape.attributes

@@ -23,10 +23,10 @@ from scopetrace.program.graph import named
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.boxes import Box, Port
 from scopetrace.view.html import facts_of
-from scopetrace.view.measures import Measures, Meter
+from scopetrace.view.measures import Meter
 from scopetrace.view.memory import Memory
 from scopetrace.view.text import op_line
-from scopetrace.view.tree import OpItem, Section, Tree, callee_text
+from scopetrace.view.tree import OpItem, Section, Tree
 
 _LONGEST = 300  # characters of an attribute
 
@@ -98,18 +98,14 @@ def chrome_trace(program: TracedProgram) -> dict[str, Any]:
 
 def _events(section: Section, meter: Meter) -> Iterator[dict[str, Any]]:
     cost = meter.of(section)
-    facts = {"path": section.path, "ops": cost.ops, "parameters": cost.parameters, **_cost(cost)}
-    yield _event(section.label, section.first, section.op_count, facts)
+    sizes = {"flops": cost.flops, "activation bytes": cost.activation_bytes}
+    if isinstance(section, OpItem):
+        yield _event(section.label, section.first, 1, {"op": op_line(section, named), **sizes})
+    else:
+        facts = {"path": section.path, "ops": cost.ops, "parameters": cost.parameters, **sizes}
+        yield _event(section.label, section.first, section.op_count, facts)
     for item in section.items:
-        if isinstance(item, OpItem):
-            facts = {"op": op_line(item, named), **_cost(meter.of(item))}
-            yield _event(callee_text(item.node), item.first, 1, facts)
-        for inner in item.bodies if isinstance(item, OpItem) else [item]:
-            yield from _events(inner, meter)
-
-
-def _cost(cost: Measures) -> dict[str, int]:
-    return {"flops": cost.flops, "activation bytes": cost.activation_bytes}
+        yield from _events(item, meter)
 
 
 def _event(name: str, start: int, length: int, facts: dict[str, Any]) -> dict[str, Any]:
