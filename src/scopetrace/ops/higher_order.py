@@ -68,12 +68,3 @@ def written_inputs(body: BodyTape) -> list[int]:
     written = {v.storage for op in body.ops for v in op.writes}
     placeholders = [op.outputs for op in body.ops if op.kind == "placeholder"]
     return [i for i, v in enumerate(placeholders) if isinstance(v, Value) and v.storage in written]
-
-
-def with_more_operands(hop: Any, args: tuple[Any, ...], more: list[Any]) -> tuple[Any, ...]:
-    """The arguments of a call of a higher-order op, with more operands for its bodies."""
-    form = FORMS[hop]
-    gathered = form.gathered(args)
-    last = form.operands[-1]
-    gathered[last] = type(gathered[last])([*gathered[last], *more])
-    return form.spread(gathered)

@@ -25,7 +25,7 @@ from scopetrace.errors import ControlFlowError
 from scopetrace.ir.segment import TapeSegment, body_tape, captured, name_of
 from scopetrace.ir.tape import BodyTape, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
-from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
+from scopetrace.ops.higher_order import FORMS, written_inputs
 from scopetrace.record.values import ValueTable, body_error
 
 _hops = torch.ops.higher_order
@@ -176,8 +176,8 @@ class BodyRecorder:
         raise ControlFlowError(f"{self.hop}: {problem}", op=str(self.hop), hint=hint, **self.builder.where())
 
     def _append(self, bodies: list[BodyTape], spec: Any, more: list[Any], written: tuple[Value, ...]) -> Any:
-        lifted = self.form.spread([self._lifted(a) for a in self.args])
-        args = self.form.gathered(with_more_operands(self.hop, lifted, more))
+        args, last = [self._lifted(a) for a in self.args], self.form.operands[-1]
+        args[last] = type(args[last])([*args[last], *more])
         fakes = fakes_of(args)
         for (position, _, _), body in zip(self.form.bodies, bodies, strict=True):
             args[position], fakes[position] = body, self._results_of(body)
