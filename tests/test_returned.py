@@ -280,6 +280,12 @@ def test_what_is_one_object_in_several_arguments_is_one_in_the_forward(forward, 
             tr(*other())
 
 
+def test_an_argument_in_an_object_that_is_the_result_is_the_caller_s():
+    tr = st.trace(lambda c, x: Holder(c, x + 1), (row(), torch.ones(2)))
+    items = row()
+    assert tr(items, torch.ones(2)).items is items
+
+
 class Holds(torch.nn.Module):
     def __init__(self, held, forward):
         super().__init__()

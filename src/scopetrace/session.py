@@ -395,6 +395,7 @@ class Recording:
                 raise Retrace(why, object_types=object_types | missed)
             object_types |= missed
             assert containers is not None
+            containers.object_types = object_types
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
             tape.given = containers.argument_parts(out)

@@ -549,7 +549,8 @@ class Watch:
 
     def __init__(self, arguments: Any, object_types: Collection[type], inputs: Collection[torch.Tensor]) -> None:
         """`inputs` are the tensors among the arguments; a registered class may have computed others from them."""
-        self._object_types = object_types
+        self.object_types = object_types
+        """The classes of the objects that are opened."""
         ids = set(map(id, inputs))
         walked = [(path, x, children) for path, x, children in walk(arguments, object_types) if children is not None]
         changeable = {id(c[1]): c for c in reversed(walked) if not isinstance(c[1], tuple)}
@@ -564,22 +565,22 @@ class Watch:
         """The containers that have changed; in the templates of what they hold, `leaf_of` a tensor stands for it."""
         effects = []
         for path, x, before in self._before:
-            after = open_container(x, self._object_types) or []
+            after = open_container(x, self.object_types) or []
             pairs = zip(after, before, strict=False)
             if len(after) != len(before) or not all(key == old and _same(a, b) for (key, a), (old, b) in pairs):
                 parts = [part for key, child in after for part in self.argument_parts(child, (key,))]
-                effects.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types), parts))
+                effects.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self.object_types), parts))
         return effects
 
     def _tensors(self, x: Any) -> Iterator[int]:
-        return (id(t) for _, t in leaves_with_path(x, "", self._object_types) if isinstance(t, torch.Tensor))
+        return (id(t) for _, t in leaves_with_path(x, "", self.object_types) if isinstance(t, torch.Tensor))
 
     def argument_parts(self, x: Any, path: tuple[str, ...] = ()) -> list[GivenPart]:
         """The parts of what the forward gives that are objects among its arguments."""
         known = self._known.get(id(x))
         if known is not None:
             return [(path, known)]
-        children = open_container(x, self._object_types) or []
+        children = open_container(x, self.object_types) or []
         return [part for key, child in children for part in self.argument_parts(child, (*path, key))]
 
 
