@@ -14,6 +14,7 @@ from torch import nn
 
 import scopetrace as st
 from scopetrace.errors import ArgumentTypeError, InputMismatchError, SideEffectError, StateMismatchError
+from scopetrace.program.boundary import CallBoundary
 
 X = torch.randn(2, 4)
 
@@ -809,3 +810,41 @@ def test_a_printed_table_names_all_that_a_call_is_checked_for():
     text = " ".join(str(trace.specializations).split())
     names = [name for read in trace._program.tape.guards for name in read.labels()]
     assert len(names) > 10 and all(name in text for name in names)
+
+
+class class_property(property):
+    """As in transformers: each who asks gets an object of its own."""
+
+    def __get__(self, x, kind=None):
+        return self.fget(kind)
+
+
+class Configured(nn.Module):
+    SCALE = 2
+
+    @class_property
+    def config(cls):
+        return {"scale": cls.SCALE}
+
+    def __init__(self):
+        super().__init__()
+        self.tags = {"a", "b"}
+
+    def forward(self, x):
+        return x * self.config["scale"] + len(self.tags)
+
+
+def test_what_is_as_it_was_is_not_compared_by_value_in_each_call(monkeypatch):
+    net, x = Configured(), torch.ones(2)
+    tr = st.trace(net, (x,))
+    tr(x)  # makes the code of calls
+    monkeypatch.setattr(CallBoundary, "check_state", lambda self: pytest.fail("it is as it was"))
+    assert torch.equal(tr(x), net(x))
+    monkeypatch.undo()
+    net.tags.add("c")
+    with pytest.raises(st.StateMismatchError, match="tags"):
+        tr(x)
+    net.tags.remove("c")
+    monkeypatch.setattr(Configured, "SCALE", 3)
+    with pytest.raises(st.StateMismatchError, match="SCALE"):
+        tr(x)

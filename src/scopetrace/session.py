@@ -46,7 +46,7 @@ from scopetrace.containers.structure import (
 from scopetrace.errors import DynamicShapeError, InputMismatchError, RandomStateError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.guards import ArgumentNumber, CallInputs, Guard, WhichContainers, numbers_read
+from scopetrace.ir.guards import ArgumentNumber, At, CallInputs, Guard, WhichContainers, numbers_read
 from scopetrace.ir.segment import CHECKPOINT, keep_regions
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
@@ -249,7 +249,8 @@ class Recording:
         targets = effect_targets(getattr(self.tape.outputs, "effects", ()), arguments)
         effects.refuse_held({*map(id, targets), *changed}, guards)
         if targets:
-            held = [(guard.name, guard.source) for guard in guards if type(guard.value) in (list, dict, Attributes)]
+            containers = [guard for guard in guards if type(guard.value) in (list, dict, Attributes)]
+            held = [(guard.name, guard.source) for guard in containers if isinstance(guard.source, At)]
             which, name = WhichContainers(tuple(held)), "which containers among the arguments are one object"
             shared = which.current(CallInputs(*arguments, (), self.object_types))
             yield Guard(name, shared, which, module=self.tape.root.path)

@@ -469,9 +469,12 @@ def unchanged(guard: Guard, known: set[int]) -> list[Probe]:
     if guard.others or not is_same(guard):
         return whole
     if isinstance(source, At):
+        held = source.place.current()
+        if held is not source.place.current():  # a property of a class, which makes an object for each who asks
+            return whole
         inside = list(_content(guard, source.current(NO_CALL), known))
         certain = [probe for probe in inside if probe is not None]
-        return [(source.place.question, source.place.current()), *certain] if len(certain) == len(inside) else whole
+        return [(source.place.question, held), *certain] if len(certain) == len(inside) else whole
     if isinstance(source, OfModules):
         return list(_of_modules(source, traced))  # none for no modules
     return list(_of_source(source, traced)) or whole
@@ -513,6 +516,9 @@ def _content(guard: Guard, x: Any, known: set[int]) -> Iterator[Probe | None]:
     """That an object has in it what it has now; None where that is no question of identity alone."""
     form = form_of(type(x))
     if form is None or id(x) in known:
+        return
+    if type(x) is set:
+        yield (operator.eq, x.copy(), x), True
         return
     table: Any = own_dict(x) if form is ATTRIBUTES and type(x).__dictoffset__ and not slots_of(type(x)) else x
     if guard.skip or extra_attributes(x) or type(table) not in (dict, list, tuple):
