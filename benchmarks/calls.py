@@ -8,6 +8,7 @@ in brackets, over that of the model. `graph` is the bare GraphModule, which comp
 
 import argparse
 import gc
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
+from benchmarks.models import import_torchvision
 
 
 class Arguments(nn.Module):
@@ -45,6 +47,18 @@ CASES: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = {
     "BatchNorm, training": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), (ROWS,), {}, None),
 }
 """By name: a model, its arguments, and dynamic_shapes of the trace."""
+
+
+def with_transformers() -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]:
+    """The cases, with one of transformers where that is installed: a call is compared with its classes and configs."""
+    if importlib.util.find_spec("transformers") is None:
+        return CASES
+    import_torchvision()
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 4}
+    bert = BertModel(BertConfig(vocab_size=50, return_dict=False, **sizes)).eval()
+    return {**CASES, "BERT, 4 layers": (bert, (torch.ones(1, 5, dtype=torch.long),), {}, None)}
 
 
 def ways(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any) -> dict[str, Callable[[], Any]]:
@@ -92,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="the models whose name has this in it")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    for name, case in CASES.items():
+    for name, case in with_transformers().items():
         for grad in (True, False) if options.only in name else ():
             with torch.set_grad_enabled(grad):
                 calls = ways(*case)
