@@ -299,6 +299,7 @@ HELD = [
     ([torch.ones(2)], lambda m, c, x: (c.append(x + 1), m.held[-1] * 2)[1]),
     ([torch.ones(2)], lambda m, c, x: (m.held.append(x + 1), c[-1] * 2)[1]),
     ({"a": torch.ones(2)}, lambda m, c, x: (c.update(k=x + 1), m.held["k"] * 2)[1]),
+    ([], lambda m, c, x: (c.append(x + 1), m.held[-1] * 2)[1]),
     ({"n": 1}, lambda m, c, x: (m.held.update(n=5), x * c["n"])[1]),
 ]
 

@@ -92,7 +92,7 @@ class EffectWatch:
             (name + "".join(path), x)
             for name, argument in arguments
             for path, x, inside in walk(argument, object_types)
-            if inside and self._contents.name_of(x)
+            if inside is not None and self._contents.name_of(x)
         ]
         """The containers among the arguments that the model holds too: a trace has copies of them."""
         named = [(_in_words(name, place), place) for name, place, _ in self.reach.variables.values()]
