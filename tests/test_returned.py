@@ -311,6 +311,12 @@ def test_an_argument_that_the_model_holds_too_may_not_change(held, forward):
         st.trace(net, (held, torch.ones(2)))
 
 
+def test_an_error_of_a_forward_that_changes_nothing_is_that_of_eager():
+    net = Holds({"n": 1}, lambda m, c, x: m.held["missing"] + c["n"])
+    with pytest.raises(KeyError, match="missing"):
+        st.trace(net, (net.held, torch.ones(2)))
+
+
 def test_a_call_with_what_the_model_holds_is_compared_where_the_forward_changes_it():
     net, x = Holds([torch.ones(2)], lambda m, c, x: (c.append(x + 1), m.held[-1] * 2)[1]), torch.ones(2)
     tr = st.trace(net, ([x], x))

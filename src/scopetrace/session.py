@@ -178,6 +178,8 @@ class Recording:
         self.factory.shape_env.watch(self.builder, self.ops)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
         self._progress = progress
+        self.containers: Watch | None = None
+        """Those among the arguments, as the forward has them."""
 
     def run(
         self,
@@ -211,8 +213,9 @@ class Recording:
             with self._expecting_backward() if guessed else contextlib.nullcontext():
                 fakes = self._run_forward(fn, effects, reads)
         except Exception as error:
-            if not isinstance(error, TraceError):
-                effects.refuse_held()
+            if self.containers is not None and not isinstance(error, TraceError):
+                copied = effect_targets(self.containers.effects(lambda t: t), (args, kwargs))
+                effects.refuse_held({*map(id, copied), *(id(change.place.owner) for change in effects.restore())})
             raise
         finally:
             bound = {id(v.fake): v for op in self.tape.ops for v in op.values()}
@@ -356,13 +359,12 @@ class Recording:
         tape, object_types, examples = self.tape, self.object_types, self.tape.example_inputs
         assert examples is not None
         fakes: Any = None
-        containers: Watch | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal fakes, containers
+            nonlocal fakes
             copies = instantiate(lambda v: v.fake, (args, kwargs), Value)  # registered classes may compute here
             fakes = with_shared(copies, examples, object_types)
-            containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
+            self.containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             if not effects.reach.names.isdisjoint(("step", "param_groups")):
                 autograd.gradients.begin()
             with self.ops.at_end:
@@ -395,6 +397,7 @@ class Recording:
                 why = "objects hold tensors that held none before the forward"
                 raise Retrace(why, object_types=object_types | missed)
             object_types |= missed
+            containers = self.containers
             assert containers is not None
             containers.object_types = object_types
             changed = containers.effects(self.values.value_of)

@@ -639,7 +639,7 @@ def with_shared(new: Any, old: Any, object_types: Collection[type] = ()) -> Any:
     """`new`, a copy of `old` with other leaves, in which containers are one object where they are in that."""
 
     def close(x: Any, items: list[Any]) -> Any:
-        return close_instance(close_container(x, items), items)
+        return close_instance(close_container(x, items), items)  # of other objects the first gives a template
 
     for path, first in shared_parts(old, object_types):
         new = with_parts(new, {path: _at(new, first)}, close)

@@ -128,14 +128,14 @@ class EffectWatch:
         instances |= {type(m): m for name, module in modules for m in self._model.save_outside(name, module)}
         return [*instances.values(), *functions]
 
-    def refuse_held(self, changed: Collection[int] | None = None, guards: Iterable[Guard] = ()) -> None:
+    def refuse_held(self, changed: Collection[int], guards: Iterable[Guard] | None = None) -> None:
         """Raise UnsupportedOpError where a container among the arguments changes that the model reads elsewhere too.
 
         `changed` are the ids of what changes, and `guards` say what was read; None where that is not known.
         """
-        for path, x in self._containers:
-            read = self._contents if changed is None else Contents()
-            for guard in guards if changed is not None and id(x) in changed else ():
+        for path, x in [(path, x) for path, x in self._containers if id(x) in changed]:
+            read = self._contents if guards is None else Contents()
+            for guard in guards or ():
                 if isinstance(guard.source, At):
                     read.add(guard.name, guard.source.current(NO_CALL))
             if name := read.name_of(x):
