@@ -140,9 +140,9 @@ class EffectWatch:
                     read.add(guard.name, guard.source.current(NO_CALL))
             if name := read.name_of(x):
                 raise UnsupportedOpError(
-                    f"the argument {path} is {name} too, two objects in a trace, and the forward changes it",
+                    f"the argument {path} is {name} too, and the forward changes it: a trace would have two of it",
                     module=self._model.type_name,
-                    hint="give a copy to the trace; or let the forward take it from one of both",
+                    hint="trace with a copy of it; or let forward use the argument alone, or the other alone",
                 )
 
     def restore(self) -> list[Change]:
